@@ -1,0 +1,164 @@
+"""The joint graph: forward and backward of a model as one list of functional ATen operators.
+
+This is the value that capture makes and every later step reads. It is ours, and small, rather than
+`torch.fx`, because a plan of 32 layers walks it dozens of times and because it must be hashable,
+printable and stampable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import torch
+
+InputRole = Literal["parameter", "buffer", "input", "tangent"]
+OutputRole = Literal["output", "gradient", "mutation"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Global shape and dtype of a tensor. A Python number that flows through the graph has shape ()."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference, inside a node's arguments, to a value of the graph."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One ATen operator. `outputs` names its values, in order; "" stands for an output that nobody uses.
+
+    `op` is the qualified overload ("aten.mm.default"). `args` and `kwargs` hold constants, nested
+    tuples, and `Ref`s. `module` is the path of the module that made it ("model.layers.3.mlp", "" if
+    unknown), `backward` tells which half of the step it belongs to, and `sequence` is autograd's
+    sequence number, which a backward node shares with its forward node (-1 if unknown).
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[str, ...]
+    module: str = ""
+    backward: bool = False
+    sequence: int = -1
+
+    @property
+    def name(self) -> str:
+        return next(output for output in self.outputs if output)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the tensors that it reads, in the order of its arguments, repeats included."""
+        return tuple(references(self.args)) + tuple(references(tuple(v for _, v in self.kwargs)))
+
+    def __str__(self) -> str:
+        arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs]
+        return f"{', '.join(o or '_' for o in self.outputs)} = {self.op}({', '.join(arguments)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInput:
+    """`target` is the parameter's or buffer's name, the path of an input in (args, kwargs)
+    ("args.0", "kwargs.input_ids"), or, for a tangent, the path of the output it belongs to."""
+
+    name: str
+    role: InputRole
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOutput:
+    """`target` is the path of an output of the model, the name of the parameter (or path of the
+    input) whose gradient it is, or the buffer that it replaces. `name` is None for a gradient or an
+    output that is not a tensor of the graph."""
+
+    name: str | None
+    role: OutputRole
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointGraph:
+    """Forward and backward of one step. Nodes stand in an order in which they can run, all forward
+    nodes before all backward nodes. `metas` knows every value's global shape and dtype."""
+
+    inputs: tuple[GraphInput, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[GraphOutput, ...]
+    metas: Mapping[str, TensorMeta] = field(repr=False)
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """Index of the node that makes a value (inputs are absent)."""
+        return {name: i for i, node in enumerate(self.nodes) for name in node.outputs if name}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[int, ...]]:
+        """Indices of the nodes that read a value, ascending, each once."""
+        found: dict[str, dict[int, None]] = {}
+        for i, node in enumerate(self.nodes):
+            for name in node.inputs:
+                found.setdefault(name, {})[i] = None
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    @cached_property
+    def parameters(self) -> dict[str, str]:
+        """Parameter name -> name of its value."""
+        return {i.target: i.name for i in self.inputs if i.role == "parameter"}
+
+    def __str__(self) -> str:
+        lines = [f"{i.name}: {self.metas[i.name]} = {i.role} {i.target}" for i in self.inputs]
+        for node in self.nodes:
+            metas = ", ".join(str(self.metas[o]) for o in node.outputs if o)
+            lines.append(f"{'<' if node.backward else '>'} {node}: {metas}  # {node.module}")
+        lines += [f"{o.role} {o.target} = {o.name}" for o in self.outputs]
+        return "\n".join(lines)
+
+
+def references(value: Any) -> Iterator[str]:
+    """The names referred to in an argument, in order."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from references(item)
+
+
+def map_references(value: Any, function: Callable[[str], Any]) -> Any:
+    """The argument with every reference replaced by `function(name)`."""
+    if isinstance(value, Ref):
+        return function(value.name)
+    if isinstance(value, tuple):
+        return tuple(map_references(item, function) for item in value)
+    return value
+
+
+@lru_cache(maxsize=None)
+def overload(op: str) -> Callable[..., Any]:
+    """The callable behind "namespace.name.overload"."""
+    namespace, name, kind = op.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), kind)

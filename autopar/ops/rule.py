@@ -1,0 +1,111 @@
+"""What an operator's dims mean: factors that move together, and what a split of one does.
+
+An op is described by factors (Shardy's word; the affine maps of CFP Table 1 in normal form): each
+dim of each operand and result carries one factor or none. Splitting a factor splits every dim that
+carries it, in operands and results alike; operands that do not carry it are needed whole. A result
+that does not carry a split factor is `Partial` if the op reduces over it, else whole. Algorithms know
+factors; only the table names ops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..graph import Node, Ref, TensorMeta, overload
+
+Dims = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A set of dims that are split together.
+
+    `size` is the largest period that a split may have. It is the dim's size, or less where the op
+    needs more than one period: `split` of a [.., 3h] dim in three has a factor of size h, so that a
+    split of period h gives each rank its part of all three. A dim's size is a multiple of `size`.
+
+    `reductions` holds, for every output of the op, "" (not touched, or carries the factor) or the
+    reduction ("sum", "max", "min") that the output is partial in when the factor is split.
+    `expands` says that the op on shards is not the op: the table has an expansion, a small local
+    program that may hold collectives. `contiguous` says that only a split of period `size`
+    (nested ones included) is allowed, because the expansion computes global indices.
+    """
+
+    name: str
+    size: int
+    reductions: tuple[str, ...]
+    expands: bool = False
+    contiguous: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRule:
+    """`inputs[i][d]` is the index in `factors` that dim d of tensor operand i carries, or None for a
+    dim that must be whole (or has size 1 and is broadcast). Operands stand in the order of
+    `Node.inputs`. `outputs` likewise.
+
+    `linear` lists sets of operands that may be Partial(sum) together, the others being whole, with
+    all outputs then Partial(sum): ((0, 1),) for add, ((0,), (1,)) for mul and mm.
+
+    `flops` counts multiplications and additions of the whole op, for contractions and attention; 0
+    means that the op is bound by memory. `contraction` marks the tensor contractions of CFP
+    Algorithm 1. `moves_nothing` marks ops that only make a view (slice, expand, ...): no time.
+    """
+
+    factors: tuple[Factor, ...]
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    linear: tuple[tuple[int, ...], ...] = ()
+    flops: float = 0.0
+    contraction: bool = False
+    moves_nothing: bool = False
+
+    def __str__(self) -> str:
+        def dims(carried: Dims) -> str:
+            return " ".join("!" if f is None else self.factors[f].name for f in carried) or "()"
+
+        return f"{', '.join(map(dims, self.inputs))} -> {', '.join(map(dims, self.outputs))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A node with the global metas of its tensor operands (in the order of `Node.inputs`) and of its
+    outputs (None for an output that nobody uses): all that a rule may look at."""
+
+    node: Node
+    inputs: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta | None, ...]
+
+    def argument(self, name: str) -> Any:
+        """The argument called `name` in the op's schema, or its default. Tensors are `Ref`s."""
+        for position, parameter in enumerate(overload(self.node.op)._schema.arguments):  # type: ignore[attr-defined]
+            if parameter.name == name:
+                if position < len(self.node.args):
+                    return self.node.args[position]
+                return dict(self.node.kwargs).get(name, parameter.default_value)
+        raise KeyError(f"{self.node.op} has no argument {name!r}")
+
+
+class Emitter(Protocol):
+    """What an expansion writes its local program with. References are to local values."""
+
+    def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
+        """Append an ATen op with one output."""
+
+    def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
+        """Append an ATen op with several outputs."""
+
+    def meta(self, value: Ref) -> TensorMeta:
+        """Local shape and dtype."""
+
+    def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
+        """Append an all-reduce over a mesh axis, finished."""
+
+    def ranks(self, axis: int) -> int:
+        """Size of a mesh axis."""
+
+    def offset(self, axes: tuple[int, ...], local_size: int) -> Any:
+        """The global index, in a dim split contiguously by `axes` (outermost first), of this rank's
+        first element, where the rank holds `local_size` elements. An argument for an op (an int at
+        run time that differs by rank)."""

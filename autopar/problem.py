@@ -1,0 +1,242 @@
+"""What a solver is given, and what it gives back.
+
+A `Problem` is a graph of variables and tensors. A variable is an op, a group of ops, a parameter or
+a border between layers: it has options, each with its own seconds and bytes. A tensor joins the
+variable that makes it to those that read it: the option of the producer fixes the layout it is made
+in, the options of the readers fix the set of layouts that are wanted, and the pair (made, wanted set)
+fixes what the redistributions cost. A layout wanted by several readers is thus acquired and priced
+once. A `Repeat` is a chain of identical problems, joined by border variables.
+
+The objective is seconds + bytes_price * bytes, where the price is so small that it only breaks ties
+(less memory first), subject to bytes <= bytes_limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+TIE_BREAK_SECONDS_PER_BYTE = 1e-16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One decision. `seconds[o]` and `bytes[o]` are what option o costs by itself, per rank."""
+
+    name: str
+    options: tuple[str, ...]
+    seconds: tuple[float, ...]
+    bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor with one producer and any number of readers.
+
+    `produced[o]` is the layout (any small integer) that option o of `producer` makes. `wanted[c][o]`
+    is the bitmask of layouts that option o of `consumers[c]` wants (0: none). `seconds` and `bytes`
+    map (produced layout, union of all wanted bitmasks) to a cost; a pair that is absent cannot be
+    had. A consumer may be the producer itself only where the variable is a group.
+    """
+
+    name: str
+    producer: int
+    produced: tuple[int, ...]
+    consumers: tuple[int, ...]
+    wanted: tuple[tuple[int, ...], ...]
+    costs: dict[tuple[int, int], tuple[float, float]]
+    """(produced layout, wanted set) -> (seconds, bytes)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """`count` copies of `body` in a row. Copy k's `body_right` variables are copy k+1's `body_left`;
+    the first copy's left are the parent's `left`, the last copy's right the parent's `right`. Joined
+    variables have the same options; they cost nothing by themselves. `count` >= 1."""
+
+    name: str
+    body: Problem
+    count: int
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    body_left: tuple[int, ...]
+    body_right: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Variables, tensors and repeats. Immutable: a solver is a function from this to a `Solution`."""
+
+    variables: tuple[Variable, ...]
+    tensors: tuple[Tensor, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
+
+    @cached_property
+    def option_count(self) -> int:
+        return sum(len(v.options) for v in self.variables) + sum(r.body.option_count for r in self.repeats)
+
+    def __str__(self) -> str:
+        lines = [f"problem: {len(self.variables)} variables, {self.option_count} options, {len(self.tensors)} tensors"]
+        for index, variable in enumerate(self.variables):
+            lines.append(f"  [{index}] {variable.name}")
+            for label, seconds, size in zip(variable.options, variable.seconds, variable.bytes, strict=True):
+                lines.append(f"        {label}: {seconds * 1e6:.3f} us, {size:.0f} B")
+        for tensor in self.tensors:
+            lines.append(f"  {tensor.name}: {tensor.producer} -> {list(tensor.consumers)}, {len(tensor.costs)} states")
+        for repeat in self.repeats:
+            lines.append(f"  {repeat.name}: {repeat.count} x ({repeat.left} -> {repeat.right})")
+            lines += ["    " + line for line in str(repeat.body).splitlines()]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and dicts, for a file."""
+        return {
+            "variables": [
+                {"name": v.name, "options": list(v.options), "seconds": list(v.seconds), "bytes": list(v.bytes)}
+                for v in self.variables
+            ],
+            "tensors": [
+                {
+                    "name": t.name,
+                    "producer": t.producer,
+                    "produced": list(t.produced),
+                    "consumers": list(t.consumers),
+                    "wanted": [list(w) for w in t.wanted],
+                    "costs": [[p, w, s, b] for (p, w), (s, b) in t.costs.items()],
+                }
+                for t in self.tensors
+            ],
+            "repeats": [
+                {
+                    "name": r.name,
+                    "body": r.body.to_json(),
+                    "count": r.count,
+                    "left": list(r.left),
+                    "right": list(r.right),
+                    "body_left": list(r.body_left),
+                    "body_right": list(r.body_right),
+                }
+                for r in self.repeats
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Problem:
+        return Problem(
+            variables=tuple(
+                Variable(
+                    name=v["name"],
+                    options=tuple(v["options"]),
+                    seconds=tuple(v["seconds"]),
+                    bytes=tuple(v["bytes"]),
+                )
+                for v in data["variables"]
+            ),
+            tensors=tuple(
+                Tensor(
+                    name=t["name"],
+                    producer=t["producer"],
+                    produced=tuple(t["produced"]),
+                    consumers=tuple(t["consumers"]),
+                    wanted=tuple(tuple(w) for w in t["wanted"]),
+                    costs={(p, w): (s, b) for p, w, s, b in t["costs"]},
+                )
+                for t in data["tensors"]
+            ),
+            repeats=tuple(
+                Repeat(
+                    name=r["name"],
+                    body=Problem.from_json(r["body"]),
+                    count=r["count"],
+                    left=tuple(r["left"]),
+                    right=tuple(r["right"]),
+                    body_left=tuple(r["body_left"]),
+                    body_right=tuple(r["body_right"]),
+                )
+                for r in data["repeats"]
+            ),
+        )
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One option index for each variable, and for each repeat one `Choice` per copy."""
+
+    options: tuple[int, ...]
+    repeats: tuple[tuple[Choice, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    seconds: float
+    bytes: float
+
+    @property
+    def objective(self) -> float:
+        return self.seconds + TIE_BREAK_SECONDS_PER_BYTE * self.bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """`lower_bound` bounds the objective of every feasible choice from below, so that
+    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum."""
+
+    choice: Choice
+    score: Score
+    lower_bound: float
+    solver: str
+    seconds_to_solve: float
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, (self.score.objective - self.lower_bound) / self.score.objective) if self.score.objective else 0.0
+
+
+class Infeasible(ValueError):
+    """No choice is feasible: the memory limit, or a pair of options that cannot be joined."""
+
+
+def evaluate(problem: Problem, choice: Choice) -> Score:
+    """What a choice costs: the one evaluator, whoever made the choice.
+
+    Raises `Infeasible` where a tensor cannot be had in the layouts wanted of it, and ValueError where
+    joined border variables of a repeat disagree.
+    """
+    seconds = size = 0.0
+    for variable, option in zip(problem.variables, choice.options, strict=True):
+        seconds += variable.seconds[option]
+        size += variable.bytes[option]
+    for tensor in problem.tensors:
+        cost = tensor.costs.get(state_of(tensor, choice.options))
+        if cost is None:
+            raise Infeasible(f"tensor {tensor.name} cannot be had in the layouts that its readers chose")
+        seconds += cost[0]
+        size += cost[1]
+    for repeat, copies in zip(problem.repeats, choice.repeats, strict=True):
+        border = [choice.options[v] for v in repeat.left]
+        if len(copies) != repeat.count:
+            raise ValueError(f"{repeat.name} has {repeat.count} copies, the choice {len(copies)}")
+        for copy in copies:
+            if [copy.options[v] for v in repeat.body_left] != border:
+                raise ValueError(f"{repeat.name}: neighbours disagree about their border")
+            border = [copy.options[v] for v in repeat.body_right]
+            score = evaluate(repeat.body, copy)
+            seconds += score.seconds
+            size += score.bytes
+        if [choice.options[v] for v in repeat.right] != border:
+            raise ValueError(f"{repeat.name}: the last copy and what follows it disagree about their border")
+    return Score(seconds=seconds, bytes=size)
+
+
+def state_of(tensor: Tensor, options: Sequence[int]) -> tuple[int, int]:
+    """(produced layout, wanted set) of a tensor under the options of all variables."""
+    wanted = 0
+    for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True):
+        wanted |= masks[options[consumer]]
+    return tensor.produced[options[tensor.producer]], wanted

@@ -1,0 +1,176 @@
+"""The program of one rank: ATen operators on local shapes, and explicit collectives.
+
+Every rank runs the same program; what differs is its coordinate in the mesh. A collective starts
+with one instruction and is finished by a `collective.wait`, so that passes can move the two apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .graph import InputRole, OutputRole, Ref, TensorMeta, references
+from .layout import Layout, describe
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""The collectives, as ops `collective.<kind>`:
+
+all_reduce(x, reduction, axis)      elementwise, same shape
+all_gather(x, axis)                 along dim 0, in rank order:   [d, ...] -> [n d, ...]
+reduce_scatter(x, reduction, axis)  along dim 0, n equal chunks:  [n d, ...] -> [d, ...]
+all_to_all(x, axis)                 along dim 0, n equal chunks:  [n d, ...] -> [n d, ...], chunk j of
+                                    rank i becomes chunk i of rank j
+wait(x)                             the finished value of any of them
+
+`axis` is the index of a mesh axis. The input of the first four is contiguous.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankIndex:
+    """An integer that differs by rank: constant + sum of coordinate[axis] * stride over `terms`."""
+
+    terms: tuple[tuple[int, int], ...]
+    constant: int = 0
+
+    def at(self, coordinate: tuple[int, ...]) -> int:
+        return self.constant + sum(coordinate[axis] * stride for axis, stride in self.terms)
+
+    def source(self, axes: tuple[str, ...]) -> str:
+        parts = [f"{axes[axis]}_rank" + (f" * {stride}" if stride != 1 else "") for axis, stride in self.terms]
+        return " + ".join(parts + ([str(self.constant)] if self.constant or not parts else []))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """Like a graph's node, but local: args may hold `RankIndex` beside `Ref`s and constants.
+    `node` names the node of the joint graph that it serves ("" for none)."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[str, ...]
+    module: str = ""
+    node: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(references(self.args)) + tuple(references(tuple(v for _, v in self.kwargs)))
+
+    @property
+    def collective(self) -> str | None:
+        kind = self.op.removeprefix("collective.")
+        return kind if kind != self.op and kind in COLLECTIVES else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramInput:
+    """`meta` is global; `layout` says what of it a rank is given. For parameters it is the layout at
+    rest. A Partial layout never stands here."""
+
+    name: str
+    role: InputRole
+    target: str
+    meta: TensorMeta
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramOutput:
+    """`meta` is global and `layout` says what of it the rank's value is. `name` is None where the
+    graph has nothing there (no gradient)."""
+
+    name: str | None
+    role: OutputRole
+    target: str
+    meta: TensorMeta | None
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """`forward` reads the inputs that are not tangents and makes `outputs` of role output and
+    mutation; `backward` reads `saved` values (of forward, or inputs) and tangents, and makes the
+    gradients. `metas` holds local shapes and dtypes of every value. `axes` are the mesh axes' names,
+    `mesh` their sizes."""
+
+    axes: tuple[str, ...]
+    mesh: tuple[int, ...]
+    inputs: tuple[ProgramInput, ...]
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    saved: tuple[str, ...]
+    outputs: tuple[ProgramOutput, ...]
+    metas: Mapping[str, TensorMeta] = field(repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """The same on two ranks if and only if they would run the same program."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    def collectives(self) -> list[tuple[str, str, int]]:
+        """(kind, axis name, bytes of the larger of what goes in and comes out) of each, in order."""
+        found = []
+        for instruction in (*self.forward, *self.backward):
+            if kind := instruction.collective:
+                sizes = [self.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs)]
+                found.append((kind, self.axes[instruction.args[-1]], max(sizes)))
+        return found
+
+    def __str__(self) -> str:
+        def arguments(inputs: list[str]) -> str:
+            return "".join(f"\n    {name}," for name in inputs)
+
+        lines = [f"# one rank of mesh {', '.join(f'{a}={n}' for a, n in zip(self.axes, self.mesh, strict=True))}"]
+        lines.append("def forward(")
+        for i in self.inputs:
+            if i.role != "tangent":
+                layout = describe(i.layout, self.axes)
+                lines.append(f"    {i.name},  # {i.role} {i.target}: {i.meta} {layout}")
+        lines.append("):")
+        lines += self._body(self.forward)
+        outputs = [o for o in self.outputs if o.role != "gradient"]
+        for o in outputs:
+            lines.append(f"    # {o.role} {o.target} = {o.name}: {o.meta} {describe(o.layout, self.axes)}")
+        lines.append(f"    return ({''.join(f'{o.name}, ' for o in outputs)}), ({''.join(f'{s}, ' for s in self.saved)})")
+        lines.append("")
+        tangents = [i.name for i in self.inputs if i.role == "tangent"]
+        lines.append(f"def backward({', '.join([*self.saved, *tangents])}):")
+        lines += self._body(self.backward)
+        gradients = [o for o in self.outputs if o.role == "gradient"]
+        for o in gradients:
+            lines.append(f"    # gradient {o.target} = {o.name} {describe(o.layout, self.axes)}")
+        lines.append(f"    return ({''.join(f'{o.name}, ' for o in gradients)})")
+        return "\n".join(lines)
+
+    def _body(self, instructions: tuple[Instruction, ...]) -> list[str]:
+        lines, module = [], None
+        for instruction in instructions:
+            if instruction.module != module:
+                module = instruction.module
+                lines.append(f"    # {module or '(no module)'}")
+            lines.append("    " + source_line(instruction, self.axes))
+        return lines
+
+
+def source_line(instruction: Instruction, axes: tuple[str, ...]) -> str:
+    """One readable line of Python."""
+    values = [_source(a, axes) for a in instruction.args]
+    if instruction.collective:
+        values[-1] = axes[instruction.args[-1]]
+    values += [f"{key}={_source(value, axes)}" for key, value in instruction.kwargs]
+    outputs = ", ".join(name or "_" for name in instruction.outputs)
+    return f"{outputs} = {instruction.op}({', '.join(values)})"
+
+
+def _source(value: Any, axes: tuple[str, ...]) -> str:
+    if isinstance(value, Ref):
+        return value.name
+    if isinstance(value, RankIndex):
+        return value.source(axes)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_source(item, axes) for item in value) + "]"
+    return repr(value)
