@@ -1,0 +1,386 @@
+"""Min-sum variable elimination over a `Problem`, for several prices of memory at once.
+
+A `Network` is a problem as nodes (variables, classes of options, accumulators) and tables over them;
+`eliminate` removes the nodes one after the other and leaves a table over those that are kept. All
+tables carry a leading axis of prices, so that a sweep over prices costs little more than one price.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.problem import Problem, Tensor
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+MAX_TABLE_ENTRIES = 20_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """What a joint state of `nodes` costs: seconds and bytes, each with one array axis a node, 0 where blocked."""
+
+    nodes: tuple[int, ...]
+    seconds: Floats
+    bytes: Floats
+    blocked: Bools | None = None
+
+    def priced(self, weights: Floats) -> Floats:
+        """[price, *nodes]: weights[k, 0] * seconds + weights[k, 1] * bytes, infinite where blocked."""
+        spread = (len(weights), *(1,) * len(self.nodes))
+        cost = weights[:, 0].reshape(spread) * self.seconds + weights[:, 1].reshape(spread) * self.bytes
+        if self.blocked is not None:
+            cost[:, self.blocked] = np.inf
+        return np.asarray(cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A problem without its repeats: `sizes[n]` states of node n, of which the first are the variables.
+
+    State s of variable v is its option `options[v][s]`: options that no tensor can tell apart from a
+    cheaper one are left out, except where a border shows the variable to others.
+    """
+
+    sizes: tuple[int, ...]
+    options: tuple[Ints, ...]
+    tables: tuple[Table, ...]
+
+    def cost(self, states: Ints) -> tuple[Floats, Floats]:
+        """Seconds and bytes of joint states [node, sample], infinite seconds where blocked."""
+        seconds = np.zeros(states.shape[1])
+        size = np.zeros(states.shape[1])
+        for table in self.tables:
+            at = tuple(states[node] for node in table.nodes)
+            seconds += table.seconds[at]
+            size += table.bytes[at]
+            if table.blocked is not None:
+                seconds[table.blocked[at]] = np.inf
+        return seconds, size
+
+
+def network(problem: Problem, borders: Iterable[int]) -> Network:
+    """The factor graph of a problem; the variables in `borders` keep all their options.
+
+    A tensor's cost depends on (produced layout, union of wanted sets) only. Options of a variable that
+    are the same for a tensor form one class, with a node of its own where that is worth it. A tensor
+    with few readers is one table over classes; one with many is a chain of accumulator nodes, whose
+    states are (produced, wanted so far), so that tables stay small.
+    """
+    rows = _rows(problem)
+    border_set = set(borders)
+    options = tuple(
+        np.arange(len(variable.options))
+        if index in border_set
+        else _undominated(variable.seconds, variable.bytes, [row[index] for row in rows if index in row])
+        for index, variable in enumerate(problem.variables)
+    )
+    sizes = [len(kept) for kept in options]
+    tables = [
+        Table(
+            nodes=(index,) if sizes[index] > 1 else (),
+            seconds=_states(variable.seconds, options[index]),
+            bytes=_states(variable.bytes, options[index]),
+        )
+        for index, variable in enumerate(problem.variables)
+        if any(variable.seconds) or any(variable.bytes)
+    ]
+    classes: dict[tuple[int, ...], int] = {}
+    for tensor, row in zip(problem.tensors, rows, strict=True):
+        _add_tensor(tensor, row, options, sizes, tables, classes)
+    return Network(sizes=tuple(sizes), options=options, tables=tuple(tables))
+
+
+def _states(values: tuple[float, ...], kept: Ints) -> Floats:
+    array = np.asarray(values, dtype=np.float64)[kept]
+    return array if len(kept) > 1 else array.reshape(())
+
+
+Row = tuple[int | None, int]
+"""What one option is to one tensor: the layout it produces, if it is the producer, and the set it wants."""
+
+
+def _rows(problem: Problem) -> list[dict[int, list[Row]]]:
+    """For each tensor, for each variable on it (the producer first): the row of every option."""
+    result = []
+    for tensor in problem.tensors:
+        row: dict[int, list[Row]] = {tensor.producer: [(layout, 0) for layout in tensor.produced]}
+        for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True):
+            before = row.get(consumer, [(None, 0)] * len(masks))
+            row[consumer] = [(layout, mask | more) for (layout, mask), more in zip(before, masks, strict=True)]
+        result.append(row)
+    return result
+
+
+def _undominated(seconds: Sequence[float], sizes: Sequence[float], rows: list[list[Row]]) -> Ints:
+    """The options that no other option with the same rows everywhere matches in both seconds and bytes."""
+    best: dict[tuple[Row, ...], list[int]] = {}
+    for option in range(len(seconds)):
+        same = best.setdefault(tuple(row[option] for row in rows), [])
+        if any(seconds[o] <= seconds[option] and sizes[o] <= sizes[option] for o in same):
+            continue
+        same[:] = [o for o in same if not (seconds[option] <= seconds[o] and sizes[option] <= sizes[o])]
+        same.append(option)
+    return np.array(sorted(option for same in best.values() for option in same), dtype=np.int64)
+
+
+def _add_tensor(
+    tensor: Tensor,
+    rows: dict[int, list[Row]],
+    options: tuple[Ints, ...],
+    sizes: list[int],
+    tables: list[Table],
+    classes: dict[tuple[int, ...], int],
+) -> None:
+    """Append the nodes and tables of one tensor to `sizes`, `tables` and `classes`."""
+    distinct = {v: list(dict.fromkeys(row[option] for option in options[v])) for v, row in rows.items()}
+    produced: int | None = None
+    wanted = 0
+    for only in (row[0] for row in distinct.values() if len(row) == 1):
+        produced = only[0] if only[0] is not None else produced
+        wanted |= only[1]
+    states: list[Row] = [(produced, wanted)]
+    axes: list[tuple[int, Ints]] = []
+    steps: list[Ints] = []
+    """steps[i][s, c]: the state after the i-th variable, in its c-th class, from state s"""
+    for variable, row in rows.items():
+        if len(distinct[variable]) == 1:
+            continue
+        following: dict[Row, int] = {}
+        step = np.empty((len(states), len(distinct[variable])), dtype=np.int64)
+        for s, (produced, wanted) in enumerate(states):
+            for c, (layout, mask) in enumerate(distinct[variable]):
+                after = (produced if layout is None else layout, wanted | mask)
+                step[s, c] = following.setdefault(after, len(following))
+        states = list(following)
+        node = variable
+        partition = np.array([distinct[variable].index(row[option]) for option in options[variable]], dtype=np.int64)
+        if 2 * len(distinct[variable]) <= len(partition):
+            node = _class_node(variable, partition, len(distinct[variable]), sizes, tables, classes)
+            partition = np.arange(len(distinct[variable]))
+        axes.append((node, partition))
+        steps.append(step[:, partition])
+    final = [tensor.costs.get((layout, mask)) for layout, mask in states if layout is not None]
+    seconds = np.array([0.0 if cost is None else cost[0] for cost in final])
+    size = np.array([0.0 if cost is None else cost[1] for cost in final])
+    blocked = np.array([cost is None for cost in final])
+    if not axes:
+        _add_table(tables, (), np.zeros((), dtype=np.int64), seconds, size, blocked)
+        return
+    lengths = [len(partition) for _, partition in axes]
+    dense = math.prod(lengths)
+    chained = sum(step.size * (int(step.max()) + 1) for step in steps[1:-1]) + steps[-1].size
+    if len(axes) <= 3 or dense <= chained:
+        index = steps[0][0]
+        for step in steps[1:]:
+            index = step[index]
+        _add_table(tables, tuple(node for node, _ in axes), index, seconds, size, blocked)
+        return
+    accumulator = axes[0][0]
+    first = steps[0][0]
+    for position in range(1, len(axes) - 1):
+        step = steps[position] if position > 1 else steps[1][first]
+        accumulated = int(steps[position].max()) + 1
+        sizes.append(accumulated)
+        after_node = len(sizes) - 1
+        blocked_step = step[:, :, None] != np.arange(accumulated)
+        zero = np.zeros(blocked_step.shape)
+        nodes = (accumulator, axes[position][0], after_node)
+        tables.append(Table(nodes=nodes, seconds=zero, bytes=zero, blocked=blocked_step))
+        accumulator = after_node
+    _add_table(tables, (accumulator, axes[-1][0]), steps[-1], seconds, size, blocked)
+
+
+def _class_node(
+    variable: int,
+    partition: Ints,
+    count: int,
+    sizes: list[int],
+    tables: list[Table],
+    classes: dict[tuple[int, ...], int],
+) -> int:
+    """The node of the classes of a variable's options, shared by the tensors that tell the same ones apart."""
+    key = (variable, *partition.tolist())
+    if key not in classes:
+        sizes.append(count)
+        classes[key] = len(sizes) - 1
+        blocked = partition[:, None] != np.arange(count)
+        zero = np.zeros(blocked.shape)
+        tables.append(Table(nodes=(variable, classes[key]), seconds=zero, bytes=zero, blocked=blocked))
+    return classes[key]
+
+
+def _add_table(
+    tables: list[Table], nodes: tuple[int, ...], index: Ints, seconds: Floats, size: Floats, blocked: Bools
+) -> None:
+    at_blocked = blocked[index]
+    if not at_blocked.any() and not seconds.any() and not size.any():
+        return
+    tables.append(
+        Table(
+            nodes=nodes,
+            seconds=seconds[index],
+            bytes=size[index],
+            blocked=np.asarray(at_blocked) if at_blocked.any() else None,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Eliminate `node`: add up the tables in `inputs` (each with its axes brought in order), take the minimum."""
+
+    node: int
+    scope: tuple[int, ...]
+    inputs: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    """(table, permutation, shape to broadcast from), the price axis first, the node's axis last"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The order of elimination and its transposes, found once and run for every batch of prices."""
+
+    sizes: tuple[int, ...]
+    keep: tuple[int, ...]
+    steps: tuple[Step, ...]
+    rest: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    largest: int
+    """entries of the largest table for one price"""
+
+
+def schedule(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: Sequence[int]) -> Schedule:
+    """Greedy elimination order by the weight of the table that eliminating a node makes, all but `keep`.
+
+    Raises ValueError where a table would exceed `MAX_TABLE_ENTRIES`.
+    """
+    kept = tuple(sorted(set(keep)))
+    order = _order(sizes, scopes, set(kept))
+    live: dict[int, tuple[int, ...]] = dict(enumerate(scopes))
+    holders: list[set[int]] = [set() for _ in sizes]
+    for table, scope in live.items():
+        for node in scope:
+            holders[node].add(table)
+    steps: list[Step] = []
+    largest = 1
+    count = len(scopes)
+    for node in order:
+        tables = sorted(holders[node])
+        scope = tuple(sorted({other for table in tables for other in live[table]} - {node}))
+        axes = (*scope, node)
+        largest = max(largest, math.prod(sizes[n] for n in axes))
+        inputs = tuple((table, *_aligned(live[table], axes, sizes)) for table in tables)
+        steps.append(Step(node=node, scope=scope, inputs=inputs))
+        for table in tables:
+            for other in live.pop(table):
+                holders[other].discard(table)
+        live[count] = scope
+        for other in scope:
+            holders[other].add(count)
+        count += 1
+    largest = max(largest, math.prod(sizes[n] for n in kept))
+    if largest > MAX_TABLE_ENTRIES:
+        raise ValueError(
+            f"elimination would need a table of {largest} entries, more than {MAX_TABLE_ENTRIES}: "
+            "use the ilp solver, or give the variables fewer options"
+        )
+    rest = tuple((table, *_aligned(scope, kept, sizes)) for table, scope in sorted(live.items()))
+    return Schedule(sizes=tuple(sizes), keep=kept, steps=tuple(steps), rest=rest, largest=largest)
+
+
+def _aligned(
+    scope: tuple[int, ...], axes: tuple[int, ...], sizes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The permutation, and then the shape, that bring a table over `scope` to broadcast over `axes`."""
+    present = [axis for axis in axes if axis in scope]
+    permutation = (0, *(scope.index(axis) + 1 for axis in present))
+    return permutation, (-1, *(sizes[axis] if axis in scope else 1 for axis in axes))
+
+
+def _order(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int]) -> list[int]:
+    near: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        for node in scope:
+            near[node].update(scope)
+    for node, others in enumerate(near):
+        others.discard(node)
+    logs = [math.log2(size) for size in sizes]
+
+    def weight(node: int) -> float:
+        return round(logs[node] + sum(logs[other] for other in near[node]), 6)
+
+    weights = [weight(node) for node in range(len(sizes))]
+    heap = [(weights[node], node) for node in range(len(sizes)) if node not in keep]
+    heapq.heapify(heap)
+    done: set[int] = set()
+    order: list[int] = []
+    while heap:
+        value, node = heapq.heappop(heap)
+        if node in done or value != weights[node]:
+            continue
+        done.add(node)
+        order.append(node)
+        neighbours = near[node]
+        for other in neighbours:
+            near[other] |= neighbours
+            near[other] -= {node, other}
+        for other in sorted(neighbours):
+            changed = weight(other)
+            if changed != weights[other]:
+                weights[other] = changed
+                if other not in keep:
+                    heapq.heappush(heap, (changed, other))
+    return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eliminated:
+    """The result of a `Schedule`: `table[k, *keep]` is the least cost at price k, `chosen[i]` step i's argmin."""
+
+    schedule: Schedule
+    table: Floats
+    chosen: tuple[npt.NDArray[np.intp], ...]
+
+    def states(self, prices: Ints, kept: Ints) -> Ints:
+        """The states [node, sample] of all nodes, at prices [sample], given those kept [node of keep, sample]."""
+        result = np.zeros((len(self.schedule.sizes), len(prices)), dtype=np.int64)
+        for node, at in zip(self.schedule.keep, kept, strict=True):
+            result[node] = at
+        for step, chosen in zip(reversed(self.schedule.steps), reversed(self.chosen), strict=True):
+            result[step.node] = chosen[(prices, *(result[other] for other in step.scope))]
+        return result
+
+
+def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminated:
+    """Run a schedule over tables [price, *scope]. Ties go to the lowest state."""
+    if plan.largest * prices > MAX_TABLE_ENTRIES * 4:
+        raise ValueError(f"elimination over {plan.largest} entries at {prices} prices at once is too large")
+    live: list[Floats | None] = list(tables)
+
+    def combined(inputs: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...], shape: tuple[int, ...]) -> Floats:
+        total: Floats | None = None
+        for index, permutation, spread in inputs:
+            table = live[index]
+            assert table is not None
+            aligned = table.transpose(permutation).reshape(spread)
+            total = aligned if total is None else total + aligned
+            live[index] = None
+        if total is None:
+            return np.zeros((prices, *shape))
+        return np.broadcast_to(total, (prices, *shape))
+
+    chosen = []
+    for step in plan.steps:
+        total = combined(step.inputs, tuple(plan.sizes[node] for node in (*step.scope, step.node)))
+        best = total.argmin(axis=-1)
+        live.append(np.take_along_axis(total, best[..., None], axis=-1)[..., 0])
+        chosen.append(best)
+    result = combined(plan.rest, tuple(plan.sizes[node] for node in plan.keep))
+    return Eliminated(schedule=plan, table=result, chosen=tuple(chosen))
