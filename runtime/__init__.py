@@ -1,0 +1,1 @@
+"""What needs ranks: the module, the collectives, and the simulator that pretends to have them."""

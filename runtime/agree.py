@@ -1,0 +1,103 @@
+"""Ranks that decide together: what one finds wrong, all raise, so that nobody waits in a collective."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+def process_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, ...]:
+    """The group of each mesh axis that this rank belongs to, None for an axis of size 1."""
+    return tuple(mesh.get_group(axis) if size > 1 else None for axis, size in enumerate(mesh.shape))
+
+
+def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's coordinate. Raises ValueError on a rank outside of the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    return tuple(coordinate)
+
+
+def exchange(value: T, mesh: DeviceMesh) -> list[T]:
+    """What every rank of the mesh brought, in row-major order of their coordinates.
+
+    Values travel pickled, one mesh axis after the other, so that no group beyond the axes' is needed.
+    """
+    values: list[T] = [value]
+    for group in reversed(process_groups(mesh)):
+        if group is not None:
+            gathered: list[Any] = [None] * group.size()
+            dist.all_gather_object(gathered, values, group=group)
+            values = list(itertools.chain.from_iterable(gathered))
+    return values
+
+
+def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
+    """The result of `function`, which runs on the mesh's first rank only, on every rank.
+
+    What it raises is raised on every rank, with its type and message. The result must be picklable.
+    """
+    groups, coordinate = process_groups(mesh), coordinate_of(mesh)
+    original: Exception | None = None
+    message: tuple[T | None, Exception | None] = (None, None)
+    if not any(coordinate):
+        try:
+            message = (function(), None)
+        except Exception as error:
+            original = error
+            message = (None, _portable(error))
+    for axis, group in enumerate(groups):
+        if group is not None and not any(coordinate[axis + 1 :]):
+            box = [message]
+            dist.broadcast_object_list(box, group=group, group_src=0)
+            message = box[0]
+    result, error = message
+    if original is not None:
+        raise original
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
+    """Raise on every rank if any rank brings an error: its type and message, and which ranks had it."""
+    errors = exchange(None if error is None else _portable(error), mesh)
+    failed = [(rank, found) for rank, found in enumerate(errors) if found is not None]
+    if not failed:
+        return
+    first = failed[0][1]
+    same = [rank for rank, found in failed if type(found) is type(first) and str(found) == str(first)]
+    if len(same) == len(errors):
+        raise first
+    ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
+    text = f"{first} (on {ranks} of {len(errors)})"
+    try:
+        located = type(first)(text)
+    except TypeError:  # an error with other arguments than a message keeps its own
+        located = first
+    raise located from error
+
+
+def all_equal(value: Any, mesh: DeviceMesh, message: str) -> None:
+    """Raise the same ValueError on every rank unless all bring an equal value. `message` says what
+    differs and what to do; the values of the ranks are added."""
+    values = exchange(value, mesh)
+    if any(other != values[0] for other in values):
+        raise ValueError(f"{message}: " + ", ".join(f"rank {rank} has {v}" for rank, v in enumerate(values)))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself if it survives pickling, and otherwise its text as a RuntimeError."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception as failure:
+        return RuntimeError(f"{type(error).__name__}: {error} (not picklable: {failure})")
+    return error if str(copy) == str(error) else RuntimeError(f"{type(error).__name__}: {error}")

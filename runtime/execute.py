@@ -1,0 +1,214 @@
+"""The program of one rank as two Python functions, and the collectives behind it.
+
+The source is straight-line code: one call an instruction, each value deleted right after its last
+use, so that what is alive is what the program says is alive and nothing is looked up at run time.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.compat import functional_collectives
+from autopar.graph import Ref, overload
+from autopar.program import Instruction, Program, RankIndex
+
+EQUIVALENTS: dict[str, Callable[..., Any]] = {
+    "aten.add.Tensor": torch.add,
+    "aten.addmm.default": torch.addmm,
+    "aten.bmm.default": torch.bmm,
+    "aten.clone.default": torch.clone,
+    "aten.div.Tensor": torch.div,
+    "aten.expand.default": torch.Tensor.expand,
+    "aten.mm.default": torch.mm,
+    "aten.mul.Tensor": torch.mul,
+    "aten.neg.default": torch.neg,
+    "aten.permute.default": torch.permute,
+    "aten.squeeze.dim": torch.squeeze,
+    "aten.sub.Tensor": torch.sub,
+    "aten.sum.dim_IntList": torch.sum,
+    "aten.t.default": torch.t,
+    "aten.transpose.int": torch.transpose,
+    "aten.unsqueeze.default": torch.unsqueeze,
+    "aten.view.default": torch.Tensor.view,
+}
+"""Public functions that call the same overload with the same arguments for less: 0.8 us instead of 1.4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executable:
+    """`forward` and `backward` empty the list that they are given, so that the caller keeps nothing alive.
+
+    forward([the inputs that are not tangents, in the program's order])
+        -> (values of the outputs of role output and mutation, values of `program.saved`)
+    backward([values of `program.saved`, then tangents]) -> gradients in the program's order, None where there is none
+    """
+
+    program: Program
+    coordinate: tuple[int, ...]
+    source: str = field(repr=False)
+    forward: Callable[[list[torch.Tensor]], tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]]
+    backward: Callable[[list[torch.Tensor]], tuple[torch.Tensor | None, ...]]
+
+
+def compile(
+    program: Program,
+    process_groups: Sequence[dist.ProcessGroup | None],
+    *,
+    device: torch.device | None = None,
+) -> Executable:
+    """Compile `program` for this rank of the mesh.
+
+    `process_groups` holds the group of each mesh axis that this rank belongs to, None for an axis of
+    size 1. `device` replaces the devices that factory functions of the program name: a model
+    captured on one device runs on another.
+    """
+    coordinate = []
+    names: list[str | None] = []
+    for axis, size, group in zip(program.axes, program.mesh, process_groups, strict=True):
+        given = 1 if group is None else group.size()
+        if given != size:
+            raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {given}")
+        coordinate.append(0 if group is None else dist.get_rank(group))
+        names.append(None if group is None else group.group_name)
+    return _Writer(program, tuple(coordinate), tuple(names), device).executable()
+
+
+class _Writer:
+    """Writes the source; `bound` are the objects that it refers to by name."""
+
+    def __init__(
+        self, program: Program, coordinate: tuple[int, ...], groups: tuple[str | None, ...], device: torch.device | None
+    ) -> None:
+        self.program, self.coordinate, self.groups, self.device = program, coordinate, groups, device
+        self.bound: dict[str, Any] = {}
+
+    def executable(self) -> Executable:
+        program = self.program
+        saved = program.saved
+        given = [i.name for i in program.inputs if i.role != "tangent"]
+        made = [o.name for o in program.outputs if o.role != "gradient"]
+        tangents = [i.name for i in program.inputs if i.role == "tangent"]
+        gradients = [o.name for o in program.outputs if o.role == "gradient"]
+
+        lines = self.function("forward", given, program.forward, (*made, *saved))
+        lines.append(f"    return {self.tuple(made)}, {self.tuple(saved)}")
+        lines.append("")
+        lines += self.function("backward", [*saved, *tangents], program.backward, gradients)
+        lines.append(f"    return {self.tuple(gradients)}")
+        source = "\n".join(lines) + "\n"
+
+        scope = dict(self.bound)
+        exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
+        without_autograd = torch.no_grad()
+        return Executable(
+            program=program,
+            coordinate=self.coordinate,
+            source=source,
+            forward=without_autograd(scope["forward"]),
+            backward=without_autograd(scope["backward"]),
+        )
+
+    def function(
+        self, name: str, arguments: list[str], instructions: tuple[Instruction, ...], results: Iterable[str | None]
+    ) -> list[str]:
+        """The lines of a function up to its return."""
+        last = {used: i for i, instruction in enumerate(instructions) for used in instruction.inputs}
+        kept = {result for result in results if result is not None}
+        lines = [f"def {name}(arguments):"]
+        if arguments:
+            lines.append(f"    [{', '.join(map(self.local, arguments))}] = arguments")
+            lines.append("    arguments.clear()")
+        if unused := list(dict.fromkeys(a for a in arguments if a not in last and a not in kept)):
+            lines.append(f"    del {', '.join(map(self.local, unused))}")
+        for i, instruction in enumerate(instructions):
+            lines.append("    " + self.call(instruction))
+            made = [output for output in instruction.outputs if output]
+            dead = [used for used in dict.fromkeys(instruction.inputs) if last[used] == i and used not in kept]
+            dead += [output for output in made if output not in last and output not in kept]
+            dead += ["_"] if "" in instruction.outputs else []
+            if dead:
+                lines.append(f"    del {', '.join('_' if d == '_' else self.local(d) for d in dead)}")
+        return lines
+
+    def call(self, instruction: Instruction) -> str:
+        outputs = ", ".join(self.local(name) if name else "_" for name in instruction.outputs)
+        if len(instruction.outputs) == 1 and _returns_tuple(instruction.op):
+            outputs = f"[{outputs}]"
+        return f"{outputs} = {self.expression(instruction)}"
+
+    def expression(self, instruction: Instruction) -> str:
+        op = instruction.op
+        if op == "collective.wait":
+            return (
+                f"{self.bind('wait', functional_collectives().wait_tensor.default)}({self.value(instruction.args[0])})"
+            )
+        if kind := instruction.collective:
+            return self.collective(kind, instruction)
+        values = [self.value(argument) for argument in instruction.args]
+        values += [f"{key}={self.value(value)}" for key, value in instruction.kwargs]
+        function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or overload(op))
+        return f"{function}({', '.join(values)})"
+
+    def collective(self, kind: str, instruction: Instruction) -> str:
+        functional = functional_collectives()
+        x, axis = self.value(instruction.args[0]), instruction.args[-1]
+        ranks, group = self.program.mesh[axis], self.groups[axis]
+        assert group is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
+        if kind == "all_reduce":
+            reduction = instruction.args[1]
+            return f"{self.bind(kind, functional.all_reduce.default)}({x}, {reduction!r}, {group!r})"
+        if kind == "all_gather":
+            return f"{self.bind(kind, functional.all_gather_into_tensor.default)}({x}, {ranks}, {group!r})"
+        if kind == "reduce_scatter":
+            function = self.bind(kind, functional.reduce_scatter_tensor.default)
+            return f"{function}({x}, {instruction.args[1]!r}, {ranks}, {group!r})"
+        assert kind == "all_to_all"
+        rows = self.program.metas[instruction.inputs[0]].shape[0]
+        sizes = [rows // ranks] * ranks
+        return f"{self.bind(kind, functional.all_to_all_single.default)}({x}, {sizes}, {sizes}, {group!r})"
+
+    def value(self, value: Any) -> str:
+        """Source of an argument. What is not a plain literal is bound to a name."""
+        if isinstance(value, Ref):
+            return self.local(value.name)
+        if isinstance(value, RankIndex):
+            return str(value.at(self.coordinate))
+        if isinstance(value, tuple | list):
+            return "[" + ", ".join(map(self.value, value)) + "]"
+        if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+            return repr(value)
+        if isinstance(value, torch.device) and self.device is not None:
+            value = self.device
+        return self.bind(f"constant_{_identifier(str(value))}", value)
+
+    def bind(self, name: str, value: Any) -> str:
+        bound = self.bound.setdefault(name, value)
+        assert bound is value or bound == value, name
+        return name
+
+    def local(self, name: str) -> str:
+        """The Python variable of a value; the prefix keeps it apart from keywords and from what is bound."""
+        assert name.isidentifier(), name
+        return f"v_{name}"
+
+    def tuple(self, names: Iterable[str | None]) -> str:
+        return "(" + "".join(f"{'None' if n is None else self.local(n)}, " for n in names) + ")"
+
+
+def _identifier(text: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in text)
+
+
+def _returns_tuple(op: str) -> bool:
+    """Whether the op returns a sequence even if the program names only one output of it."""
+    if op.startswith("collective."):
+        return False
+    returns = overload(op)._schema.returns  # type: ignore[attr-defined]
+    return len(returns) > 1 or (len(returns) == 1 and returns[0].type.str() == "Tensor[]")

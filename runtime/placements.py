@@ -1,0 +1,69 @@
+"""Layouts as `torch.distributed.tensor` placements, and a rank's slice of a whole tensor."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.compat import strided_shard
+from autopar.layout import Layout, Partial, Shape, Split
+
+
+@cache
+def placements_of(layout: Layout, shape: Shape, mesh: Shape) -> tuple[Placement, ...]:
+    """The placements that give every rank what `layout` gives it.
+
+    DTensor cuts axis after axis in mesh order. Where an axis owns the outermost digit of what is
+    left of the dim, that is `Shard(dim)`. Where digits above it are still there, and so its share is
+    every `split_factor`-th piece, it is torch's strided shard.
+    """
+    placements: list[Placement] = []
+    for axis, placement in enumerate(layout):
+        if isinstance(placement, Split):
+            outer, _ = _digit(layout, shape, mesh, axis)
+            placements.append(Shard(placement.dim) if outer == 1 else strided_shard(placement.dim, outer))
+        elif isinstance(placement, Partial):
+            placements.append(TorchPartial(placement.reduction))
+        else:
+            placements.append(TorchReplicate())
+    return tuple(placements)
+
+
+def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
+    """What the rank at `coordinate` holds of a whole tensor, contiguous. Not a copy where it need not be.
+
+    As `autopar.layout.shard`, without index tensors. The layout has no Partial.
+    """
+    shape = tuple(tensor.shape)
+    for axis, placement in enumerate(layout):
+        assert not isinstance(placement, Partial), "a Partial value has no slice"
+        if isinstance(placement, Split):
+            outer, inner = _digit(layout, shape, mesh, axis)
+            dim = placement.dim
+            if outer == 1:
+                tensor = tensor.narrow(dim, coordinate[axis] * inner, inner)
+            else:
+                digits = tensor.unflatten(dim, (outer, mesh[axis], inner))
+                tensor = digits.select(dim + 1, coordinate[axis]).flatten(dim, dim + 1)
+    return tensor.contiguous()
+
+
+@cache
+def _digit(layout: Layout, shape: Shape, mesh: Shape, axis: int) -> tuple[int, int]:
+    """(outer, inner): what is left of the split dim before `axis` is cut, in mesh order, is
+    outer x mesh[axis] x inner indices, and the axis takes one of the middle."""
+    split = layout[axis]
+    assert isinstance(split, Split)
+    size, period = shape[split.dim], split.period
+    for other in range(axis):
+        placement = layout[other]
+        if isinstance(placement, Split) and placement.dim == split.dim:
+            size //= mesh[other]
+            if placement.period < split.period:
+                period //= mesh[other]
+    return size // period, period // mesh[axis]

@@ -1,0 +1,185 @@
+"""All ranks of a mesh in one process: a lock-step interpreter of the program.
+
+Every instruction runs for each rank before the next begins, so a collective finds what all ranks of
+its group put in. The numbers are right, the timing says nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.graph import Ref, overload
+from autopar.layout import Layout, Replicate, Shape, unshard
+from autopar.program import Instruction, Program, RankIndex
+
+from .placements import local_slice
+
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """Whole tensors, by target. A gradient that the graph does not have is absent."""
+
+    outputs: dict[str, torch.Tensor]
+    mutations: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def coordinates(mesh: Shape) -> list[Shape]:
+    """Every rank's coordinate, row-major."""
+    return list(itertools.product(*map(range, mesh)))
+
+
+@torch.no_grad()
+def simulate_step(
+    program: Program,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    tangents: Mapping[str, torch.Tensor] | None = None,
+    *,
+    tolerance: float = 1e-6,
+) -> Simulated:
+    """Forward and backward of whole tensors, given by target.
+
+    `parameters` holds parameters and buffers, `inputs` the model's inputs, `tangents` the gradients
+    of the outputs (absent: ones). Each is cut by its layout, and the results are put together by
+    theirs. AssertionError if replicas differ by more than `tolerance` relative to their largest
+    element.
+    """
+    given: dict[Shape, Values] = {coordinate: {} for coordinate in coordinates(program.mesh)}
+    for i in program.inputs:
+        if i.role == "tangent":
+            whole = (tangents or {}).get(i.target, torch.ones(i.meta.shape, dtype=i.meta.dtype))
+        else:
+            whole = (inputs if i.role == "input" else parameters)[i.target]
+        assert tuple(whole.shape) == i.meta.shape, f"{i.target}: {tuple(whole.shape)}, expected {i.meta}"
+        for coordinate, values in given.items():
+            values[i.name] = local_slice(whole.detach(), i.layout, program.mesh, coordinate)
+
+    made = simulate(program, given)
+    results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
+    for o in program.outputs:
+        if o.name is not None and o.meta is not None:
+            shards = {coordinate: values[o.name] for coordinate, values in made.items()}
+            what = f"{o.role} {o.target}"
+            results[o.role][o.target] = assemble(shards, o.meta.shape, o.layout, program.mesh, tolerance, what)
+    return Simulated(outputs=results["output"], mutations=results["mutation"], gradients=results["gradient"])
+
+
+def simulate(program: Program, inputs: Mapping[Shape, Values]) -> dict[Shape, Values]:
+    """Run forward and backward on what each rank is given, by coordinate and by value name.
+
+    Returns the named outputs of each rank. Checks on the way that every value has the local shape
+    and dtype that `program.metas` says.
+    """
+    outputs = {o.name for o in program.outputs if o.name is not None}
+    instructions = (*program.forward, *program.backward)
+    last = {name: i for i, instruction in enumerate(instructions) for name in instruction.inputs}
+    ranks = {coordinate: dict(values) for coordinate, values in inputs.items()}
+    for i, instruction in enumerate(instructions):
+        if kind := instruction.collective:
+            _collective(program, kind, instruction, ranks)
+        else:
+            for coordinate, values in ranks.items():
+                _local(instruction, coordinate, values)
+        for name in instruction.outputs:
+            if name:
+                _check(program, instruction, name, ranks)
+        for name in instruction.inputs:
+            if last[name] == i and name not in outputs:
+                for values in ranks.values():
+                    values.pop(name, None)
+    return {coordinate: {name: values[name] for name in outputs} for coordinate, values in ranks.items()}
+
+
+def assemble(
+    shards: Mapping[Shape, torch.Tensor], shape: Shape, layout: Layout, mesh: Shape, tolerance: float, what: str
+) -> torch.Tensor:
+    """The whole tensor from all ranks' values, after a check that replicas agree."""
+    for coordinate, local in shards.items():
+        source = tuple(0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True))
+        replica = shards[source]
+        if not torch.equal(local, replica):
+            one, other = local.double(), replica.double()
+            difference = (
+                torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, one - other).abs().max().item()
+            )
+            largest = other.nan_to_num().abs().max().item()
+            assert difference <= tolerance * largest, (
+                f"{what}: replicas at {coordinate} and {source} differ by {difference:.3g} (largest {largest:.3g})"
+            )
+    return unshard(dict(shards), shape, layout, mesh)
+
+
+def _local(instruction: Instruction, coordinate: Shape, values: Values) -> None:
+    if instruction.op == "collective.wait":
+        values[instruction.outputs[0]] = values[instruction.args[0].name]
+        return
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return values[argument.name]
+        if isinstance(argument, RankIndex):
+            return argument.at(coordinate)
+        if isinstance(argument, tuple):
+            return [value(item) for item in argument]
+        return argument
+
+    arguments = [value(argument) for argument in instruction.args]
+    result = overload(instruction.op)(*arguments, **{key: value(v) for key, v in instruction.kwargs})
+    made = result if isinstance(result, tuple | list) else (result,)
+    for name, tensor in zip(instruction.outputs, made, strict=True):
+        if name:
+            values[name] = tensor
+
+
+def _collective(program: Program, kind: str, instruction: Instruction, ranks: dict[Shape, Values]) -> None:
+    axis = instruction.args[-1]
+    source, target = instruction.args[0].name, instruction.outputs[0]
+    groups: dict[Shape, list[Values]] = {}
+    for coordinate in sorted(ranks):
+        groups.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), []).append(ranks[coordinate])
+    n = program.mesh[axis]
+    for group in groups.values():
+        given = [values[source] for values in group]
+        assert all(x.is_contiguous() for x in given), f"{instruction}: a collective's input must be contiguous"
+        assert len(given) == n > 1, f"{instruction}: mesh axis {program.axes[axis]!r} has {len(given)} ranks"
+        if kind in ("reduce_scatter", "all_to_all"):
+            assert given[0].shape[0] % n == 0, f"{instruction}: {tuple(given[0].shape)} has no {n} equal chunks"
+        if kind == "all_reduce":
+            whole = _reduce(given, instruction.args[1])
+            made = [whole.clone() for _ in group]
+        elif kind == "all_gather":
+            whole = torch.cat(given)
+            made = [whole.clone() for _ in group]
+        elif kind == "reduce_scatter":
+            made = [chunk.clone() for chunk in _reduce(given, instruction.args[1]).chunk(n)]
+        else:
+            chunks = [x.chunk(n) for x in given]
+            made = [torch.cat([chunks[j][i] for j in range(n)]) for i in range(n)]
+        for values, x in zip(group, made, strict=True):
+            values[target] = x
+
+
+def _reduce(given: list[torch.Tensor], reduction: str) -> torch.Tensor:
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+    result = given[0]
+    for x in given[1:]:
+        result = combine(result, x)
+    return result
+
+
+def _check(program: Program, instruction: Instruction, name: str, ranks: dict[Shape, Values]) -> None:
+    meta = program.metas[name]
+    for coordinate, values in ranks.items():
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            assert tuple(value.shape) == meta.shape and value.dtype == meta.dtype, (
+                f"{instruction}: at {coordinate} {name} is {value.dtype}{list(value.shape)}, the program says {meta}"
+            )

@@ -1,0 +1,106 @@
+"""Real ranks for tests: n gloo processes on this machine, each running one function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+PRELOADED = ["torch.distributed.tensor", "autopar.runtime.execute"]
+"""Imported once in the fork server, so that a rank starts in a tenth of a second, not in three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a rank: its result, or its exception with the traceback as text."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+def run(ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+    """[function(*args) on each rank], in rank order. `function` is a top-level function of a module.
+
+    Inside, `torch.distributed` is initialised with gloo and torch uses one thread. RuntimeError with
+    the tracebacks of the ranks that failed; no process outlives the call.
+    """
+    found = outcomes(ranks, function, *args, timeout_seconds=timeout_seconds)
+    failed = [f"rank {rank}: {o.error!r}\n{o.traceback}" for rank, o in enumerate(found) if o.error is not None]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [o.value for o in found]
+
+
+def outcomes(ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Outcome]:
+    """As `run`, with exceptions as values. A rank that does not finish in time, or within 10 s after
+    another one failed, is killed and has a TimeoutError."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    found: dict[int, Outcome] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        processes, connections = [], {}
+        try:
+            for rank in range(ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank, args=(rank, ranks, os.path.join(folder, "store"), sender, function, args), daemon=True
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                connections[receiver] = rank
+            deadline = time.monotonic() + timeout_seconds
+            while connections and (left := deadline - time.monotonic()) > 0:
+                for receiver in multiprocessing.connection.wait(list(connections), timeout=left):
+                    rank = connections.pop(receiver)  # type: ignore[arg-type, call-overload]
+                    found[rank] = _receive(receiver)  # type: ignore[arg-type]
+                    if found[rank].error is not None:
+                        deadline = min(deadline, time.monotonic() + 10.0)
+        finally:
+            for process in processes:
+                if len(found) < ranks:
+                    process.kill()
+                process.join(10.0)
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
+    late = Outcome(error=TimeoutError(f"not finished after {timeout_seconds} s, or 10 s after another rank failed"))
+    return [found.get(rank, late) for rank in range(ranks)]
+
+
+def _receive(connection: multiprocessing.connection.Connection) -> Outcome:
+    try:
+        outcome: Outcome = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        outcome = Outcome(error=RuntimeError("the process died"))
+    connection.close()
+    return outcome
+
+
+def _rank(rank: int, ranks: int, store: str, sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        outcome = Outcome(value=function(*args))
+    except Exception as error:
+        outcome = Outcome(error=error, traceback=traceback.format_exc())
+    try:
+        message = pickle.dumps(outcome)
+        pickle.loads(message)
+    except Exception as error:
+        message = pickle.dumps(Outcome(error=RuntimeError(f"{error!r} in {outcome}"), traceback=outcome.traceback))
+    sender.send_bytes(message)
+    sender.close()
+    if outcome.error is None and dist.is_initialized():
+        dist.destroy_process_group()
