@@ -1,0 +1,512 @@
+"""Segments (CFP section 4.1): the runs of repeated layers of a joint graph.
+
+Everything after this step costs per unique segment, so a repeat must be exact: its copies are
+isomorphic node by node, forward and backward together, and what crosses between them is listed.
+The search only proposes (a greedy cover by period over the fingerprints of all operators, which is
+finer than the paper's cover over contractions); `_align` alone decides, and shortens or refuses a run
+that does not fit. CFP lets trivial operators differ between equal segments; here they may not,
+because one copy's program is stamped for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph import JointGraph, Node, Ref, TensorMeta
+
+Ints = npt.NDArray[np.int64]
+Copies = tuple[tuple[int, ...], ...]
+
+# How many cuts of one period, and how many periods that fit nowhere, are tried before giving up.
+CUTS_TRIED = 6
+RUNS_TRIED = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """One tensor that crosses from copy to copy.
+
+    `values` has a name more than there are copies: values[k] crosses between copy k-1 and copy k.
+    `backward` False: values[k] is made by copy k-1 (values[0] by the rest of the graph) and read by
+    copy k. True: values[k] is made by copy k (values[-1] by the rest) and read by copy k-1.
+    """
+
+    values: tuple[str, ...]
+    backward: bool
+
+    def __str__(self) -> str:
+        return (" <- " if self.backward else " -> ").join(self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """A run of isomorphic copies of one layer.
+
+    `copies[k][j]` is a node index; the nodes at position j are alike for all k: same op, same
+    constants, same metas, and operands that are, at the same argument, made at one position of the
+    own copy, or a border, or one of `shared`, or one of `own`.
+
+    `shared` are values from outside that every copy reads alike. `own[k]` are the graph inputs
+    (parameters, buffers) that copy k alone reads, `results[k]` its values that are graph outputs (the
+    gradients of its parameters), both aligned over k. No other value of a copy is read outside.
+    """
+
+    name: str
+    copies: Copies
+    borders: tuple[Border, ...]
+    shared: tuple[str, ...]
+    own: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.copies)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.count} copies of {len(self.copies[0])} nodes"]
+        lines += [f"  border {border}" for border in self.borders]
+        lines.append(f"  shared {', '.join(self.shared) or '-'}")
+        lines.append(f"  own    {', '.join(self.own[0]) or '-'}, ...")
+        lines.append(f"  result {', '.join(self.results[0]) or '-'}, ...")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """The repeats, in the order of their first nodes, and the nodes that are in none, ascending."""
+
+    repeats: tuple[Repeated, ...]
+    rest: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.repeats), f"rest: {len(self.rest)} nodes"])
+
+
+def segments(graph: JointGraph) -> Segments:
+    """Find the repeated layers of a joint graph (CFP section 4.1). Deterministic."""
+    facts = _Facts.of(graph)
+    free = [(0, facts.middle)]
+    backward_runs = _runs(facts.labels[facts.middle :], facts.middle)
+    forward_runs = _runs(facts.labels[: facts.middle], 0)
+    repeats: list[Repeated] = []
+    for _ in range(RUNS_TRIED):
+        forward_runs = [clipped for run in forward_runs for clipped in _clip(run, free, facts)]
+        run = _longest(forward_runs)
+        if run is None:
+            break
+        found = _repeat(facts, run, backward_runs)
+        if found is None:
+            forward_runs.remove(run)
+            continue
+        repeats.append(found)
+        taken = [i for copy in found.copies for i in copy]
+        forward = [i for i in taken if i < facts.middle]
+        free = _without(free, min(forward), max(forward) + 1)
+        backward = [i for i in taken if i >= facts.middle]
+        if backward:
+            low, high = min(backward), max(backward) + 1
+            outside = _without([(facts.middle, len(graph.nodes))], low, high)
+            backward_runs = [piece for run in backward_runs for piece in _pieces(run, outside)]
+    repeats.sort(key=lambda repeated: repeated.copies[0][0])
+    inside = {i for repeated in repeats for copy in repeated.copies for i in copy}
+    return Segments(repeats=tuple(repeats), rest=tuple(i for i in range(len(graph.nodes)) if i not in inside))
+
+
+# ---- what is known of each node ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """`labels[i]` is equal for nodes with equal op, constants and metas, whoever their operands are.
+    `middle` is the index of the first backward node. `home[value]` is (node, output slot)."""
+
+    graph: JointGraph
+    middle: int
+    labels: Ints
+    operands: tuple[tuple[str, ...], ...]
+    home: dict[str, tuple[int, int]]
+    readers: dict[str, list[int]]
+    outputs: dict[str, str]
+
+    @staticmethod
+    def of(graph: JointGraph) -> _Facts:
+        kinds: dict[TensorMeta, int] = {}
+        kind = {name: kinds.setdefault(meta, len(kinds)) for name, meta in graph.metas.items()}
+        known: dict[Any, int] = {}
+        labels = np.empty(len(graph.nodes), dtype=np.int64)
+        operands: list[tuple[str, ...]] = []
+        readers: dict[str, list[int]] = {}
+        home: dict[str, tuple[int, int]] = {}
+        for i, node in enumerate(graph.nodes):
+            names: list[str] = []
+            constants = (_constants(node.args, names), tuple((k, _constants(v, names)) for k, v in node.kwargs))
+            key = (
+                node.op,
+                node.backward,
+                constants,
+                tuple([kind[name] for name in names]),
+                tuple([kind[output] if output else -1 for output in node.outputs]),
+            )
+            labels[i] = known.setdefault(key, len(known))
+            operands.append(tuple(names))
+            for name in names:
+                readers.setdefault(name, []).append(i)
+            for slot, output in enumerate(node.outputs):
+                home[output] = (i, slot)
+        home.pop("", None)
+        return _Facts(
+            graph=graph,
+            middle=next((i for i, node in enumerate(graph.nodes) if node.backward), len(graph.nodes)),
+            labels=labels,
+            operands=tuple(operands),
+            home=home,
+            readers=readers,
+            outputs={output.name: output.role for output in graph.outputs if output.name is not None},
+        )
+
+
+def _constants(value: Any, names: list[str]) -> Any:
+    """What of an argument is constant, hashable and told apart by type (1, 1.0 and True are not
+    alike to an operator); the names of its references are appended to `names`."""
+    if isinstance(value, Ref):
+        names.append(value.name)
+        return Ref
+    if isinstance(value, tuple):
+        return tuple([_constants(item, names) for item in value])
+    return (value.__class__, repr(value) if isinstance(value, float) else value)
+
+
+# ---- runs: intervals whose labels have a period ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Labels in [start, stop) repeat with `period`, at least twice."""
+
+    start: int
+    stop: int
+    period: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def _runs(labels: Ints, offset: int) -> list[_Run]:
+    """All maximal runs of all periods."""
+    found: list[_Run] = []
+    for period in range(1, len(labels) // 2 + 1):
+        equal = labels[:-period] == labels[period:]
+        if np.count_nonzero(equal) < period:
+            continue
+        edges = np.flatnonzero(np.diff(equal, prepend=False, append=False))
+        for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            if high - low >= period:
+                found.append(_Run(low + offset, high + period + offset, period))
+    return found
+
+
+def _longest(runs: Sequence[_Run]) -> _Run | None:
+    """The run that covers most; a multiple of a period covers a little more at times, so the
+    smallest period among those that cover nearly as much."""
+    if not runs:
+        return None
+    most = max(run.length for run in runs)
+    long = [run for run in runs if run.length * 10 >= most * 9]
+    return min(long, key=lambda run: (run.period, -run.length, run.start))
+
+
+def _without(intervals: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    cut = [piece for start, stop in intervals for piece in ((start, min(stop, low)), (max(start, high), stop))]
+    return sorted({(start, stop) for start, stop in cut if start < stop})
+
+
+def _pieces(run: _Run, intervals: Iterable[tuple[int, int]]) -> Iterator[_Run]:
+    for start, stop in intervals:
+        piece = _Run(max(run.start, start), min(run.stop, stop), run.period)
+        if piece.length >= 2 * run.period:
+            yield piece
+
+
+def _clip(run: _Run, free: Iterable[tuple[int, int]], facts: _Facts) -> Iterator[_Run]:
+    """The parts of a run in free intervals, if a period of it reads a graph input: chains of
+    pointwise operators repeat too, and are not layers."""
+    for piece in _pieces(run, free):
+        middle = piece.start + (piece.length // piece.period // 2) * piece.period
+        nodes = range(middle, min(middle + piece.period, piece.stop))
+        if any(name not in facts.home for i in nodes for name in facts.operands[i]):
+            yield piece
+
+
+# ---- from a run to copies -------------------------------------------------------------------------
+
+
+def _repeat(facts: _Facts, run: _Run, backward_runs: Sequence[_Run]) -> Repeated | None:
+    """Cut a forward run into copies, give each its backward nodes, and verify. Cuts are tried in the
+    order of what crosses them: number of tensors, their bytes, then the outermost module boundary."""
+    crossing = _crossing(facts, run.start, run.stop, facts.middle)
+    ranked: list[tuple[tuple[int, ...], int]] = []
+    for rotation in range(run.period):
+        count = (run.length - rotation) // run.period
+        if count >= 2:
+            cut = run.start + rotation + run.period * (count // 2)
+            number, size = crossing[cut - run.start].tolist()
+            ranked.append(((number, size, _shared_path(facts.graph.nodes, cut), -count, rotation), count))
+    ranked.sort()
+    for (*_, rotation), count in ranked[:CUTS_TRIED]:
+        start = run.start + rotation
+        forward = [range(start + k * run.period, start + (k + 1) * run.period) for k in range(count)]
+        for copies in _with_backward(facts, forward, backward_runs):
+            found = _shortened(facts, copies)
+            if found is not None:
+                return found
+    return None
+
+
+def _crossing(facts: _Facts, start: int, stop: int, end: int) -> Ints:
+    """For each cut before node start + c: how many values made in [start, stop) are made before it
+    and read at or after it (by nodes before `end`), and their bytes. [stop - start + 1, 2]."""
+    steps = np.zeros((stop - start + 2, 2), dtype=np.int64)
+    for i in range(start, stop):
+        for output in facts.graph.nodes[i].outputs:
+            last = max((reader for reader in facts.readers.get(output, ()) if reader < end), default=i)
+            if last > i:
+                change = (1, facts.graph.metas[output].bytes)
+                steps[i + 1 - start] += change
+                steps[min(last, stop) + 1 - start] -= change
+    return np.cumsum(steps, axis=0)[:-1]
+
+
+def _shared_path(nodes: Sequence[Node], cut: int) -> int:
+    """How many names the module paths on both sides of a cut share: least between layers."""
+    before, after = nodes[cut - 1].module.split("."), nodes[cut].module.split(".")
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))))
+
+
+def _with_backward(facts: _Facts, forward: Sequence[range], backward_runs: Sequence[_Run]) -> Iterator[list[list[int]]]:
+    """Propose copies: forward intervals, each with the interval of backward nodes that read what it
+    saved. Autograd runs backward in reverse order of forward, so copy k owns the k-th last interval."""
+    owner = {i: k for k, interval in enumerate(forward) for i in interval}
+    readers = _owned_inputs(facts, forward, owner)
+    votes = {run: list(_votes(facts, run, owner, readers)) for run in backward_runs}
+    voted = [run for run in backward_runs if votes[run]]
+    if not voted:
+        yield [list(interval) for interval in forward]
+        return
+    most = max(len(votes[run]) for run in voted)
+    run = min((run for run in voted if len(votes[run]) * 10 >= most * 9), key=lambda run: (run.period, run.start))
+    crossing = _crossing(facts, run.start, run.stop, len(facts.graph.nodes))
+    for top in _tops(run, len(forward), votes[run], crossing)[:CUTS_TRIED]:
+        copies = []
+        for k, interval in enumerate(forward):
+            low, high = top - (k + 1) * run.period, top - k * run.period
+            if run.start <= low and high <= run.stop:
+                copies.append([*interval, *range(low, high)])
+        if len(copies) >= 2:
+            yield copies
+
+
+def _owned_inputs(facts: _Facts, forward: Sequence[range], owner: dict[int, int]) -> dict[str, int]:
+    """The graph inputs that one copy alone reads in forward, with the copy."""
+    owned: dict[str, int] = {}
+    for k, interval in enumerate(forward):
+        for i in interval:
+            for name in facts.operands[i]:
+                if name not in facts.home:
+                    owned[name] = k if owned.get(name, k) == k else -1
+    return {name: k for name, k in owned.items() if k >= 0}
+
+
+def _votes(facts: _Facts, run: _Run, owner: dict[int, int], inputs: dict[str, int]) -> Iterator[tuple[int, int]]:
+    """(backward node, copy): the node reads a value that copy saved, or a parameter of it. Values
+    that forward nodes of other copies read too are borders and say nothing."""
+    for i in range(run.start, run.stop):
+        for name in facts.operands[i]:
+            if name in inputs:
+                yield i, inputs[name]
+            elif name in facts.home:
+                copy = owner.get(facts.home[name][0])
+                if copy is not None and all(owner.get(r) == copy for r in facts.readers[name] if r < facts.middle):
+                    yield i, copy
+
+
+def _tops(run: _Run, count: int, votes: Sequence[tuple[int, int]], crossing: Ints) -> list[int]:
+    """Ends of copy 0's backward interval, best first: fewest votes against and fewest tensors across."""
+    period = run.period
+    ends = run.stop + count * period + 2
+    agree = np.zeros(ends - run.start + 1, dtype=np.int64)
+    for i, copy in votes:
+        # top - 1 - i must lie in [copy * period, (copy + 1) * period)
+        low = i + copy * period + 1 - run.start
+        agree[low] += 1
+        agree[min(low + period, len(agree) - 1)] -= 1
+    agree = np.cumsum(agree)
+    good = np.flatnonzero(agree * 2 >= agree.max()).tolist()
+    ranked: list[tuple[float, float, int, int]] = []
+    for offset in good:
+        cuts = [offset - k * period for k in range(count + 1)]
+        inside = [k for k in range(count) if cuts[k] <= run.length and cuts[k + 1] >= 0]
+        if len(inside) < 2:
+            continue
+        number, size = crossing[[cuts[k] for k in inside[1:]]].mean(axis=0).tolist()
+        against = (len(votes) - int(agree[offset])) / count
+        ranked.append((number + against, size, -len(inside), offset + run.start))
+    return [top for *_, top in sorted(ranked)]
+
+
+def _shortened(facts: _Facts, copies: Sequence[Sequence[int]]) -> Repeated | None:
+    """The copies, or those that are left after dropping, from either end, what does not fit."""
+    while len(copies) >= 2:
+        found = _align(facts, copies)
+        if isinstance(found, Repeated):
+            # copies side by side (the projections q, k, v) are alike too, but are not layers
+            return found if any(not border.backward for border in found.borders) else None
+        copies = copies[found + 1 :] if found < len(copies) / 2 else copies[:found]
+    return None
+
+
+# ---- the judge -------------------------------------------------------------------------------------
+
+
+def _align(facts: _Facts, copies: Sequence[Sequence[int]]) -> Repeated | int:
+    """Verify copies position by position. Returns the index of a copy that does not fit, if one does."""
+    count = len(copies)
+    place = {i: (k, j) for k, copy in enumerate(copies) for j, i in enumerate(copy)}
+    roles = _Roles(facts, place, count)
+    for position in zip(*copies, strict=True):
+        expected = facts.labels[position[count // 2]]
+        for k, i in enumerate(position):
+            if facts.labels[i] != expected:
+                return k
+        for names in zip(*(facts.operands[i] for i in position), strict=True):
+            misfit = roles.add(names)
+            if misfit is not None:
+                return misfit
+    misfit = roles.misfit_outside()
+    if misfit is not None:
+        return misfit
+    results = roles.results()
+    if isinstance(results, int):
+        return results
+    return Repeated(
+        name=_name(facts.graph.nodes, copies),
+        copies=tuple(map(tuple, copies)),
+        borders=tuple(roles.borders.values()),
+        shared=tuple(roles.shared),
+        own=tuple(zip(*roles.own, strict=True)) if roles.own else ((),) * count,
+        results=results,
+    )
+
+
+class _Roles:
+    """What the operands of aligned nodes are to their copies, gathered argument by argument."""
+
+    def __init__(self, facts: _Facts, place: dict[int, tuple[int, int]], count: int) -> None:
+        self.facts, self.place, self.count = facts, place, count
+        self.judged: dict[tuple[str, ...], int | None] = {}
+        self.borders: dict[tuple[int, int, bool], Border] = {}
+        self.shared: dict[str, None] = {}
+        self.own: dict[tuple[str, ...], None] = {}
+
+    def made(self, name: str) -> tuple[int, int, int] | None:
+        """(copy, position, output slot) that makes a value, None if it comes from outside."""
+        home = self.facts.home.get(name)
+        if home is None or home[0] not in self.place:
+            return None
+        return (*self.place[home[0]], home[1])
+
+    def add(self, names: tuple[str, ...]) -> int | None:
+        """Take note of one argument, names[k] in copy k. Returns a copy that does not fit, if any."""
+        if names not in self.judged:
+            self.judged[names] = self._judge(names)
+        return self.judged[names]
+
+    def _judge(self, names: tuple[str, ...]) -> int | None:
+        made = [self.made(name) for name in names]
+        if not any(made):
+            return self._outside(names)
+        kinds = [None if m is None else (m[0] - k, *m[1:]) for k, m in enumerate(made)]
+        usual = kinds[self.count // 2] or kinds[0]
+        if usual is None or abs(usual[0]) > 1:
+            return next((m[0] for m in made if m is not None), None)
+        step, position, slot = usual
+        entry = {0: None, -1: 0, 1: self.count - 1}[step]
+        for k, kind in enumerate(kinds):
+            if kind != (None if k == entry else usual):
+                return k
+        if step == 0:
+            return None
+        return self._border(names, position, slot, backward=step == 1)
+
+    def _border(self, names: tuple[str, ...], position: int, slot: int, *, backward: bool) -> int | None:
+        maker = next(i for i, place in self.place.items() if place == (0 if backward else self.count - 1, position))
+        leaving = self.facts.graph.nodes[maker].outputs[slot]
+        border = Border(values=(leaving, *names) if backward else (*names, leaving), backward=backward)
+        if not leaving or self.borders.setdefault((position, slot, backward), border) != border:
+            # the tensor that enters the run differs by reader: the first layer is not like the others
+            return self.count - 1 if backward else 0
+        return None
+
+    def _outside(self, names: tuple[str, ...]) -> int | None:
+        if len(set(names)) == 1:
+            self.shared[names[0]] = None
+            return None
+        for k, name in enumerate(names):
+            if name in self.facts.home or name in self.facts.outputs or names.count(name) > 1:
+                return k if name != names[self.count // 2] else 0
+            if any(self.place.get(reader, (-1,))[0] != k for reader in self.facts.readers[name]):
+                return k
+        self.own[names] = None
+        return None
+
+    def misfit_outside(self) -> int | None:
+        """A copy with a value that the rest of the graph reads although it is no end of a border, or
+        with an input of its own that stands at two positions."""
+        leaving = {b.values[0] if b.backward else b.values[-1] for b in self.borders.values()}
+        for i, names in enumerate(self.facts.operands):
+            if i not in self.place:
+                for name in names:
+                    made = self.made(name)
+                    if made is not None and name not in leaving:
+                        return made[0]
+        first: dict[str, tuple[str, ...]] = {}
+        for names in self.own:
+            for k, name in enumerate(names):
+                if first.setdefault(name, names) != names:
+                    return k
+        return None
+
+    def results(self) -> tuple[tuple[str, ...], ...] | int:
+        """The graph outputs that the copies make, aligned, or a copy that has one and its peers do not."""
+        found: dict[tuple[int, int], dict[int, str]] = {}
+        for name in self.facts.outputs:
+            made = self.made(name)
+            if made is not None:
+                found.setdefault(made[1:], {})[made[0]] = name
+        leaving = {b.values[0] if b.backward else b.values[-1] for b in self.borders.values()}
+        aligned: list[tuple[str, ...]] = []
+        for _, names in sorted(found.items()):
+            roles = {self.facts.outputs[name] for name in names.values()}
+            if len(names) == self.count and len(roles) == 1:
+                aligned.append(tuple(names[k] for k in range(self.count)))
+            elif any(name not in leaving for name in names.values()):
+                have = [k for k, name in sorted(names.items()) if name not in leaving]
+                lack = [k for k in range(self.count) if k not in names]
+                return have[0] if len(have) <= len(lack) or not lack else lack[0]
+        return tuple(zip(*aligned, strict=True)) if aligned else ((),) * self.count
+
+
+def _name(nodes: Sequence[Node], copies: Sequence[Sequence[int]]) -> str:
+    """The module path that all nodes of a copy share, with "*" where the copies differ."""
+    paths = []
+    for copy in copies:
+        modules = zip(*(nodes[i].module.split(".") for i in copy if nodes[i].module), strict=False)
+        paths.append([names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, modules)])
+    aligned = zip(*paths, strict=False)
+    return ".".join(names[0] if len(set(names)) == 1 else "*" for names in aligned) or "segment"
