@@ -1,0 +1,314 @@
+"""The one file that touches private torch API. It serves torch 2.11, 2.12 and 2.13.
+
+Everything here is thin: a name of ours for something of torch's that may move between versions.
+Importing it under another torch raises `ImportError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx, nn
+
+if TYPE_CHECKING:
+    from torch._subclasses import FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+SERVED = ("2.11", "2.12", "2.13")
+
+if ".".join(torch.__version__.split(".")[:2]) not in SERVED:
+    raise ImportError(
+        f"autopar serves torch {', '.join(SERVED)} and this is torch {torch.__version__}: install one of those"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- fake tensors
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fresh mode under which tensors have shapes and no data. Real tensors that a model closes
+    over are let in (and become constants of the graph)."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a strided tensor without a subclass of behaviour: real, meta or fake."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, nn.Buffer) or is_fake(tensor)
+    return plain and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(identity of the storage, first byte, byte after the last one) of a strided tensor."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    first = int(tensor.storage_offset())
+    return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
+
+
+# ---------------------------------------------------------------------------------------------- joint export
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """What an input of a joint graph is. `index` counts parameters, buffers (constants included) or
+    inputs; for a tangent it is the index of the output that it belongs to."""
+
+    node: fx.Node
+    kind: Literal["parameter", "buffer", "input", "tangent"]
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What an output of a joint graph is. `node` is None where there is none (no gradient)."""
+
+    node: fx.Node | None
+    kind: Literal["output", "mutation", "parameter gradient", "input gradient"]
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """A traced forward and backward. `parameters` and `buffers` are the names that the indices of
+    placeholders and results count; `constants` are the tensors that the model closed over, whose
+    names stand in `buffers` too."""
+
+    graph: fx.Graph
+    placeholders: tuple[Placeholder, ...]
+    results: tuple[Result, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+
+
+def export_joint(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode, canonical: Mapping[str, str]
+) -> Joint:
+    """Trace `module(*inputs)`, which returns a tuple of tensors, and its backward.
+
+    The module's tensors and the inputs are fakes of `mode`. `canonical` maps every name of a
+    parameter or buffer to the name that stands for it: tied ones are one input of the graph, whose
+    gradient is the total.
+
+    Two traces, because each alone loses models: `torch.export` (not strict) records the model's own
+    calls with their module paths, and AOT autograd makes the functional joint graph of that record.
+    """
+    exported = torch.export.export(module, inputs, strict=False)
+    lifted = _Lifted(exported, mode, canonical)
+    with contextlib.ExitStack() as stack:
+        from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+        joint = aot_export_joint_with_descriptors(stack, lifted, inputs)
+        return _describe(joint.graph_module.graph, lifted)
+
+
+class _Lifted(nn.Module):
+    """An exported program as a module whose parameters and buffers are numbered.
+
+    `ExportedProgram.module()` would do, slower, and gives a tied weight one input for each name.
+    """
+
+    def __init__(self, exported: Any, mode: FakeTensorMode, canonical: Mapping[str, str]) -> None:
+        super().__init__()
+        from torch.export.graph_signature import InputKind, OutputKind
+
+        # kept in a tuple, lest nn.Module register it as a submodule with names of its own
+        self.body = (exported.graph_module,)
+        names: dict[str, str] = {}
+        parameters: list[str] = []
+        buffers: list[str] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.order: list[str | int] = []
+        count = 0
+        for spec in exported.graph_signature.input_specs:
+            if spec.kind is InputKind.USER_INPUT:
+                self.order.append(count)
+                count += 1
+                continue
+            target = canonical.get(spec.target, spec.target)
+            if target not in names:
+                if spec.kind is InputKind.PARAMETER:
+                    names[target] = f"p{len(parameters)}"
+                    parameters.append(target)
+                    self.register_parameter(names[target], exported.state_dict[spec.target])
+                elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+                    names[target] = f"b{len(buffers)}"
+                    buffers.append(target)
+                    found = exported.state_dict.get(spec.target)
+                    tensor = exported.constants[spec.target] if found is None else found
+                    if spec.kind is InputKind.CONSTANT_TENSOR:
+                        self.constants[target] = tensor
+                    self.register_buffer(names[target], _as_fake(tensor, mode))
+                else:
+                    raise ValueError(
+                        f"the model holds {spec.target!r} of kind {spec.kind.name}, which has no tensor form"
+                    )
+            self.order.append(names[target])
+        self.names = (tuple(parameters), tuple(buffers))
+        self.mutated: list[str | None] = []
+        for output in exported.graph_signature.output_specs:
+            if output.kind is OutputKind.USER_OUTPUT:
+                self.mutated.append(None)
+            elif output.kind is OutputKind.BUFFER_MUTATION:
+                self.mutated.append(names[canonical.get(output.target, output.target)])
+            else:
+                raise ValueError(
+                    f"the model changes {output.target!r} in place ({output.kind.name}): only buffers may be"
+                )
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from torch.fx.traceback import preserve_node_meta
+
+        values = [inputs[o] if isinstance(o, int) else getattr(self, o) for o in self.order]
+        # the recorded nodes hand their module paths to what is traced from them
+        with preserve_node_meta():
+            results = fx.Interpreter(self.body[0], garbage_collect_values=False).run(
+                *values, enable_io_processing=False
+            )
+        outputs = []
+        for name, result in zip(self.mutated, results, strict=True):
+            if name is None:
+                # An output that is a view (of an input, of another output) would come back from AOT as its base.
+                # `_describe` removes the clone.
+                outputs.append(result.clone())
+            else:
+                getattr(self, name).copy_(result)
+        return tuple(outputs)
+
+
+def _as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    from torch._subclasses import FakeTensor
+
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    def position(description: Any) -> tuple[Any, int]:
+        if isinstance(description, d.ParamAOTInput):
+            return "parameter", int(description.target[1:])
+        if isinstance(description, d.BufferAOTInput):
+            return "buffer", int(description.target[1:])
+        if isinstance(description, d.PlainAOTInput):
+            return "input", description.idx
+        if isinstance(description, d.TangentAOTInput) and isinstance(description.output, d.PlainAOTOutput):
+            return "tangent", description.output.idx
+        raise ValueError(f"the joint graph has an input that autopar does not know: {description.expr()}")
+
+    placeholders = []
+    for node in graph.find_nodes(op="placeholder"):
+        kind, index = position(node.meta["desc"])
+        placeholders.append(Placeholder(node=node, kind=kind, index=index))
+
+    output = graph.output_node()
+    results = []
+    traced: Any = output.args[0]
+    for node, description in zip(traced, output.meta["desc"], strict=True):
+        if description is None:
+            continue  # the place of a gradient that nothing asks for
+        if isinstance(description, d.PlainAOTOutput):
+            assert node.target is torch.ops.aten.clone.default
+            results.append(Result(node=node.args[0], kind="output", index=description.idx))
+        elif isinstance(description, d.GradAOTOutput):
+            kind, index = position(description.grad_of)
+            if kind in ("parameter", "input"):
+                results.append(Result(node=node, kind=f"{kind} gradient", index=index))  # type: ignore[arg-type]
+        elif isinstance(description, d.InputMutationAOTOutput):
+            kind, index = position(description.mutated_input)
+            if kind != "buffer":
+                raise ValueError(f"the model changes {description.mutated_input.expr()} in place: only buffers may be")
+            results.append(Result(node=node, kind="mutation", index=index))
+        else:
+            raise ValueError(f"the joint graph has an output that autopar does not know: {description.expr()}")
+    parameters, buffers = lifted.names
+    return Joint(
+        graph=graph,
+        placeholders=tuple(placeholders),
+        results=tuple(results),
+        parameters=parameters,
+        buffers=buffers,
+        constants=lifted.constants,
+    )
+
+
+def module_path(node: fx.Node) -> str | None:
+    """Path of the innermost module whose forward made the node ("" for the outermost), or None for
+    a node that autograd made."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path: str = next(reversed(stack.values()))[0]
+    return path
+
+
+def is_accumulation(node: fx.Node) -> bool:
+    """Whether it is an add that autograd made to sum the gradients of a tensor's consumers. Such a
+    node carries the sequence number of the last forward node, whose gradient it is not."""
+    return bool(node.meta.get("is_gradient_acc"))
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the node was traced while autograd ran."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+# ---------------------------------------------------------------------------------------------- distributed
+
+
+def functional_collectives() -> Any:
+    """The namespace of functional collectives: `all_reduce`, `all_gather_into_tensor`,
+    `reduce_scatter_tensor`, `all_to_all_single`, `wait_tensor` and more, as operators."""
+    import torch.distributed._functional_collectives
+
+    return torch.ops._c10d_functional
+
+
+def local_tensor(dtensor: DTensor) -> torch.Tensor:
+    """What this rank holds of it, without the autograd node that `to_local()` makes."""
+    return dtensor._local_tensor
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """The DTensor of global `shape` and `stride` of which this rank holds `local`. Nothing is
+    communicated and nothing is checked. It requires gradients if `local` does."""
+    from torch.distributed.tensor import DTensor
+
+    spec = _spec(mesh, tuple(placements), torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local.detach(), spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Any:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A split of `dim` in `split_factor` contiguous pieces, each of them sharded over the mesh axis."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)

@@ -1,0 +1,716 @@
+"""Capture: a model and example inputs in, the joint graph of one step out.
+
+    model, args, kwargs --fake copy--> fakes --export_joint--> torch.fx graph --_Conversion--> JointGraph
+
+The model is traced as a copy whose tensors are fakes, so that a model of any size, real, on `meta` or
+fake, is captured on a laptop, and the user's own model is only read.
+
+In the graph that comes out every pure view is one of two operators, `aten.reshape.default(x, shape)`
+with explicit sizes and `aten.permute.default(x, order)` with non-negative dims, and there is none that
+does nothing. Which module a node belongs to: a forward node to the module whose forward made it, a
+backward node to that of the forward node whose gradient it computes. The adds by which autograd
+accumulates the gradients of a tensor with several consumers compute the gradient of no forward node;
+their module is "" and their sequence -1.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import keyword
+import logging
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from autopar import compat
+from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, Ref, TensorMeta, references
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+
+class CaptureError(ValueError):
+    """The model cannot be captured as it is; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A leaf of the inputs or of the output. `path` is the target of its graph input or output
+    ("kwargs.input_ids", "output.logits"). A leaf that is not a tensor has `meta` None and is the
+    Python constant that it was when the model was captured."""
+
+    path: str
+    meta: TensorMeta | None = None
+    constant: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What capture knows about a step.
+
+    `input_leaves` are the leaves of (args, kwargs) and `output_leaves` those of the model's output
+    (of the loss, where a loss_fn is given), which `output_spec` puts together again. `loss` is the path
+    of the scalar that is differentiated, or None where gradients flow into every floating output.
+    `tied` maps other names of a parameter or buffer to the name under which it stands in the graph.
+    `constants` are tensors that the model closed over: graph inputs of role "buffer" by target.
+    """
+
+    graph: JointGraph
+    input_spec: pytree.TreeSpec
+    input_leaves: tuple[Leaf, ...]
+    output_spec: pytree.TreeSpec
+    output_leaves: tuple[Leaf, ...]
+    loss: str | None
+    tied: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor] = field(repr=False)
+    training: bool
+
+    def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
+        structure, in a shape or dtype, or in a Python constant."""
+        given = dict(_flatten("", (tuple(args), dict(kwargs or {})))[0])
+        expected = {leaf.path: leaf for leaf in self.input_leaves}
+        if given.keys() != expected.keys():
+            missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+            raise ValueError(
+                f"the inputs differ in structure from those that the model was captured with: "
+                f"missing {missing or 'none'}, unexpected {extra or 'none'}"
+            )
+        tensors = {}
+        for path, leaf in expected.items():
+            value = given[path]
+            if leaf.meta is None:
+                if type(value) is not type(leaf.constant) or value != leaf.constant:
+                    raise ValueError(
+                        f"input {path} is {value!r}, and the model was captured with the constant {leaf.constant!r}: "
+                        f"capture it again for another value"
+                    )
+            elif not isinstance(value, torch.Tensor) or _meta(value) != leaf.meta:
+                found = _meta(value) if isinstance(value, torch.Tensor) else repr(value)
+                raise ValueError(f"input {path} is {found}, and the model was captured with {leaf.meta}")
+            else:
+                tensors[path] = value
+        return tensors
+
+    def unflatten(self, values: Mapping[str, Any]) -> Any:
+        """The model's output, in its own structure, from its tensors by path."""
+        leaves = [leaf.constant if leaf.meta is None else values[leaf.path] for leaf in self.output_leaves]
+        return pytree.tree_unflatten(leaves, self.output_spec)
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    device_type: str | None = None,
+) -> Captured:
+    """Capture one training step of `model(*args, **kwargs)`.
+
+    The model and the inputs may be real, on `meta` or fake; only shapes, dtypes and strides are read, and
+    nothing of the model is changed. Inputs are nested containers of tensors and Python constants.
+
+    What is differentiated is `loss_fn(output)`, or the output's `.loss`, or the output itself if it is a
+    floating scalar; all other outputs are then detached. Failing these, gradients flow into every floating
+    output. Where gradients are disabled, or nothing requires any, the graph has no backward. An input that
+    requires a gradient gets one.
+
+    `device_type` is the device that the graph is traced for ("cuda" chooses other attention kernels than
+    "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
+
+    Raises CaptureError (a ValueError) if the model cannot be traced, if a parameter that requires a
+    gradient gets none, if two parameters overlap in memory, or if the loss is not a floating scalar.
+    """
+    kwargs = dict(kwargs or {})
+    mode = compat.fake_mode()
+    grad = torch.is_grad_enabled()
+    canonical = _canonical_names(model)
+    fakes = _Fakes(mode, device_type, grad)
+    pairs, input_spec = _flatten("", (tuple(args), kwargs))
+    input_leaves = tuple(_leaf(path, value) for path, value in pairs)
+    step = _Step(fakes.module(model), pairs, input_spec, loss_fn)
+    inputs = tuple(fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor))
+    try:
+        joint = compat.export_joint(step, inputs, mode, {f"model.{a}": f"model.{b}" for a, b in canonical.items()})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}") from error
+    outcome = step.outcomes.last
+    assert outcome is not None
+
+    input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
+    output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
+    conversion = _Conversion(joint, input_paths, output_paths, _input_names(model, input_paths))
+    graph = conversion.graph()
+    _check_gradients(model, graph, grad, outcome.loss)
+    differentiated = any(i.role == "tangent" for i in graph.inputs)
+    return Captured(
+        graph=graph,
+        input_spec=input_spec,
+        input_leaves=input_leaves,
+        output_spec=outcome.spec,
+        output_leaves=outcome.leaves,
+        loss=outcome.loss if differentiated else None,
+        tied={alias: name for alias, name in canonical.items() if alias != name},
+        constants=conversion.constants,
+        training=model.training,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- paths
+
+
+def _flatten(root: str, tree: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """Leaves with their paths. The root of inputs is "", and its two items are "args" and "kwargs"."""
+    found, spec = pytree.tree_flatten_with_path(tree)
+    pairs = []
+    for keys, value in found:
+        parts = [str(_key(key)) for key in keys]
+        if not root:
+            parts[0] = ("args", "kwargs")[int(parts[0])]
+        pairs.append((".".join([root, *parts] if root else parts), value))
+    return pairs, spec
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, pytree.SequenceKey):
+        return key.idx
+    return key.name if isinstance(key, pytree.GetAttrKey) else key.key
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+
+def _is_constant(value: Any) -> bool:
+    plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+    return isinstance(value, (*plain, Enum))
+
+
+def _leaf(path: str, value: Any) -> Leaf:
+    if isinstance(value, torch.Tensor):
+        return Leaf(path=path, meta=_meta(value))
+    if not _is_constant(value):
+        raise CaptureError(
+            f"input {path} is a {type(value).__name__}: inputs are tensors and Python constants in containers that "
+            f"torch.utils._pytree knows"
+        )
+    return Leaf(path=path, constant=value)
+
+
+def _input_names(model: nn.Module, paths: Sequence[str]) -> dict[str, str]:
+    """Readable names of inputs: that of forward's argument, followed by the path inside it."""
+    signature = inspect.signature(model.forward).parameters.values()
+    positional = [p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = {}
+    for path in paths:
+        kind, first, *rest = path.split(".")
+        if kind == "args":
+            first = positional[int(first)] if int(first) < len(positional) else f"args_{first}"
+        names[path] = ".".join([first, *rest])
+    return names
+
+
+# ---------------------------------------------------------------------------------------------- fakes
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor."""
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for iterator in (model.named_parameters, model.named_buffers):
+        for name, tensor in iterator(remove_duplicate=False):
+            if nn.parameter.is_lazy(tensor):
+                raise CaptureError(f"parameter {name} has no shape yet: call the model once, before autopar")
+            if not compat.is_plain(tensor):
+                raise CaptureError(
+                    f"{name} is a {type(tensor).__name__} of layout {tensor.layout}: autopar takes the model as it "
+                    f"is on one device, with plain strided tensors"
+                )
+            names[name] = first.setdefault(id(tensor), name)
+            if names[name] == name and tensor.numel():
+                storage, begin, end = compat.storage_span(tensor)
+                for other_begin, other_end, other in spans.setdefault(storage, []):
+                    if begin < other_end and other_begin < end:
+                        raise CaptureError(
+                            f"{other} and {name} are two tensors on the same memory: tie them by making them one "
+                            f"nn.Parameter, or give each its own memory"
+                        )
+                spans[storage].append((begin, end, name))
+    return names
+
+
+class _Fakes:
+    """Makes fakes of one mode."""
+
+    def __init__(self, mode: Any, device_type: str | None, grad: bool) -> None:
+        self.mode, self.device_type, self.grad = mode, device_type, grad
+
+    def tensor(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """A fake of the same shape, dtype, stride and device, a leaf of autograd."""
+        if not compat.is_plain(source):
+            raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
+        own = "cpu" if source.device.type == "meta" else str(source.device)
+        with self.mode:
+            fake = torch.empty_strided(
+                source.shape, source.stride(), dtype=source.dtype, device=self.device_type or own
+            )
+        if isinstance(source, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
+        return fake.requires_grad_(source.requires_grad and self.grad)
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """A copy of the model that shares no tensor with it, and copies no data."""
+        memo: dict[int, Any] = {}
+        for iterator in (model.named_parameters, model.named_buffers):
+            for name, tensor in iterator():
+                memo[id(tensor)] = self.tensor(name, tensor)
+        for module in model.modules():
+            for name, attribute in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    for tensor in pytree.tree_leaves(attribute):
+                        # neither parameter nor buffer: real ones become constants of the graph
+                        if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                            bare = tensor.device.type == "meta" or compat.is_fake(tensor)
+                            memo[id(tensor)] = self.tensor(name, tensor) if bare else tensor.detach()
+        return copy.deepcopy(model, memo)
+
+
+# ---------------------------------------------------------------------------------------------- the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What the model was seen to give."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+    loss: str | None
+
+
+class _Outcomes:
+    """Where a step leaves what it saw: export puts a module's own attributes back as they were."""
+
+    last: _Outcome | None = None
+
+
+class _Step(nn.Module):
+    """The model from flat tensors to flat tensors, everything but the loss detached."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pairs: Sequence[tuple[str, Any]],
+        spec: pytree.TreeSpec,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        # a list, lest nn.Module take a loss that is a module for a part of the model
+        self.loss_fn = [loss_fn]
+        self.constants = [None if isinstance(value, torch.Tensor) else (value,) for _, value in pairs]
+        self.spec = spec
+        self.outcomes: _Outcomes = _Outcomes()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        remaining = iter(tensors)
+        leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        output = self.model(*args, **kwargs)
+        if self.loss_fn[0] is not None:
+            output = self.loss_fn[0](output)
+        pairs, spec = _flatten("output", output)
+        loss = self._loss(output, pairs)
+        described: list[Leaf] = []
+        results: list[torch.Tensor] = []
+        for path, value in pairs:
+            if isinstance(value, torch.Tensor):
+                described.append(Leaf(path=path, meta=_meta(value)))
+                results.append(value if loss in (None, path) else value.detach())
+            elif _is_constant(value):
+                described.append(Leaf(path=path, constant=value))
+            else:
+                logger.warning(
+                    "output %s is a %s, which holds no tensors that a graph could return: it will be None",
+                    path,
+                    type(value).__name__,
+                )
+                described.append(Leaf(path=path))
+        if not results:
+            raise CaptureError(
+                f"the model returns no tensor that autopar can find in a {type(output).__name__}: register its class "
+                f"with torch.utils._pytree.register_pytree_node, or pass a loss_fn"
+            )
+        self.outcomes.last = _Outcome(spec=spec, leaves=tuple(described), loss=loss)
+        return tuple(results)
+
+    def _loss(self, output: Any, pairs: Sequence[tuple[str, Any]]) -> str | None:
+        own = None if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        if self.loss_fn[0] is not None:
+            loss, source = output, "loss_fn(output)"
+        elif own is not None:
+            loss, source = own, "the output's .loss"
+        elif isinstance(output, torch.Tensor) and output.ndim == 0 and output.is_floating_point():
+            loss, source = output, "the output"
+        else:
+            return None
+        if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
+            found = _meta(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError(f"{source} is {found}: the loss must be a tensor that is one floating number")
+        return next(path for path, value in pairs if value is loss)
+
+
+def _check_gradients(model: nn.Module, graph: JointGraph, grad: bool, loss: str | None) -> None:
+    """Every trainable parameter must have a gradient, under the first of its names."""
+    if not grad:
+        return
+    found = {o.target for o in graph.outputs if o.role == "gradient" and o.name is not None}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in found]
+    if missing:
+        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise CaptureError(
+            f"{len(missing)} trainable parameters get no gradient from {loss or 'any output'}: {shown}. "
+            f"Call requires_grad_(False) on them, or use them in what is differentiated"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- conversion
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A node under construction."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: list[str]
+    module: str
+    backward: bool
+    sequence: int
+
+
+_NO_OPS = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.lift.default,
+        aten.view_as.default,
+    }
+)
+_RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten._reshape_alias.default,
+        aten.view_copy.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+    }
+)
+_PERMUTES: dict[Any, Callable[..., tuple[int, ...]]] = {
+    aten.permute.default: lambda rank, order: tuple(d % rank for d in order),
+    aten.t.default: lambda rank: tuple(reversed(range(rank))),
+    aten.numpy_T.default: lambda rank: tuple(reversed(range(rank))),
+    aten.transpose.int: lambda rank, a, b: _swapped(rank, a, b),
+    aten.swapaxes.default: lambda rank, a, b: _swapped(rank, a, b),
+    aten.swapdims.default: lambda rank, a, b: _swapped(rank, a, b),
+    aten.mT.default: lambda rank: _swapped(rank, -1, -2),
+}
+
+
+def _swapped(rank: int, a: int, b: int) -> tuple[int, ...]:
+    order = list(range(rank))
+    if rank:
+        order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def _identifier(path: str, taken: set[str]) -> str:
+    """A Python identifier for a path, distinct from those taken, and takes it."""
+    base = re.sub(r"\W", "_", path)
+    if not base or base[0].isdigit() or keyword.iskeyword(base):
+        base = f"_{base}"
+    name, count = base, 0
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
+
+
+class _Conversion:
+    """From the traced `torch.fx` graph to ours."""
+
+    def __init__(
+        self,
+        joint: compat.Joint,
+        input_paths: Sequence[str],
+        output_paths: Sequence[str],
+        input_names: Mapping[str, str],
+    ) -> None:
+        self.joint = joint
+        self.parameters = [name.removeprefix("model.") for name in joint.parameters]
+        self.buffers = [name.removeprefix("model.") for name in joint.buffers]
+        self.input_paths, self.output_paths, self.input_names = input_paths, output_paths, input_names
+        self.constants = {name.removeprefix("model."): tensor for name, tensor in joint.constants.items()}
+        self.taken: set[str] = set()
+        self.metas: dict[str, TensorMeta] = {}
+        self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
+        self.made: dict[str, _Draft] = {}  # the draft that makes a value
+        self.drafts: list[_Draft] = []
+        self.origins: dict[int, tuple[str, int]] = {}  # of the forward nodes, by autograd's number
+
+    def graph(self) -> JointGraph:
+        inputs = [self._input(p) for p in self.joint.placeholders]
+        for node in self.joint.graph.nodes:
+            if node.op == "call_function":
+                self._node(node)
+            elif node.op == "get_attr" and node.users:
+                raise CaptureError(f"the model has control flow ({node.target}), which one graph cannot hold")
+        outputs = tuple(self._output(r) for r in self.joint.results)
+        nodes, used = self._ordered(inputs, outputs)
+        # constants that only no-ops read
+        unused = {i.target for i in inputs if i.role == "buffer" and i.target in self.constants and i.name not in used}
+        self.constants = {name: tensor for name, tensor in self.constants.items() if name not in unused}
+        inputs = [i for i in inputs if i.target not in unused or i.role != "buffer"]
+        names = [*(i.name for i in inputs), *(name for node in nodes for name in node.outputs if name)]
+        return JointGraph(
+            inputs=tuple(inputs), nodes=nodes, outputs=outputs, metas={name: self.metas[name] for name in names}
+        )
+
+    def _input(self, placeholder: compat.Placeholder) -> GraphInput:
+        kind, index = placeholder.kind, placeholder.index
+        role: InputRole = kind
+        if kind == "parameter":
+            target = path = self.parameters[index]
+        elif kind == "buffer":
+            target = path = self.buffers[index]
+        elif kind == "input":
+            target = self.input_paths[index]
+            path = self.input_names[target]
+        else:
+            target = self.output_paths[index]
+            path = f"tangent.{target}"
+        name = _identifier(path, self.taken)
+        self.metas[name] = _meta(placeholder.node.meta["val"])
+        self.values[placeholder.node] = name
+        return GraphInput(name=name, role=role, target=target)
+
+    def _output(self, result: compat.Result) -> GraphOutput:
+        name = None if result.node is None else self.values[result.node]
+        if result.kind == "output":
+            return GraphOutput(name=name, role="output", target=self.output_paths[result.index])
+        if result.kind == "mutation":
+            return GraphOutput(name=name, role="mutation", target=self.buffers[result.index])
+        targets = self.parameters if result.kind == "parameter gradient" else self.input_paths
+        return GraphOutput(name=name, role="gradient", target=targets[result.index])
+
+    # -- nodes
+
+    def _node(self, node: fx.Node) -> None:
+        target = node.target
+        if target is operator.getitem:
+            self._item(node)
+            return
+        value = node.meta.get("val")
+        if value is None:
+            return  # assertions, and other nodes without a value
+        if isinstance(value, (tuple, list)):
+            self._emit(node, outputs=[""] * len(value))
+            return
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"{node.name} = {target} is a number that depends on the data ({value}): the model reads a tensor's "
+                f"value, and shapes must be static"
+            )
+        meta = _meta(value)
+        if self._is_no_op(node, meta):
+            self.values[node] = self._name(node.args[0])
+        elif target in _RESHAPES:
+            self._reshape(node, meta)
+        elif target in _PERMUTES:
+            self._permute(node, meta)
+        elif target is aten.cat.default:
+            self._cat(node, meta)
+        elif target is aten.expand.default:
+            self._emit(node, meta=meta, args=(Ref(self._name(node.args[0])), meta.shape))
+        else:
+            self._emit(node, meta=meta)
+
+    def _item(self, node: fx.Node) -> None:
+        source, index = node.args
+        draft = self.values[source]  # type: ignore[index]
+        assert isinstance(draft, _Draft) and isinstance(index, int)
+        if not draft.outputs[index]:
+            draft.outputs[index] = self._take(node, _meta(node.meta["val"]), draft)
+        self.values[node] = draft.outputs[index]
+
+    def _is_no_op(self, node: fx.Node, meta: TensorMeta) -> bool:
+        target, args = node.target, node.args
+        if target in _NO_OPS:
+            return True
+        if not args or not isinstance(args[0], fx.Node) or self.metas.get(self._name(args[0])) != meta:
+            return False
+        if target in (aten.expand.default, aten.slice.Tensor):
+            return target is aten.expand.default or len(args) < 5 or args[4] == 1
+        if len(args) < 2 or node.kwargs or isinstance(args[1], fx.Node):
+            return False
+        # not add(x, 0), which turns -0.0 into 0.0
+        return target in (aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor) and args[1] == 1
+
+    def _reshape(self, node: fx.Node, meta: TensorMeta) -> None:
+        source = self._name(node.args[0])
+        if (maker := self.made.get(source)) and maker.op == "aten.reshape.default":
+            source = maker.args[0].name  # a reshape of a reshape is a reshape
+        if self.metas[source].shape == meta.shape:
+            self.values[node] = source
+        else:
+            self._emit(node, meta=meta, op="aten.reshape.default", args=(Ref(source), meta.shape))
+
+    def _permute(self, node: fx.Node, meta: TensorMeta) -> None:
+        source = self._name(node.args[0])
+        order = _PERMUTES[node.target](len(meta.shape), *node.args[1:])
+        if (maker := self.made.get(source)) and maker.op == "aten.permute.default":
+            source, inner = maker.args[0].name, maker.args[1]
+            order = tuple(inner[d] for d in order)
+        if order == tuple(range(len(order))):
+            self.values[node] = source
+        else:
+            self._emit(node, meta=meta, op="aten.permute.default", args=(Ref(source), order))
+
+    def _cat(self, node: fx.Node, meta: TensorMeta) -> None:
+        parts = [self._name(part) for part in node.args[0]]  # type: ignore[union-attr]
+        # an empty cache is a tensor of shape [0], to which the first keys are appended
+        kept = [part for part in parts if self.metas[part].numel] or parts[:1]
+        if len(kept) == 1 and self.metas[kept[0]] == meta:
+            self.values[node] = kept[0]
+        else:
+            self._emit(node, meta=meta, args=(tuple(map(Ref, kept)), *node.args[1:]))
+
+    def _emit(
+        self,
+        node: fx.Node,
+        *,
+        meta: TensorMeta | None = None,
+        op: str | None = None,
+        args: tuple[Any, ...] | None = None,
+        outputs: list[str] | None = None,
+    ) -> None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(
+                f"{node.name} = {node.target} is not an ATen operator (module {compat.module_path(node)})"
+            )
+        backward = compat.is_backward(node)
+        module, sequence = self._origin(node, backward)
+        draft = _Draft(
+            op=op or str(node.target),
+            args=tuple(self._argument(a) for a in node.args) if args is None else args,
+            kwargs=() if op else tuple((key, self._argument(value)) for key, value in node.kwargs.items()),
+            outputs=[] if outputs is None else outputs,
+            module=module,
+            backward=backward,
+            sequence=sequence,
+        )
+        self.drafts.append(draft)
+        if meta is None:
+            self.values[node] = draft
+        else:
+            self.values[node] = name = self._take(node, meta, draft)
+            draft.outputs.append(name)
+
+    def _origin(self, node: fx.Node, backward: bool) -> tuple[str, int]:
+        """Module and sequence of a node.
+
+        Autograd's counter is at the operator's own number when it is traced, and stays there for what
+        follows it and is not differentiable: of the forward nodes with one number the first is meant.
+        The counter lives as long as the thread: the numbers are counted anew, to be the same each time.
+        """
+        number = node.meta.get("seq_nr", -1)
+        if not backward:
+            path = (compat.module_path(node) or "").removeprefix("model").removeprefix(".")
+            _, sequence = self.origins.setdefault(number, (path, len(self.origins)))
+            return path, sequence
+        if compat.is_accumulation(node):
+            return "", -1
+        return self.origins.get(number, ("", -1))
+
+    def _take(self, node: fx.Node, meta: TensorMeta, draft: _Draft) -> str:
+        name = _identifier(node.name, self.taken)
+        self.metas[name] = meta
+        self.made[name] = draft
+        return name
+
+    def _name(self, argument: Any) -> str:
+        name = self.values[argument]
+        assert isinstance(name, str), f"{argument} has several outputs"
+        return name
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return Ref(self._name(value))
+        if isinstance(value, (tuple, list)):
+            return tuple(self._argument(item) for item in value)
+        return value
+
+    # -- order
+
+    def _ordered(
+        self, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+    ) -> tuple[tuple[Node, ...], set[str]]:
+        """The live nodes, all forward nodes first, and the names that are read.
+
+        Forward is what an output or a mutation needs, and what was traced in forward and needs no
+        tangent. A backward node that needs no tangent either (a weight's transpose, zeros to scatter
+        into) stays in backward, where its value is not held between the two.
+        """
+        tainted = {i.name for i in inputs if i.role == "tangent"}
+        for draft in self.drafts:
+            if any(name in tainted for name in references((draft.args, draft.kwargs))):
+                tainted.update(name for name in draft.outputs if name)
+        live = {o.name for o in outputs if o.name is not None}
+        early = {o.name for o in outputs if o.name is not None and o.role != "gradient"}
+        forward: list[Node] = []
+        backward: list[Node] = []
+        for draft in reversed(self.drafts):
+            made = [name for name in draft.outputs if name in live]
+            if not made:
+                continue
+            reads = tuple(references((draft.args, draft.kwargs)))
+            late = draft.backward or any(name in tainted for name in made)
+            if any(name in early for name in made):
+                late = False
+            live.update(reads)
+            if not late:
+                early.update(reads)
+            outputs_kept = tuple(name if name in live else "" for name in draft.outputs)
+            node = Node(
+                op=draft.op,
+                args=draft.args,
+                kwargs=draft.kwargs,
+                outputs=outputs_kept,
+                module=draft.module,
+                backward=late,
+                sequence=draft.sequence,
+            )
+            (backward if late else forward).append(node)
+        return tuple(reversed(forward)) + tuple(reversed(backward)), live
