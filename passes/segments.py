@@ -11,6 +11,7 @@ because one copy's program is stamped for all.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from ..graph import JointGraph, Node, Ref, TensorMeta
 Ints = npt.NDArray[np.int64]
 Copies = tuple[tuple[int, ...], ...]
 
-# How many cuts of one period, and how many periods that fit nowhere, are tried before giving up.
-CUTS_TRIED = 6
+# How many cuts of one period, and how many periods, are tried before giving up.
+CUTS_TRIED = 4
 RUNS_TRIED = 24
+# The cost matrix of a copy has a dimension for each border: with many, a copy is no unit.
+BORDERS_MOST = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +251,31 @@ def _clip(run: _Run, free: Iterable[tuple[int, int]], facts: _Facts) -> Iterator
 
 
 def _repeat(facts: _Facts, run: _Run, backward_runs: Sequence[_Run]) -> Repeated | None:
-    """Cut a forward run into copies, give each its backward nodes, and verify. Cuts are tried in the
-    order of what crosses them: number of tensors, their bytes, then the outermost module boundary."""
+    """Cut a forward run into copies, give each its backward nodes, and verify. Two copies from the
+    middle show what crosses; least first: number of borders, their bytes, then the outermost module
+    boundary."""
+    ranked: list[tuple[tuple[float, ...], list[list[int]]]] = []
+    for forward in _cuts(facts, run):
+        path = _shared_path(facts.graph.nodes, forward[0][0])
+        for copies in _with_backward(facts, forward, backward_runs):
+            first = min(len(copies) // 2, len(copies) - 2)
+            probe = _align(facts, copies[first : first + 2])
+            # a misfit in the middle may be at home at an end, which `_shortened` drops: tried last
+            number, size = (math.inf, 0) if isinstance(probe, int) else (len(probe.borders), _bytes(facts, probe))
+            ranked.append(((number, size, path, -len(copies), len(ranked)), copies))
+    for _, copies in sorted(ranked):
+        found = _shortened(facts, copies)
+        if found is not None and len(found.borders) <= BORDERS_MOST:
+            return found
+    return None
+
+
+def _bytes(facts: _Facts, found: Repeated) -> int:
+    return sum(facts.graph.metas[border.values[1]].bytes for border in found.borders)
+
+
+def _cuts(facts: _Facts, run: _Run) -> Iterator[list[range]]:
+    """Forward intervals of the copies, for the rotations of the period with the least across the cut."""
     crossing = _crossing(facts, run.start, run.stop, facts.middle)
     ranked: list[tuple[tuple[int, ...], int]] = []
     for rotation in range(run.period):
@@ -258,15 +284,9 @@ def _repeat(facts: _Facts, run: _Run, backward_runs: Sequence[_Run]) -> Repeated
             cut = run.start + rotation + run.period * (count // 2)
             number, size = crossing[cut - run.start].tolist()
             ranked.append(((number, size, _shared_path(facts.graph.nodes, cut), -count, rotation), count))
-    ranked.sort()
-    for (*_, rotation), count in ranked[:CUTS_TRIED]:
+    for (*_, rotation), count in sorted(ranked)[:CUTS_TRIED]:
         start = run.start + rotation
-        forward = [range(start + k * run.period, start + (k + 1) * run.period) for k in range(count)]
-        for copies in _with_backward(facts, forward, backward_runs):
-            found = _shortened(facts, copies)
-            if found is not None:
-                return found
-    return None
+        yield [range(start + k * run.period, start + (k + 1) * run.period) for k in range(count)]
 
 
 def _crossing(facts: _Facts, start: int, stop: int, end: int) -> Ints:
@@ -469,12 +489,10 @@ class _Roles:
         """A copy with a value that the rest of the graph reads although it is no end of a border, or
         with an input of its own that stands at two positions."""
         leaving = {b.values[0] if b.backward else b.values[-1] for b in self.borders.values()}
-        for i, names in enumerate(self.facts.operands):
-            if i not in self.place:
-                for name in names:
-                    made = self.made(name)
-                    if made is not None and name not in leaving:
-                        return made[0]
+        for i, (k, _) in self.place.items():
+            for output in self.facts.graph.nodes[i].outputs:
+                if output not in leaving and any(r not in self.place for r in self.facts.readers.get(output, ())):
+                    return k
         first: dict[str, tuple[str, ...]] = {}
         for names in self.own:
             for k, name in enumerate(names):
