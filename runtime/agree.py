@@ -59,11 +59,11 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
             box = [message]
             dist.broadcast_object_list(box, group=group, group_src=0)
             message = box[0]
-    result, error = message
+    result, failure = message
     if original is not None:
         raise original
-    if error is not None:
-        raise error
+    if failure is not None:
+        raise failure
     return result  # type: ignore[return-value]
 
 

@@ -30,6 +30,7 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "aten.mul.Tensor": torch.mul,
     "aten.neg.default": torch.neg,
     "aten.permute.default": torch.permute,
+    "aten.reshape.default": torch.reshape,
     "aten.squeeze.dim": torch.squeeze,
     "aten.sub.Tensor": torch.sub,
     "aten.sum.dim_IntList": torch.sum,

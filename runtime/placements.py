@@ -48,7 +48,7 @@ def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: S
             if outer == 1:
                 tensor = tensor.narrow(dim, coordinate[axis] * inner, inner)
             else:
-                digits = tensor.unflatten(dim, (outer, mesh[axis], inner))
+                digits = torch.unflatten(tensor, dim, (outer, mesh[axis], inner))
                 tensor = digits.select(dim + 1, coordinate[axis]).flatten(dim, dim + 1)
     return tensor.contiguous()
 

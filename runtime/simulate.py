@@ -7,7 +7,7 @@ its group put in. The numbers are right, the timing says nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +168,8 @@ def _collective(program: Program, kind: str, instruction: Instruction, ranks: di
 
 
 def _reduce(given: list[torch.Tensor], reduction: str) -> torch.Tensor:
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+    combiners: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    combine = combiners[reduction]
     result = given[0]
     for x in given[1:]:
         result = combine(result, x)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from autopar.passes.capture import capture
 from autopar.runtime.agree import process_groups
 from autopar.runtime.execute import compile
+from autopar.runtime.module import ParallelModule
 from autopar.runtime.placements import local_slice
 from autopar.runtime.simulate import coordinates, simulate_step
 from ranks import run
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate as Replicate_
 
 from autopar.graph import Ref, TensorMeta
 from autopar.layout import Layout, Replicate, Split, local_shape
@@ -80,7 +86,7 @@ def data_parallel_linear(ranks: int) -> Program:
     rows = 8 // ranks
     b.input("w", "parameter", "weight", (4, 6), (R,))
     b.input("x", "input", "args.0", (8, 6), (Split(0, 8),))
-    b.input("t", "tangent", "loss", (), (R,))
+    b.input("t", "tangent", "output", (), (R,))
     b.op("wt", "aten.t.default", "w", shape=(6, 4))
     b.op("y", "aten.mm.default", "x", "wt", shape=(rows, 4))
     b.op("s", "aten.sum.default", "y", shape=())
@@ -91,7 +97,7 @@ def data_parallel_linear(ranks: int) -> Program:
     b.op("ft", "aten.t.default", "f", shape=(4, rows), backward=True)
     b.op("dw", "aten.mm.default", "ft", "x", shape=(4, 6), backward=True)
     b.collective("gw", "all_reduce", "dw", "sum", 0, shape=(4, 6), backward=True)
-    b.output("loss", "output", "loss", (), (R,))
+    b.output("loss", "output", "output", (), (R,))
     b.output("gw", "gradient", "weight", (4, 6), (R,))
     return b.build("x")
 
@@ -105,7 +111,7 @@ def parallel_mlp(dp: int, tp: int) -> Program:
     p.input("a", "parameter", "up.weight", (16, 6), column)
     p.input("b", "parameter", "down.weight", (4, 16), row)
     p.input("x", "input", "args.0", (8, 6), (Split(0, 8), R))
-    p.input("t", "tangent", "loss", (), (R, R))
+    p.input("t", "tangent", "output", (), (R, R))
     p.op("at", "aten.t.default", "a", shape=(6, h))
     p.op("u", "aten.mm.default", "x", "at", shape=(n, h))
     p.op("r", "aten.relu.default", "u", shape=(n, h))
@@ -123,7 +129,7 @@ def parallel_mlp(dp: int, tp: int) -> Program:
     p.op("du", "aten.threshold_backward.default", "dr", "r", 0, shape=(n, h), backward=True)
     p.op("dut", "aten.t.default", "du", shape=(h, n), backward=True)
     p.op("da", "aten.mm.default", "dut", "x", shape=(h, 6), backward=True)
-    p.output(loss, "output", "loss", (), (R, R))
+    p.output(loss, "output", "output", (), (R, R))
     for name, target, shape, layout in (("a", "up.weight", (16, 6), column), ("b", "down.weight", (4, 16), row)):
         made = f"d{name}"
         if dp > 1:
@@ -179,7 +185,7 @@ def test_simulated_data_parallel_linear_equals_one_device() -> None:
     loss = (x @ w.t()).sum() / 8
     loss.backward()
     made = simulate_step(data_parallel_linear(4), {"weight": w}, {"args.0": x})
-    torch.testing.assert_close(made.outputs["loss"], loss.detach())
+    torch.testing.assert_close(made.outputs["output"], loss.detach())
     torch.testing.assert_close(made.gradients["weight"], w.grad)
 
 
@@ -189,7 +195,7 @@ def test_64_simulated_ranks_equal_one_device() -> None:
     loss = (torch.relu(x @ up.t()) @ down.t()).sum()
     loss.backward()
     made = simulate_step(parallel_mlp(4, 16), {"up.weight": up, "down.weight": down}, {"args.0": x})
-    torch.testing.assert_close(made.outputs["loss"], loss.detach())
+    torch.testing.assert_close(made.outputs["output"], loss.detach())
     torch.testing.assert_close(made.gradients["up.weight"], up.grad)
     torch.testing.assert_close(made.gradients["down.weight"], down.grad)
 
@@ -215,9 +221,9 @@ def compare_programs(programs: list[tuple[Program, dict[str, torch.Tensor]]]) ->
 def programs_for(ranks: int) -> list[tuple[Program, dict[str, torch.Tensor]]]:
     torch.manual_seed(0)
     x, one = torch.randn(8, 6), torch.ones(())
-    mlp = {"up.weight": torch.randn(16, 6), "down.weight": torch.randn(4, 16), "args.0": x, "loss": one}
+    mlp = {"up.weight": torch.randn(16, 6), "down.weight": torch.randn(4, 16), "args.0": x, "output": one}
     made = [
-        (data_parallel_linear(ranks), {"weight": torch.randn(4, 6), "args.0": x, "loss": one}),
+        (data_parallel_linear(ranks), {"weight": torch.randn(4, 6), "args.0": x, "output": one}),
         (parallel_mlp(1, ranks), mlp),
         (parallel_mlp(ranks // 2, 2), mlp),
     ]
@@ -256,3 +262,91 @@ def test_the_source_frees_values_after_their_last_use() -> None:
     use = lines.index("v_y = aten_mm_default(v_r, v_bt)")
     assert lines[use + 1] == "del v_bt", "r is saved for backward, bt is not"
     assert lines.index("del v_dr, v_r") > lines.index("def backward(arguments):")
+
+
+class Mlp(nn.Module):
+    """The model of `parallel_mlp`. The same weight is registered twice, and it has an attribute of its own."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.config = {"hidden": 16}
+        self.up = nn.Linear(6, 16, bias=False)
+        self.down = nn.Linear(16, 4, bias=False)
+        if tied:
+            self.other = nn.Module()
+            self.other.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).sum()
+
+
+def parallel_mlp_module(dp: int, tp: int, seed: int = 0, meta: bool = False, tied: bool = False) -> Any:
+    torch.manual_seed(seed)
+    model = Mlp(tied)
+    x = torch.randn(8, 6)
+    captured = capture(model, (x,))
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    program = parallel_mlp(dp, tp)
+    return ParallelModule(model.to("meta") if meta else model, captured, program, None, mesh), model, x
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+def train_beside_the_model(dp: int, tp: int) -> None:
+    """Claims, on each rank, that the parallel module trains as the model does."""
+    parallel, model, x = parallel_mlp_module(dp, tp, tied=True)
+    assert [n for n, _ in parallel.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert parallel.state_dict().keys() == model.state_dict().keys() == {"up.weight", "down.weight", "other.weight"}
+    assert parallel.other.weight is parallel.up.weight
+    assert parallel.config == {"hidden": 16} and "ParallelModule(Mlp)" in str(parallel)
+    assert parallel.up.weight.placements == (Replicate_(), Shard(0))
+    assert parallel.down.weight.placements == (Replicate_(), Shard(1))
+    assert parallel.input_placements == {"args.0": (Shard(0), Replicate_())}
+
+    one = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    many = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=True)
+    for step in range(3):
+        for _ in range(2):  # gradients accumulate over two backward passes
+            expected, loss = model(x), parallel(x)
+            torch.testing.assert_close(loss, expected)
+            expected.backward()
+            loss.backward()
+        for (name, p), (_, q) in zip(model.named_parameters(), parallel.named_parameters(), strict=True):
+            assert q.grad.placements == q.placements
+            torch.testing.assert_close(full(q.grad), p.grad, msg=lambda m, name=name: f"{name}: {m}")
+        wanted = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found = nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+        torch.testing.assert_close(full(found), wanted)
+        one.step()
+        many.step()
+        one.zero_grad(set_to_none=step == 0)
+        many.zero_grad(set_to_none=step == 0)
+    for (_, p), (_, q) in zip(model.named_parameters(), parallel.named_parameters(), strict=True):
+        torch.testing.assert_close(full(q), p.detach(), rtol=1e-5, atol=1e-5)
+
+    # a DTensor that says its own placement, wanted or not, gives the same loss
+    for placement in (Shard(0), Replicate_()):
+        given = distribute_tensor(x, parallel.mesh, [placement, Replicate_()])
+        torch.testing.assert_close(parallel(given), parallel(x))
+
+    with torch.no_grad():
+        assert not parallel(x).requires_grad
+    assert not parallel.eval()(x).isnan()
+    loss = parallel.train()(x)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    with pytest.raises(ValueError, match=r"args\.0 is float32\[4, 6\].*float32\[8, 6\]"):
+        parallel(x[:4])
+    with pytest.raises(ValueError, match=r"float64\[8, 6\]"):
+        parallel(x.double())
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        parallel.no_such_thing  # noqa: B018
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (2, 2)])
+def test_the_module_trains_as_the_model_does(dp: int, tp: int) -> None:
+    run(dp * tp, train_beside_the_model, dp, tp)

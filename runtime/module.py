@@ -1,0 +1,612 @@
+"""The parallel module: DTensor parameters outside, the local program inside."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from autopar.passes.capture import Captured
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
+from autopar.layout import Layout, Partial, Replicate, Shape, local_shape
+from autopar.program import Program, ProgramInput, ProgramOutput
+
+from .agree import all_equal, coordinate_of, exchange, process_groups, raise_together
+from .execute import Executable, compile
+from .placements import local_slice, placements_of
+
+InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+class ParallelModule(nn.Module):
+    """A model that runs as `program` on `mesh`. Build it on every rank at once.
+
+    Parameters are DTensors under the model's own names, placed at rest as the program wants them;
+    each rank keeps its slice of the model's own values, in memory of its own, and the ranks check
+    that they agree on them. Parameters on `meta` stay there until `materialize`. Buffers are plain
+    tensors. Submodules, `config` and other attributes are reachable as on the model; the model's
+    methods are not, since they would run the model and not the program.
+
+    Plain tensors given to a call are the global batch on every rank, of which the rank takes its
+    slice; a DTensor says what it holds. Outputs that every rank has whole are plain tensors, and the
+    others are DTensors. If the model has a loss, that alone carries a gradient.
+
+    Raises ValueError, on every rank, if the ranks' programs or weights differ, or if mesh and program do not match.
+    """
+
+    def __init__(self, model: nn.Module, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+        super().__init__()
+        raise_together(_mismatch(program, mesh), mesh)
+        all_equal(
+            program.digest,
+            mesh,
+            "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
+        )
+        state = _State(model, captured, program, plan, mesh)
+        vars(self)["_state"] = state
+        root = state.mirror(model)
+        # the same dictionaries: the root's parameters and submodules are this module's own
+        self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
+        self._non_persistent_buffers_set = root._non_persistent_buffers_set
+        self.training = captured.training
+        vars(self)["_root"] = root
+        state.own(self, model)
+        state.distribute(model, _values_of(model))
+
+    # -- what a person asks for
+
+    @property
+    def program(self) -> Program:
+        """What each rank runs; its text is readable."""
+        return _state(self).program
+
+    @property
+    def plan(self) -> Any:
+        """The plan that the program was made from."""
+        return _state(self).plan
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return _state(self).mesh
+
+    @property
+    def executable(self) -> Executable:
+        """The compiled program; `executable.source` is what runs on this rank."""
+        return _state(self).executable
+
+    @property
+    def input_placements(self) -> dict[str, tuple[Placement, ...]]:
+        """Path of each input ("kwargs.input_ids") -> the placements as which a DTensor need not be redistributed."""
+        state = _state(self)
+        return {i.target: state.placements(i) for i in state.program.inputs if i.role == "input"}
+
+    def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
+        """Give values to parameters and buffers that are on `meta`, whole tensor by whole tensor, of which
+        this rank keeps its slice. Make the optimizer afterwards: the parameters are new objects.
+
+        `source` is a state_dict (whole tensors or DTensors, under the model's names; buffers that a
+        state_dict does not hold may be among them), which replaces real values too; or
+        `init_fn(name, tensor)`, called on every rank in the same order with one whole uninitialised
+        CPU tensor, which it fills, or returns another for. Random values must be the same on all
+        ranks: seed equally. Raises ValueError, on every rank, where a value is missing, has another
+        shape, or differs between ranks.
+        """
+        state = _state(self)
+        if isinstance(source, Mapping):
+            state.distribute(None, _values_from(source, state))
+        else:
+            state.distribute(None, _values_made(source, state))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = _state(self)
+        call = state.call(self.training, args, kwargs)
+        if call.differentiable and torch.is_grad_enabled():
+            results = _Step.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
+        else:
+            results = state.outputs(call.forward()[0])
+        return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
+
+    # -- what makes it a module like the model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            root = vars(self).get("_root")
+            if root is None or name.startswith("__"):
+                raise
+        value = getattr(root, name)
+        if inspect.ismethod(value) and value.__self__ is root:
+            raise AttributeError(
+                f"{type(root).__name__}.{name} is a method of the model on one device; "
+                f"only the captured call runs in parallel"
+            )
+        return value
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As on the model. Values may be whole tensors, of which this rank takes its slice, or DTensors."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        state = _state(self)
+        sliced = {
+            name: state.shard(name, value, parameters[name].requires_grad)
+            if isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and name in parameters
+            and value.shape == parameters[name].shape
+            else value
+            for name, value in state_dict.items()
+        }
+        return super().load_state_dict(sliced, strict=strict, assign=assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        raise ValueError(
+            "a parallel module keeps its device and dtype, which are part of its program: move or cast the model "
+            "before it is made parallel, and use materialize() for a model on meta"
+        )
+
+    def _get_name(self) -> str:
+        return f"ParallelModule({type(vars(self)['_root']).__name__})"
+
+    def extra_repr(self) -> str:
+        state = _state(self)
+        mesh = " x ".join(f"{axis}={n}" for axis, n in zip(state.program.axes, state.program.mesh, strict=True))
+        return f"mesh: {mesh}, program: {state.program.digest}"
+
+
+class _State:
+    """What the module knows beside its parameters: the program, its compiled form, and where values live."""
+
+    def __init__(self, model: nn.Module, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+        self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
+        self.coordinate = coordinate_of(mesh)
+        kind = mesh.device_type
+        self.device = (
+            torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device(kind)
+        )
+        self.executable = compile(program, process_groups(mesh), device=self.device)
+        self.inputs = tuple(i for i in program.inputs if i.role != "tangent")
+        self.tangents = tuple(i for i in program.inputs if i.role == "tangent")
+        self.made = tuple(o for o in program.outputs if o.role != "gradient")
+        self.gradients = {o.target: i for i, o in enumerate(o for o in program.outputs if o.role == "gradient")}
+        self.gradient_outputs = tuple(o for o in program.outputs if o.role == "gradient")
+        outputs = [(i, o) for i, o in enumerate(self.made) if o.role == "output" and o.name is not None]
+        self.output_indices = tuple(i for i, _ in outputs)
+        self.output_paths = tuple(o.target for _, o in outputs)
+        self.mutations = tuple((i, o) for i, o in enumerate(self.made) if o.role == "mutation" and o.name is not None)
+        self.by_parameter = {i.target: i for i in self.inputs if i.role == "parameter"}
+        self.moody = _mode_dependent(model)
+        self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
+        self.owners: dict[str, tuple[dict[str, Any], str]] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.mirrors: dict[int, nn.Module] = {}
+        self.called = False
+        self.overlapping: tuple[int, ...] | None = None
+        mutated = {o.target for _, o in self.mutations}
+        names = {i.name for i in self.inputs if i.role == "buffer" and i.target in mutated}
+        self.cloned = tuple(i for i, name in enumerate(program.saved) if name in names)
+
+    # -- modules and values
+
+    def mirror(self, module: nn.Module) -> nn.Module:
+        """A module of the same class and attributes, with tensors of its own to come."""
+        if id(module) not in self.mirrors:
+            made = type(module).__new__(type(module))
+            vars(made).update(vars(module))
+            vars(made).update(
+                _parameters=dict(module._parameters),
+                _buffers=dict(module._buffers),
+                _modules={},
+                _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
+            )
+            self.mirrors[id(module)] = made
+            made._modules.update({n: None if m is None else self.mirror(m) for n, m in module._modules.items()})
+        return self.mirrors[id(module)]
+
+    def own(self, parallel: nn.Module, model: nn.Module) -> None:
+        """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
+        first: dict[int, str] = {}
+        for prefix, module in parallel.named_modules(remove_duplicate=False):
+            for registry in (module._parameters, module._buffers):
+                for key, tensor in registry.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{key}" if prefix else key
+                        self.owners[name] = (registry, key)
+                        canonical = first.setdefault(id(tensor), self.captured.tied.get(name, name))
+                        self.aliases.setdefault(canonical, []).append(name)
+
+    def value(self, name: str) -> torch.Tensor:
+        registry, key = self.owners[name]
+        tensor: torch.Tensor = registry[key]
+        return tensor
+
+    def layout(self, name: str) -> Layout:
+        """At rest. A parameter that the graph does not read is replicated."""
+        for alias in (name, self.captured.tied.get(name, name)):
+            if alias in self.by_parameter:
+                return self.by_parameter[alias].layout
+        return (Replicate(),) * len(self.program.mesh)
+
+    def placements(self, value: ProgramInput | ProgramOutput) -> tuple[Placement, ...]:
+        assert value.meta is not None
+        return placements_of(value.layout, value.meta.shape, self.program.mesh)
+
+    def shard(self, name: str, whole: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """The parameter of this name as a DTensor, from its whole value, in memory of its own."""
+        layout, mesh = self.layout(name), self.program.mesh
+        if not _is_real(whole):
+            local = torch.empty(local_shape(tuple(whole.shape), layout, mesh), dtype=whole.dtype, device="meta")
+        else:
+            local = local_slice(whole.detach(), layout, mesh, self.coordinate).to(self.device)
+            if local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+                local = local.clone(memory_format=torch.contiguous_format)
+        placements = placements_of(layout, tuple(whole.shape), mesh)
+        stride = _contiguous_stride(tuple(whole.shape))
+        return make_dtensor(local, self.mesh, placements, whole.shape, stride).requires_grad_(requires_grad)
+
+    def distribute(self, model: nn.Module | None, values: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take this rank's part of each value, and compare the whole values with the other ranks'.
+
+        One value is held whole at a time. Nothing is changed if any rank finds something wrong.
+        """
+        made: dict[str, torch.Tensor] = {}
+        digests: dict[str, int] = {}
+        error: Exception | None = None
+        try:
+            for name, value in values:
+                made[name] = self._own(name, value)
+                if not isinstance(value, DTensor) and _is_real(value):
+                    digests[name] = _digest(value)
+        except Exception as caught:
+            error = caught
+        raise_together(error, self.mesh)
+        everyone = exchange(digests, self.mesh)
+        for name in digests:
+            if any(other.get(name) != digests[name] for other in everyone):
+                raise ValueError(
+                    f"the ranks have different values for {name!r}: seed every rank equally before the model is made, "
+                    f"or build it on meta and call materialize(state_dict)"
+                )
+        for name, tensor in made.items():
+            is_parameter = isinstance(self.value(name), nn.Parameter)
+            new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
+            for alias in self.aliases[name]:
+                registry, key = self.owners[alias]
+                registry[key] = new
+
+    def _own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a value, in memory of its own."""
+        present = self.value(name)
+        if isinstance(value, DTensor):
+            return self._redistributed(name, value, present.requires_grad)
+        if isinstance(present, nn.Parameter):
+            return self.shard(name, value, present.requires_grad)
+        if _is_real(value):
+            return value.detach().to(self.device, copy=True)
+        return torch.empty_like(value, device="meta")
+
+    def _redistributed(self, name: str, value: DTensor, requires_grad: bool) -> torch.Tensor:
+        if not isinstance(self.value(name), nn.Parameter):
+            return value.full_tensor().to(self.device)
+        wanted = placements_of(self.layout(name), tuple(value.shape), self.program.mesh)
+        with torch.no_grad():
+            placed = value.redistribute(self.mesh, wanted)
+            local = local_tensor(placed).clone(memory_format=torch.contiguous_format)
+        made = make_dtensor(local, self.mesh, wanted, value.shape, _contiguous_stride(tuple(value.shape)))
+        return made.requires_grad_(requires_grad)
+
+    # -- a call
+
+    def call(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        if not self.called:
+            self._first_call(training, args, kwargs)
+        return self._prepare(training, args, kwargs)
+
+    def _first_call(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is wrong with the first call of any rank is raised on all of them."""
+        error: Exception | None = None
+        digests: dict[str, int] = {}
+        try:
+            self._prepare(training, args, kwargs)
+            bound = self.captured.bind(args, kwargs)
+            digests = {path: _digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
+        except ValueError as caught:
+            error = caught
+        raise_together(error, self.mesh)
+        everyone = exchange(digests, self.mesh)
+        for path, digest in digests.items():
+            if any(other.get(path) != digest for other in everyone):
+                raise ValueError(
+                    f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
+                    f"every rank. Give a DTensor if each rank has its own slice (see input_placements)"
+                )
+        self.called = True
+
+    def _prepare(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        if self.moody and training != self.captured.training:
+            modes = {True: "training", False: "evaluation"}
+            raise ValueError(
+                f"the model was captured in {modes[self.captured.training]} mode, is called in {modes[training]} mode, "
+                f"and behaves differently there ({self.moody}): call "
+                f".{'train' if self.captured.training else 'eval'}() first, or parallelize the model in the other mode"
+            )
+        bound = self.captured.bind(args, kwargs)
+        values: list[torch.Tensor] = []
+        differentiable: list[torch.Tensor] = []
+        sources: list[ProgramInput] = []
+        for i in self.inputs:
+            if i.role == "input":
+                whole = bound[i.target]
+                local = self._local_input(i, whole)
+            elif i.target in self.constants and i.role == "buffer":
+                whole = local = self.constants[i.target]
+                local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
+            else:
+                whole = self.value(i.target)
+                local = local_tensor(whole) if isinstance(whole, DTensor) else whole.detach()
+                if i.role == "buffer":
+                    local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
+            if local.device != self.device:
+                raise ValueError(self._misplaced(i, local))
+            values.append(local)
+            if whole.requires_grad and i.target in self.gradients:
+                differentiable.append(whole)
+                sources.append(i)
+        return _Call(state=self, values=values, differentiable=tuple(differentiable), sources=tuple(sources))
+
+    def _local_input(self, i: ProgramInput, whole: torch.Tensor) -> torch.Tensor:
+        if not isinstance(whole, DTensor):
+            return local_slice(whole.detach(), i.layout, self.program.mesh, self.coordinate)
+        if whole.device_mesh != self.mesh:
+            raise ValueError(f"input {i.target} is a DTensor on {whole.device_mesh}; the module is on {self.mesh}")
+        wanted = self.placements(i)
+        if whole.placements != wanted:
+            with torch.no_grad():
+                whole = whole.redistribute(self.mesh, wanted)
+        return local_tensor(whole).contiguous()
+
+    def _misplaced(self, i: ProgramInput, local: torch.Tensor) -> str:
+        if local.device.type == "meta" and i.role != "input":
+            return f"{i.role} {i.target} is on meta: call materialize(init_fn or state_dict) before the first step"
+        return f"{i.role} {i.target} is on {local.device} and the mesh on {self.device}: move it there"
+
+    def write_back(self, made: tuple[torch.Tensor | None, ...]) -> None:
+        for index, o in self.mutations:
+            value = made[index]
+            assert value is not None
+            self.value(o.target).copy_(value)
+
+    def outputs(self, made: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
+        """What the caller sees of each output: whole ones as they are, split ones as DTensors."""
+        results = []
+        for index in self.output_indices:
+            local, output = made[index], self.made[index]
+            assert local is not None
+            results.append(local if _is_whole(output.layout) else self._dtensor(local, output))
+        return tuple(results)
+
+    def _dtensor(self, local: torch.Tensor, value: ProgramInput | ProgramOutput) -> DTensor:
+        assert value.meta is not None
+        shape = value.meta.shape
+        return make_dtensor(local, self.mesh, self.placements(value), torch.Size(shape), _contiguous_stride(shape))
+
+    def tangent(self, i: ProgramInput, gradient: torch.Tensor | None) -> torch.Tensor:
+        """What the backward half reads, from what autograd brings."""
+        if gradient is None:
+            shape = local_shape(i.meta.shape, i.layout, self.program.mesh)
+            return torch.zeros(shape, dtype=i.meta.dtype, device=self.device)
+        if isinstance(gradient, DTensor):
+            wanted = self.placements(i)
+            placed = gradient if gradient.placements == wanted else gradient.redistribute(self.mesh, wanted)
+            return local_tensor(placed).contiguous()
+        return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
+
+    def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
+        """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
+        output = self.gradient_outputs[self.gradients[i.target]]
+        if form is not None:
+            made = self._dtensor(local.contiguous(), output)
+            return made if made.placements == form else made.redistribute(self.mesh, form)
+        return local if _is_whole(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Call:
+    """One call: this rank's values of the inputs, and the tensors outside that take gradients."""
+
+    state: _State
+    values: list[torch.Tensor]
+    differentiable: tuple[torch.Tensor, ...]
+    sources: tuple[ProgramInput, ...]
+
+    def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
+        state = self.state
+        made, saved = state.executable.forward(self.values)
+        if state.mutations:
+            kept = list(saved)
+            for index in state.cloned:
+                kept[index] = kept[index].clone()
+            saved = tuple(kept)
+            with torch.no_grad():
+                state.write_back(made)
+        return made, saved
+
+
+class _Step(torch.autograd.Function):
+    """The compiled forward and backward as one operator of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        state = call.state
+        made, saved = call.forward()
+        outputs = state.outputs(made)
+        carriers = {i.target for i in state.tangents}
+        ctx.mark_non_differentiable(
+            *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in carriers)
+        )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
+        ctx.state, ctx.sources = state, tuple(zip(call.sources, forms, strict=True))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        state: _State = ctx.state
+        by_path = dict(zip(state.output_paths, gradients, strict=True))
+        arguments = [*ctx.saved_tensors]
+        ctx.maybe_clear_saved_tensors()
+        arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
+        kept = list(arguments) if state.overlapping is None else []
+        made = list(state.executable.backward(arguments))
+        if state.overlapping is None:
+            state.overlapping = _overlapping(made, kept)
+        # an optimizer writes into gradients: no two may share memory
+        for index in state.overlapping:
+            value = made[index]
+            assert value is not None
+            made[index] = value.clone(memory_format=torch.contiguous_format)
+        results: list[torch.Tensor | None] = [None]
+        for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
+            local = made[state.gradients[i.target]] if needed else None
+            results.append(None if local is None else state.gradient(i, form, local))
+        return tuple(results)
+
+
+def _state(module: nn.Module) -> _State:
+    state: _State = vars(module)["_state"]
+    return state
+
+
+@cache
+def _contiguous_stride(shape: Shape) -> Shape:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "meta" and not is_fake(tensor)
+
+
+def _is_whole(layout: Layout) -> bool:
+    return all(isinstance(placement, Replicate) for placement in layout)
+
+
+def _mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
+    """What about the program does not fit the mesh or the module."""
+    if tuple(mesh.shape) != program.mesh:
+        return ValueError(f"the plan is for a mesh of {program.mesh}, and this mesh is {tuple(mesh.shape)}")
+    at_rest = {i.target: i.layout for i in program.inputs if i.role in ("parameter", "input")}
+    for o in program.outputs:
+        if o.name is None:
+            continue
+        if o.role == "gradient" and any(
+            i.target == o.target and i.role == "parameter" and i.layout != o.layout for i in program.inputs
+        ):
+            return ValueError(
+                f"the gradient of {o.target} has layout {o.layout}, the parameter {at_rest[o.target]}: they must be equal"
+            )
+        if o.role == "mutation" and not _is_whole(o.layout):
+            return ValueError(f"buffer {o.target} is written as {o.layout}: buffers are replicated")
+        if any(isinstance(placement, Partial) for placement in o.layout):
+            return ValueError(f"{o.role} {o.target} has layout {o.layout}: what leaves a program is not partial")
+    return None
+
+
+def _mode_dependent(model: nn.Module) -> str:
+    """The first module that behaves differently in training and in evaluation, or "". Models that call
+    dropout as a function keep its probability in an attribute that says so (`attention_dropout`)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"{name}: {type(module).__name__}"
+        for key, value in vars(module).items():
+            dropout = isinstance(module, nn.modules.dropout._DropoutNd) or "drop" in key
+            if dropout and isinstance(value, float) and value > 0:
+                return f"{name}.{key} = {value}"
+    return ""
+
+
+def _values_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _values_from(source: Mapping[str, torch.Tensor], state: _State) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor's value in a state_dict, under any of its names."""
+    missing = []
+    for name, aliases in state.aliases.items():
+        present = state.value(name)
+        found = next((alias for alias in aliases if alias in source), None)
+        if found is None:
+            if present.device.type == "meta":
+                missing.append(name)
+            continue
+        value = source[found]
+        if value.shape != present.shape:
+            raise ValueError(f"{found} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
+        yield name, value.to(present.dtype)
+    if missing:
+        raise ValueError(
+            f"the state_dict lacks {', '.join(missing)}, which are on meta (buffers that the model's own state_dict "
+            f"does not hold may be added to it)"
+        )
+
+
+def _values_made(function: InitFunction, state: _State) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor on meta, filled by `function`."""
+    for name in state.aliases:
+        present = state.value(name)
+        if present.device.type != "meta":
+            continue
+        whole = torch.empty(present.shape, dtype=present.dtype)
+        with torch.no_grad():
+            returned = function(name, whole)
+        whole = whole if returned is None else returned
+        if whole.shape != present.shape:
+            raise ValueError(f"init_fn made {list(whole.shape)} for {name}, which is {list(present.shape)}")
+        yield name, whole.to(present.dtype)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """The sum of the tensor's bits as integers: exact, and so the same in whatever order it is added up."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
+    return int(bits.sum(dtype=torch.int64))
+
+
+def _overlapping(made: list[torch.Tensor | None], kept: list[torch.Tensor]) -> tuple[int, ...]:
+    """Indices of the gradients that share memory with an earlier one or with what backward was given, or are
+    not contiguous, as the parameters are.
+
+    Which they are is a property of the program, so one look is enough.
+    """
+
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for tensor in kept:
+        storage, begin, end = storage_span(tensor)
+        taken.setdefault(storage, []).append((begin, end))
+    found = []
+    for index, value in enumerate(made):
+        if value is not None:
+            storage, begin, end = storage_span(value)
+            spans = taken.setdefault(storage, [])
+            if (
+                any(begin < other_end and other_begin < end for other_begin, other_end in spans)
+                or not value.is_contiguous()
+            ):
+                found.append(index)
+            spans.append((begin, end))
+    return tuple(found)
