@@ -487,17 +487,20 @@ class _Roles:
 
     def misfit_outside(self) -> int | None:
         """A copy with a value that the rest of the graph reads although it is no end of a border, or
-        with an input of its own that stands at two positions."""
+        with a value from outside that has two roles."""
         leaving = {b.values[0] if b.backward else b.values[-1] for b in self.borders.values()}
         for i, (k, _) in self.place.items():
             for output in self.facts.graph.nodes[i].outputs:
                 if output not in leaving and any(r not in self.place for r in self.facts.readers.get(output, ())):
                     return k
-        first: dict[str, tuple[str, ...]] = {}
-        for names in self.own:
+        # a value is one thing to a copy, so that names can be mapped from copy to copy and back
+        reads = [*self.own, *(b.values[1:] if b.backward else b.values[:-1] for b in self.borders.values())]
+        seen = {(k, name) for name in self.shared for k in range(self.count)}
+        for names in reads:
             for k, name in enumerate(names):
-                if first.setdefault(name, names) != names:
+                if (k, name) in seen:
                     return k
+                seen.add((k, name))
         return None
 
     def results(self) -> tuple[tuple[str, ...], ...] | int:
