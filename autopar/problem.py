@@ -222,11 +222,15 @@ def evaluate(problem: Problem, choice: Choice) -> Score:
         border = [choice.options[v] for v in repeat.left]
         if len(copies) != repeat.count:
             raise ValueError(f"{repeat.name} has {repeat.count} copies, the choice {len(copies)}")
+        scores: dict[int, Score] = {}
+        # Solvers share one object between equal copies: each is scored once.
         for copy in copies:
             if [copy.options[v] for v in repeat.body_left] != border:
                 raise ValueError(f"{repeat.name}: neighbours disagree about their border")
             border = [copy.options[v] for v in repeat.body_right]
-            score = evaluate(repeat.body, copy)
+            if id(copy) not in scores:
+                scores[id(copy)] = evaluate(repeat.body, copy)
+            score = scores[id(copy)]
             seconds += score.seconds
             size += score.bytes
         if [choice.options[v] for v in repeat.right] != border:

@@ -4,215 +4,172 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Repeat, Solution, evaluate
-from autopar.solve.chain import Powers
-from autopar.solve.elimination import Eliminated, Floats, Ints, Network, Schedule, eliminate, network, schedule
+from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, evaluate
+from autopar.solve.elimination import Floats
+from autopar.solve.fronts import ProblemFronts, Window
+from autopar.solve.pricing import Library, Pricing
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """A problem as a network and the schedule that eliminates everything but `schedule.keep`."""
-
-    problem: Problem
-    network: Network
-    schedule: Schedule
-    repeats: tuple[Joint, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
-    """Where a repeat meets its parent: entry [left[i], right[i]] of its matrix is entry i of a table over `nodes`."""
-
-    repeat: Repeat
-    nodes: tuple[int, ...]
-    shape: tuple[int, ...]
-    left: Ints
-    right: Ints
-
-
-class Library:
-    """What is found once per problem object and serves every price: networks and schedules."""
-
-    def __init__(self) -> None:
-        self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
-
-    def compiled(self, problem: Problem, keep: Sequence[int]) -> Compiled:
-        kept = tuple(sorted(set(keep)))
-        key = (id(problem), kept)
-        if key not in self._compiled:
-            self._compiled[key] = _compile(problem, kept)
-        return self._compiled[key]
-
-
-def _compile(problem: Problem, keep: tuple[int, ...]) -> Compiled:
-    for repeat in problem.repeats:
-        _check(problem, repeat)
-    borders = {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
-    factors = network(problem, borders)
-    joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
-    scopes = [*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints)]
-    return Compiled(problem=problem, network=factors, schedule=schedule(factors.sizes, scopes, keep), repeats=joints)
-
-
-def _check(problem: Problem, repeat: Repeat) -> None:
-    if not len(repeat.left) == len(repeat.right) == len(repeat.body_left) == len(repeat.body_right):
-        raise ValueError(f"{repeat.name}: left, right, body_left and body_right must name equally many variables")
-    if repeat.count < 1:
-        raise ValueError(f"{repeat.name}: count is {repeat.count}, must be at least 1")
-    for joined in zip(repeat.left, repeat.right, repeat.body_left, repeat.body_right, strict=True):
-        counts = [
-            len(p.variables[v].options) for p, v in zip((problem, problem, *(repeat.body,) * 2), joined, strict=True)
-        ]
-        if len(set(counts)) > 1:
-            raise ValueError(f"{repeat.name}: joined border variables have {counts} options, must be the same ones")
-
-
-def _grid(sizes: Sequence[int]) -> Ints:
-    """All joint states [variable, state], the last variable fastest."""
-    return np.indices((*sizes, 1)).reshape(len(sizes) + 1, -1)[:-1]
-
-
-def _ravel(states: Sequence[Ints], sizes: Sequence[int]) -> Ints:
-    """The inverse of `_grid`: the index of joint states."""
-    index = np.zeros(states[0].shape if states else (1,), dtype=np.int64)
-    for state, size in zip(states, sizes, strict=True):
-        index = index * size + state
-    return index
-
-
-def _joint(repeat: Repeat, sizes: Sequence[int]) -> Joint:
-    nodes = sorted({*repeat.left, *repeat.right})
-    states = dict(zip(nodes, _grid([sizes[node] for node in nodes]), strict=True))
-    wide = tuple(node for node in nodes if sizes[node] > 1)
-    return Joint(
-        repeat=repeat,
-        nodes=wide,
-        shape=tuple(sizes[node] for node in wide),
-        left=_ravel([states[v] for v in repeat.left], [sizes[v] for v in repeat.left]),
-        right=_ravel([states[v] for v in repeat.right], [sizes[v] for v in repeat.right]),
-    )
-
-
-def border_pairs(repeat: Repeat, keep: Sequence[int]) -> tuple[dict[int, Ints], np.ndarray]:
-    """For all pairs [left state, right state] the state of each kept body variable, and whether they clash."""
-    sizes = {v: len(repeat.body.variables[v].options) for v in keep}
-    left = _grid([sizes[v] for v in repeat.body_left])
-    right = _grid([sizes[v] for v in repeat.body_right])
-    shape = (left.shape[1], right.shape[1])
-    clash = np.zeros(shape, dtype=np.bool_)
-    assigned: dict[int, Ints] = {}
-    for v, states in [
-        *((v, state[:, None]) for v, state in zip(repeat.body_left, left, strict=True)),
-        *((v, state[None, :]) for v, state in zip(repeat.body_right, right, strict=True)),
-    ]:
-        if v in assigned:
-            clash |= assigned[v] != states
-        else:
-            assigned[v] = np.broadcast_to(states, shape)
-    return assigned, clash
-
-
-class Pricing:
-    """Everything eliminated under one batch of prices: `weights[k]` = (per second, per byte).
-
-    A repeated body is eliminated once whatever the count, and its matrix powers are shared by all
-    repeats of that body.
-    """
-
-    def __init__(self, library: Library, weights: Floats) -> None:
-        self.library = library
-        self.weights = weights
-        self._eliminated: dict[tuple[int, tuple[int, ...]], Eliminated] = {}
-        self._powers: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Powers] = {}
-        self._copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Choice] = {}
-
-    def eliminated(self, problem: Problem, keep: Sequence[int]) -> Eliminated:
-        compiled = self.library.compiled(problem, keep)
-        key = (id(problem), compiled.schedule.keep)
-        if key not in self._eliminated:
-            tables = [table.priced(self.weights) for table in compiled.network.tables]
-            for joint in compiled.repeats:
-                matrix = self.powers(joint.repeat).matrix(joint.repeat.count)
-                tables.append(matrix[:, joint.left, joint.right].reshape(-1, *joint.shape))
-            self._eliminated[key] = eliminate(compiled.schedule, tables, len(self.weights))
-        return self._eliminated[key]
-
-    def powers(self, repeat: Repeat) -> Powers:
-        """The powers of the body's matrix [price, left, right]."""
-        key = (id(repeat.body), repeat.body_left, repeat.body_right)
-        if key not in self._powers:
-            body = self.eliminated(repeat.body, (*repeat.body_left, *repeat.body_right))
-            assigned, clash = border_pairs(repeat, body.schedule.keep)
-            table = np.asarray(body.table)
-            matrix = table[(slice(None), *(assigned[v] for v in body.schedule.keep))]
-            matrix = np.array(
-                np.broadcast_to(matrix.reshape(len(table), *matrix.shape[1:]), (len(table), *clash.shape))
-            )
-            matrix[:, clash] = np.inf
-            self._powers[key] = Powers(matrix)
-        return self._powers[key]
-
-    def choice(self, problem: Problem, keep: Sequence[int], kept: Sequence[int], price: int) -> Choice:
-        """The cheapest choice at a price, given the options of the kept variables. Equal copies are one object."""
-        compiled = self.library.compiled(problem, keep)
-        key = (id(problem), compiled.schedule.keep, (price, *kept))
-        if key not in self._copies:
-            states = self.eliminated(problem, keep).states(
-                np.array([price]), np.array(kept, dtype=np.int64).reshape(-1, 1)
-            )
-            options = tuple(
-                int(kept_options[state])
-                for kept_options, state in zip(compiled.network.options, states[:, 0], strict=False)
-            )
-            repeats = tuple(self._chain(problem, repeat, options, price) for repeat in problem.repeats)
-            self._copies[key] = Choice(options=options, repeats=repeats)
-        return self._copies[key]
-
-    def _chain(self, problem: Problem, repeat: Repeat, options: tuple[int, ...], price: int) -> tuple[Choice, ...]:
-        sizes = [len(problem.variables[v].options) for v in repeat.left]
-        left, right = (
-            int(_ravel([np.array([options[v]]) for v in border], sizes)[0]) for border in (repeat.left, repeat.right)
-        )
-        path = self.powers(repeat).path(repeat.count, price, left, right)
-        return tuple(self._copy(repeat, at, after, price) for at, after in pairwise(path))
-
-    def _copy(self, repeat: Repeat, left: int, right: int, price: int) -> Choice:
-        keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
-        assigned, _ = border_pairs(repeat, keep)
-        return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep], price)
+FRONT_POINTS = 256
+"""Points that a front of (seconds, bytes) may have."""
 
 
 def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
-    """Minimise seconds + tie-break * bytes by min-sum variable elimination.
+    """Minimise seconds + tie-break * bytes, subject to bytes <= bytes_limit, by min-sum variable elimination.
 
     Variables: one per op, group, parameter or border, each with its options. A tensor is a table over
     the classes of options of its producer and its readers (or a chain of accumulators of (produced,
     wanted set)); a repeat is a table over its left and right variables: the min-plus power of its
     body's matrix, so that depth costs its logarithm. Objective: the sum of all tables. Ties go to the
-    lowest option index. The result is exact: `lower_bound` is the objective.
+    lowest option index.
+
+    Exact without a limit, and where the limit does not bind: `lower_bound` is the objective.
+    Where it binds, bytes get a price. The price that gives the best Lagrangian bound is found by
+    bisection; what a sweep of prices around it chooses for each body, border state by border state, is a
+    pool of (seconds, bytes) points, and the chain of copies is put together from the pool point by point, so
+    that identical copies may choose differently. Exact only where every problem in it has at most
+    `fronts.ALL_STATES` joint options and no front needed thinning; elsewhere choices between two supported
+    prices within one copy can be missed, and `lower_bound` is the Lagrangian bound: the gap is honest, not 0.
 
     Raises `Infeasible` where no choice is feasible, ValueError where elimination needs too large a table.
     """
     start = time.perf_counter()
-    pricing = Pricing(Library(), np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE]]))
-    optimum = float(pricing.eliminated(problem, ()).table[0])
-    if math.isinf(optimum):
-        raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
-    choice = pricing.choice(problem, (), (), 0)
-    score = evaluate(problem, choice)
-    assert math.isclose(score.objective, optimum, rel_tol=1e-9, abs_tol=1e-18), (score.objective, optimum)
-    if bytes_limit is not None and score.bytes > bytes_limit:
-        raise NotImplementedError("dp under a memory limit")
+    library = Library()
+    cheapest = priced(problem, library, 0.0)
+    found, bound, exact = cheapest, cheapest.score.objective, True
+    if bytes_limit is not None and cheapest.score.bytes > bytes_limit:
+        found, bound, exact = _limited(problem, library, cheapest, bytes_limit)
+    objective = found.score.objective
     return Solution(
-        choice=choice,
-        score=score,
-        lower_bound=min(optimum, score.objective),
+        choice=found.choice,
+        score=found.score,
+        lower_bound=objective if exact else min(bound, objective),
         solver="dp",
         seconds_to_solve=time.perf_counter() - start,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    choice: Choice
+    score: Score
+    price: float
+    """seconds per byte beyond the tie-break"""
+
+
+def _weights(*prices: float) -> Floats:
+    return np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE + price] for price in prices])
+
+
+def pool_weights(prices: list[float]) -> Floats:
+    """The prices tried, and bytes alone, so that what fits at all is in the pool."""
+    return np.concatenate((_weights(*prices), [[0.0, 1.0]]))
+
+
+def _found(problem: Problem, choice: Choice, price: float, objective: float) -> Found:
+    """A choice with its score, which must be what the elimination said: objective tells the truth."""
+    score = evaluate(problem, choice)
+    told = score.objective + price * score.bytes
+    assert math.isclose(told, objective, rel_tol=1e-9, abs_tol=1e-18), (told, objective)
+    return Found(choice=choice, score=score, price=price)
+
+
+def priced(problem: Problem, library: Library, price: float) -> Found:
+    """The choice with the least seconds + (tie-break + price) * bytes, or `Infeasible`."""
+    pricing = Pricing(library, _weights(price))
+    objective = float(pricing.eliminated(problem, ()).table[0])
+    if math.isinf(objective):
+        raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
+    return _found(problem, pricing.choice(problem, (), (), 0), price, objective)
+
+
+def smallest_bytes(problem: Problem, library: Library) -> Found:
+    """The choice that needs the fewest bytes."""
+    pricing = Pricing(library, np.array([[0.0, 1.0]]))
+    choice = pricing.choice(problem, (), (), 0)
+    return Found(choice=choice, score=evaluate(problem, choice), price=math.inf)
+
+
+def _limited(problem: Problem, library: Library, cheapest: Found, bytes_limit: float) -> tuple[Found, float, bool]:
+    """The best choice found within the limit, the Lagrangian bound, and whether the choice is proved optimal."""
+    prices, fits, bound = lagrangian(problem, library, cheapest, bytes_limit)
+    pricing = Pricing(library, pool_weights(prices))
+    fronts = ProblemFronts(problem, (), pricing, window(fits, bound, bytes_limit, FRONT_POINTS))
+    best = fits
+    (root,) = fronts.fronts
+    if len(root):
+        objectives = root.seconds + TIE_BREAK_SECONDS_PER_BYTE * root.bytes
+        point = int(objectives.argmin())
+        mixed = _found(problem, fronts.choice(0, point), 0.0, float(objectives[point]))
+        if mixed.score.objective < fits.score.objective and mixed.score.bytes <= bytes_limit:
+            best = mixed
+    return best, bound.objective, fronts.exact
+
+
+def window(fits: Found, bound: Bound, bytes_limit: float, points: int) -> Window:
+    """At the price of the bound a useful point exceeds the best of its cell by at most the gap, and rounding."""
+    gap = fits.score.objective - bound.objective
+    return Window(
+        price=TIE_BREAK_SECONDS_PER_BYTE + bound.price,
+        slack=gap * (1 + 1e-6) + 1e-9 * abs(fits.score.objective),
+        points=points,
+        bytes_limit=bytes_limit,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The least of seconds + price * (bytes - limit): no choice within the limit is cheaper than `objective`."""
+
+    price: float
+    objective: float
+
+
+def lagrangian(
+    problem: Problem, library: Library, cheapest: Found, bytes_limit: float
+) -> tuple[list[float], Found, Bound]:
+    """The prices tried, the best choice among theirs that fits, and the best bound.
+
+    Raises `Infeasible` where not even the smallest choice fits.
+    """
+    smallest = smallest_bytes(problem, library)
+    if smallest.score.bytes > bytes_limit:
+        raise Infeasible(
+            f"no choice fits in {bytes_limit:.0f} bytes: the smallest needs {smallest.score.bytes:.0f} bytes"
+        )
+    slope = (smallest.score.seconds - cheapest.score.seconds) / (cheapest.score.bytes - smallest.score.bytes)
+    slope = max(slope, 1e-30)
+    fits = smallest
+    bound = Bound(price=0.0, objective=cheapest.score.objective)
+    tried = [0.0]
+    low, high = 0.0, math.inf
+    over, under = cheapest, smallest
+    candidates = [slope * 2.0**k for k in range(-16, 17)]
+    for _ in range(3):
+        pricing = Pricing(library, _weights(*candidates))
+        values = pricing.eliminated(problem, ()).table
+        tried += candidates
+        for price, value in zip(candidates, values, strict=True):
+            if value - price * bytes_limit > bound.objective:
+                bound = Bound(price=price, objective=float(value - price * bytes_limit))
+        first, last = 0, len(candidates)
+        while first < last:
+            middle = (first + last) // 2
+            found = _found(problem, pricing.choice(problem, (), (), middle), candidates[middle], float(values[middle]))
+            if found.score.bytes <= bytes_limit:
+                last, high, under = middle, candidates[middle], found
+                if found.score.objective < fits.score.objective:
+                    fits = found
+            else:
+                first, low, over = middle + 1, candidates[middle], found
+        if math.isinf(high) or low == 0.0:
+            break
+        steps = 16
+        candidates = [low * (high / low) ** (k / (steps + 1)) for k in range(1, steps + 1)]
+        kink = (under.score.seconds - over.score.seconds) / (over.score.bytes - under.score.bytes)
+        if low < kink - TIE_BREAK_SECONDS_PER_BYTE < high:
+            candidates = sorted([*candidates, kink - TIE_BREAK_SECONDS_PER_BYTE])
+    return sorted(set(tried)), fits, bound

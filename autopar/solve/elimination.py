@@ -75,12 +75,12 @@ def network(problem: Problem, borders: Iterable[int]) -> Network:
     with few readers is one table over classes; one with many is a chain of accumulator nodes, whose
     states are (produced, wanted so far), so that tables stay small.
     """
-    rows = _rows(problem)
+    rows = tensor_rows(problem)
     border_set = set(borders)
     options = tuple(
         np.arange(len(variable.options))
         if index in border_set
-        else _undominated(variable.seconds, variable.bytes, [row[index] for row in rows if index in row])
+        else undominated(variable.seconds, variable.bytes, [row[index] for row in rows if index in row])
         for index, variable in enumerate(problem.variables)
     )
     sizes = [len(kept) for kept in options]
@@ -108,7 +108,7 @@ Row = tuple[int | None, int]
 """What one option is to one tensor: the layout it produces, if it is the producer, and the set it wants."""
 
 
-def _rows(problem: Problem) -> list[dict[int, list[Row]]]:
+def tensor_rows(problem: Problem) -> list[dict[int, list[Row]]]:
     """For each tensor, for each variable on it (the producer first): the row of every option."""
     result = []
     for tensor in problem.tensors:
@@ -120,7 +120,7 @@ def _rows(problem: Problem) -> list[dict[int, list[Row]]]:
     return result
 
 
-def _undominated(seconds: Sequence[float], sizes: Sequence[float], rows: list[list[Row]]) -> Ints:
+def undominated(seconds: Sequence[float], sizes: Sequence[float], rows: list[list[Row]]) -> Ints:
     """The options that no other option with the same rows everywhere matches in both seconds and bytes."""
     best: dict[tuple[Row, ...], list[int]] = {}
     for option in range(len(seconds)):

@@ -1,0 +1,194 @@
+"""A problem and its repeats, eliminated at a batch of prices of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.problem import Choice, Problem, Repeat
+from autopar.solve.chain import Powers
+from autopar.solve.elimination import Bools, Eliminated, Floats, Ints, Network, Schedule, eliminate, network, schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A problem as a network and the schedule that eliminates everything but `schedule.keep`."""
+
+    problem: Problem
+    network: Network
+    schedule: Schedule
+    repeats: tuple[Joint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """Where a repeat meets its parent: entry [left[i], right[i]] of its matrix is entry i of a table over `nodes`."""
+
+    repeat: Repeat
+    nodes: tuple[int, ...]
+    shape: tuple[int, ...]
+    left: Ints
+    right: Ints
+
+
+class Library:
+    """What is found once per problem object and serves every price: networks and schedules."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
+        self._bare: dict[int, Problem] = {}
+
+    def compiled(self, problem: Problem, keep: Sequence[int]) -> Compiled:
+        kept = tuple(sorted(set(keep)))
+        key = (id(problem), kept)
+        if key not in self._compiled:
+            self._compiled[key] = _compile(problem, kept)
+        return self._compiled[key]
+
+    def bare(self, problem: Problem) -> Problem:
+        """The problem without its repeats, always the same object."""
+        if not problem.repeats:
+            return problem
+        if id(problem) not in self._bare:
+            self._bare[id(problem)] = Problem(variables=problem.variables, tensors=problem.tensors)
+        return self._bare[id(problem)]
+
+
+def _compile(problem: Problem, keep: tuple[int, ...]) -> Compiled:
+    for repeat in problem.repeats:
+        check_repeat(problem, repeat)
+    borders = {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
+    factors = network(problem, borders)
+    joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
+    scopes = [*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints)]
+    return Compiled(problem=problem, network=factors, schedule=schedule(factors.sizes, scopes, keep), repeats=joints)
+
+
+def check_repeat(problem: Problem, repeat: Repeat) -> None:
+    if not len(repeat.left) == len(repeat.right) == len(repeat.body_left) == len(repeat.body_right):
+        raise ValueError(f"{repeat.name}: left, right, body_left and body_right must name equally many variables")
+    if repeat.count < 1:
+        raise ValueError(f"{repeat.name}: count is {repeat.count}, must be at least 1")
+    for joined in zip(repeat.left, repeat.right, repeat.body_left, repeat.body_right, strict=True):
+        counts = [
+            len(p.variables[v].options) for p, v in zip((problem, problem, *(repeat.body,) * 2), joined, strict=True)
+        ]
+        if len(set(counts)) > 1:
+            raise ValueError(f"{repeat.name}: joined border variables have {counts} options, must be the same ones")
+
+
+def grid(sizes: Sequence[int]) -> Ints:
+    """All joint states [variable, state], the last variable fastest."""
+    return np.indices((*sizes, 1)).reshape(len(sizes) + 1, -1)[:-1]
+
+
+def ravel(states: Sequence[Ints], sizes: Sequence[int]) -> Ints:
+    """The inverse of `_grid`: the index of joint states."""
+    index = np.zeros(states[0].shape if states else (1,), dtype=np.int64)
+    for state, size in zip(states, sizes, strict=True):
+        index = index * size + state
+    return index
+
+
+def _joint(repeat: Repeat, sizes: Sequence[int]) -> Joint:
+    nodes = sorted({*repeat.left, *repeat.right})
+    states = dict(zip(nodes, grid([sizes[node] for node in nodes]), strict=True))
+    wide = tuple(node for node in nodes if sizes[node] > 1)
+    return Joint(
+        repeat=repeat,
+        nodes=wide,
+        shape=tuple(sizes[node] for node in wide),
+        left=ravel([states[v] for v in repeat.left], [sizes[v] for v in repeat.left]),
+        right=ravel([states[v] for v in repeat.right], [sizes[v] for v in repeat.right]),
+    )
+
+
+def border_pairs(repeat: Repeat, keep: Sequence[int]) -> tuple[dict[int, Ints], Bools]:
+    """For all pairs [left state, right state] the state of each kept body variable, and whether they clash."""
+    sizes = {v: len(repeat.body.variables[v].options) for v in keep}
+    left = grid([sizes[v] for v in repeat.body_left])
+    right = grid([sizes[v] for v in repeat.body_right])
+    shape = (left.shape[1], right.shape[1])
+    clash = np.zeros(shape, dtype=np.bool_)
+    assigned: dict[int, Ints] = {}
+    for v, states in [
+        *((v, state[:, None]) for v, state in zip(repeat.body_left, left, strict=True)),
+        *((v, state[None, :]) for v, state in zip(repeat.body_right, right, strict=True)),
+    ]:
+        if v in assigned:
+            clash |= assigned[v] != states
+        else:
+            assigned[v] = np.broadcast_to(states, shape)
+    return assigned, clash
+
+
+class Pricing:
+    """Everything eliminated under one batch of prices: `weights[k]` = (per second, per byte).
+
+    A repeated body is eliminated once whatever the count, and its matrix powers are shared by all
+    repeats of that body.
+    """
+
+    def __init__(self, library: Library, weights: Floats) -> None:
+        self.library = library
+        self.weights = weights
+        self._eliminated: dict[tuple[int, tuple[int, ...]], Eliminated] = {}
+        self._powers: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Powers] = {}
+        self._copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Choice] = {}
+
+    def eliminated(self, problem: Problem, keep: Sequence[int]) -> Eliminated:
+        compiled = self.library.compiled(problem, keep)
+        key = (id(problem), compiled.schedule.keep)
+        if key not in self._eliminated:
+            tables = [table.priced(self.weights) for table in compiled.network.tables]
+            for joint in compiled.repeats:
+                matrix = self.powers(joint.repeat).matrix(joint.repeat.count)
+                tables.append(matrix[:, joint.left, joint.right].reshape(-1, *joint.shape))
+            self._eliminated[key] = eliminate(compiled.schedule, tables, len(self.weights))
+        return self._eliminated[key]
+
+    def powers(self, repeat: Repeat) -> Powers:
+        """The powers of the body's matrix [price, left, right]."""
+        key = (id(repeat.body), repeat.body_left, repeat.body_right)
+        if key not in self._powers:
+            body = self.eliminated(repeat.body, (*repeat.body_left, *repeat.body_right))
+            assigned, clash = border_pairs(repeat, body.schedule.keep)
+            shape = [len(repeat.body.variables[v].options) for v in body.schedule.keep]
+            flat = body.table.reshape(len(self.weights), -1)
+            index = ravel([assigned[v] for v in body.schedule.keep], shape)
+            matrix = flat[:, np.broadcast_to(index, clash.shape)]
+            matrix[:, clash] = np.inf
+            self._powers[key] = Powers(matrix)
+        return self._powers[key]
+
+    def choice(self, problem: Problem, keep: Sequence[int], kept: Sequence[int], price: int) -> Choice:
+        """The cheapest choice at a price, given the options of the kept variables. Equal copies are one object."""
+        compiled = self.library.compiled(problem, keep)
+        key = (id(problem), compiled.schedule.keep, (price, *kept))
+        if key not in self._copies:
+            states = self.eliminated(problem, keep).states(
+                np.array([price]), np.array(kept, dtype=np.int64).reshape(-1, 1)
+            )
+            options = tuple(
+                int(kept_options[state])
+                for kept_options, state in zip(compiled.network.options, states[:, 0], strict=False)
+            )
+            repeats = tuple(self._chain(problem, repeat, options, price) for repeat in problem.repeats)
+            self._copies[key] = Choice(options=options, repeats=repeats)
+        return self._copies[key]
+
+    def _chain(self, problem: Problem, repeat: Repeat, options: tuple[int, ...], price: int) -> tuple[Choice, ...]:
+        sizes = [len(problem.variables[v].options) for v in repeat.left]
+        left, right = (
+            int(ravel([np.array([options[v]]) for v in border], sizes)[0]) for border in (repeat.left, repeat.right)
+        )
+        path = self.powers(repeat).path(repeat.count, price, left, right)
+        return tuple(self.copy(repeat, at, after, price) for at, after in pairwise(path))
+
+    def copy(self, repeat: Repeat, left: int, right: int, price: int) -> Choice:
+        keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
+        assigned, _ = border_pairs(repeat, keep)
+        return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep], price)
