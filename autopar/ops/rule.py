@@ -10,7 +10,8 @@ factors; only the table names ops.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 from ..graph import Node, Ref, TensorMeta, overload
 
@@ -68,6 +69,21 @@ class OpRule:
         return f"{', '.join(map(dims, self.inputs))} -> {', '.join(map(dims, self.outputs))}"
 
 
+class Parameter(NamedTuple):
+    """One argument of an op's schema."""
+
+    name: str
+    type: str
+    default: Any
+
+
+@cache
+def parameters(op: str) -> tuple[Parameter, ...]:
+    """The arguments of an op's schema, in order."""
+    schema = overload(op)._schema  # type: ignore[attr-defined]
+    return tuple(Parameter(a.name, str(a.type), a.default_value) for a in schema.arguments)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A node with the global metas of its tensor operands (in the order of `Node.inputs`) and of its
@@ -79,11 +95,11 @@ class Call:
 
     def argument(self, name: str) -> Any:
         """The argument called `name` in the op's schema, or its default. Tensors are `Ref`s."""
-        for position, parameter in enumerate(overload(self.node.op)._schema.arguments):  # type: ignore[attr-defined]
+        for position, parameter in enumerate(parameters(self.node.op)):
             if parameter.name == name:
                 if position < len(self.node.args):
                     return self.node.args[position]
-                return dict(self.node.kwargs).get(name, parameter.default_value)
+                return dict(self.node.kwargs).get(name, parameter.default)
         raise KeyError(f"{self.node.op} has no argument {name!r}")
 
 

@@ -1,0 +1,228 @@
+"""Ops that are not themselves on shards: the local program of each, with its collectives.
+
+An expansion is called instead of the op when a factor that says `expands` is split. It emits ops on
+local values and returns the local results, in the op's order. `splits` names every factor of the op
+that is split, with the mesh axes that split it, outermost first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from ..graph import Ref
+from ..layout import Shape
+from .families import MEAN, NONE, SUM
+from .rule import Call, Emitter, parameters
+
+Splits: TypeAlias = Mapping[str, tuple[int, ...]]
+KeywordArguments: TypeAlias = tuple[tuple[str, Any], ...]
+Results: TypeAlias = tuple[Ref | None, ...]
+Expansion = Callable[
+    [Emitter, Call, tuple[Any, ...], KeywordArguments, Splits, tuple[Shape | None, ...]], Results
+]
+
+
+def _argument(call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, name: str) -> Any:
+    """A localised argument by name."""
+    for position, parameter in enumerate(parameters(call.node.op)):
+        if parameter.name == name:
+            return args[position] if position < len(args) else dict(kwargs).get(name, parameter.default)
+    raise KeyError(name)
+
+
+def _shards(emitter: Emitter, names: Mapping[str, tuple[int, ...]]) -> int:
+    """Into how many shards these factors are split together."""
+    return math.prod(emitter.ranks(axis) for axes in names.values() for axis in axes)
+
+
+def _all_reduce(emitter: Emitter, value: Ref, reduction: str, axes: tuple[int, ...]) -> Ref:
+    for axis in axes:
+        value = emitter.all_reduce(value, reduction, axis)
+    return value
+
+
+def share(rule_of: Callable[[Call], Any]) -> Expansion:
+    """A mean over a shard counts for its share of the whole: divide by the number of shards."""
+
+    def expand(
+        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+        local_outputs: tuple[Shape | None, ...],
+    ) -> Results:  # fmt: skip
+        averaged = {f.name: splits[f.name] for f in rule_of(call).factors if f.expands and f.name in splits}
+        value = emitter.op(call.node.op, *args, **dict(kwargs))
+        return (emitter.op("aten.mul.Scalar", value, 1.0 / _shards(emitter, averaged)),)
+
+    return expand
+
+
+def share_of_bias(
+    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+    local_outputs: tuple[Shape | None, ...],
+) -> Results:  # fmt: skip
+    """addmm, baddbmm with the contracted factor split: every rank adds its share of the bias, so that
+    the sum has it once. It costs nothing, since the op scales the bias anyway."""
+    named = dict(kwargs)
+    named["beta"] = named.get("beta", 1) / _shards(emitter, {"k": splits["k"]})
+    return (emitter.op(call.node.op, *args, **named),)
+
+
+def share_of_last(factor: str) -> Expansion:
+    """linear, convolution with the contracted factor split: the bias, third operand, in shares."""
+
+    def expand(
+        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+        local_outputs: tuple[Shape | None, ...],
+    ) -> Results:  # fmt: skip
+        bias = emitter.op("aten.mul.Scalar", args[2], 1.0 / _shards(emitter, {factor: splits[factor]}))
+        return (emitter.op(call.node.op, *args[:2], bias, *args[3:], **dict(kwargs)),)
+
+    return expand
+
+
+def _local_indices(emitter: Emitter, indices: Ref, axes: tuple[int, ...], size: int) -> tuple[Ref, Ref]:
+    """Indices into a dim split contiguously, relative to this rank's first element, and where they
+    are within its `size` elements."""
+    local = emitter.op("aten.sub.Tensor", indices, emitter.offset(axes, size))
+    above = emitter.op("aten.ge.Scalar", local, 0)
+    below = emitter.op("aten.lt.Scalar", local, size)
+    return local, emitter.op("aten.logical_and.default", above, below)
+
+
+def embedding(
+    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+    local_outputs: tuple[Shape | None, ...],
+) -> Results:  # fmt: skip
+    """Rows of the table split: each rank looks up its own rows and gives zeros for the others."""
+    weight, indices = args[:2]
+    rows = emitter.meta(weight).shape[0]
+    local, mine = _local_indices(emitter, indices, splits["v"], rows)
+    other = emitter.op("aten.logical_not.default", mine)
+    found = emitter.op("aten.embedding.default", weight, emitter.op("aten.masked_fill.Scalar", local, other, 0))
+    last = emitter.op("aten.unsqueeze.default", other, -1)
+    return (emitter.op("aten.masked_fill.Scalar", found, last, 0.0),)
+
+
+def embedding_backward(
+    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+    local_outputs: tuple[Shape | None, ...],
+) -> Results:  # fmt: skip
+    """Rows of the table split: what is for other ranks' rows, or for the padding row, goes to one row
+    more, which is cut off."""
+    gradient, indices = args[:2]
+    assert local_outputs[0] is not None
+    rows = local_outputs[0][0]
+    padding, by_frequency = call.argument("padding_idx"), call.argument("scale_grad_by_freq")
+    local, mine = _local_indices(emitter, indices, splits["v"], rows)
+    if padding >= 0:
+        mine = emitter.op("aten.logical_and.default", mine, emitter.op("aten.ne.Scalar", indices, padding))
+    local = emitter.op("aten.masked_fill.Scalar", local, emitter.op("aten.logical_not.default", mine), rows)
+    wider = emitter.op("aten.embedding_dense_backward.default", gradient, local, rows + 1, -1, by_frequency)
+    return (emitter.op("aten.slice.Tensor", wider, 0, 0, rows),)
+
+
+def _wide(emitter: Emitter, value: Ref) -> Ref:
+    """The value in a dtype that the softmax ops compute in."""
+    narrow = emitter.meta(value).dtype in (torch.bfloat16, torch.float16)
+    return emitter.op("aten._to_copy.default", value, dtype=torch.float32) if narrow else value
+
+
+def _narrow(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
+    same = emitter.meta(value).dtype == dtype
+    return value if same else emitter.op("aten._to_copy.default", value, dtype=dtype)
+
+
+def softmax(*, log: bool) -> Expansion:
+    """_softmax, _log_softmax with the classes split: two all-reduces without the class dim, of the
+    maximum and of the sum of exponentials."""
+
+    def expand(
+        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+        local_outputs: tuple[Shape | None, ...],
+    ) -> Results:  # fmt: skip
+        assert call.outputs[0] is not None
+        dim = (call.argument("dim"),)
+        scores = _wide(emitter, args[0])
+        highest = _all_reduce(emitter, emitter.op("aten.amax.default", scores, dim, True), "max", splits["c"])
+        shifted = emitter.op("aten.sub.Tensor", scores, highest)
+        powers = emitter.op("aten.exp.default", shifted)
+        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dim, True), "sum", splits["c"])
+        if log:
+            result = emitter.op("aten.sub.Tensor", shifted, emitter.op("aten.log.default", total))
+        else:
+            result = emitter.op("aten.div.Tensor", powers, total)
+        return (_narrow(emitter, result, call.outputs[0].dtype),)
+
+    return expand
+
+
+def softmax_backward(*, log: bool) -> Expansion:
+    """Their backward ops with the classes split: one all-reduce without the class dim."""
+
+    def expand(
+        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+        local_outputs: tuple[Shape | None, ...],
+    ) -> Results:  # fmt: skip
+        assert call.outputs[0] is not None
+        dim = (call.argument("dim"),)
+        gradient, output = _wide(emitter, args[0]), _wide(emitter, args[1])
+        product = gradient if log else emitter.op("aten.mul.Tensor", gradient, output)
+        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", splits["c"])
+        weight = emitter.op("aten.exp.default", output) if log else output
+        result = emitter.op("aten.sub.Tensor", product, emitter.op("aten.mul.Tensor", weight, total))
+        return (_narrow(emitter, result, call.outputs[0].dtype),)
+
+    return expand
+
+
+_IGNORED = -1
+"""What a target is replaced by that is ignored, or for another rank's class."""
+
+
+def _local_targets(emitter: Emitter, target: Ref, ignored: int, axes: tuple[int, ...], classes: int) -> Ref:
+    local, mine = _local_indices(emitter, target, axes, classes)
+    mine = emitter.op("aten.logical_and.default", mine, emitter.op("aten.ne.Scalar", target, ignored))
+    return emitter.op("aten.masked_fill.Scalar", local, emitter.op("aten.logical_not.default", mine), _IGNORED)
+
+
+def nll(
+    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+    local_outputs: tuple[Shape | None, ...],
+) -> Results:  # fmt: skip
+    """nll_loss forward: each rank sums over its tokens and classes, and divides by the total weight of
+    all ranks' tokens: one all-reduce of one number. A rank whose labels are all ignored adds zero."""
+    scores, target, weight, reduction, ignored = args
+    classes = splits.get("c", ())
+    tokens = tuple(axis for name, axes in splits.items() if name != "c" for axis in axes)
+    counted = None
+    if classes:
+        # each token is in the classes of one rank only, but it counts on all
+        present = emitter.op("aten.ne.Scalar", target, ignored)
+        counted = emitter.op("aten.sum.default", present, dtype=emitter.meta(scores).dtype)
+        size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
+        target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
+    local = SUM if reduction == MEAN else reduction
+    total, weights = emitter.ops(call.node.op, scores, target, weight, local, ignored)
+    if reduction == NONE and len(emitter.meta(scores).shape) > 1:
+        return total, weights
+    counted = weights if counted is None else counted
+    if reduction != MEAN:
+        return total, counted
+    counted = _all_reduce(emitter, counted, "sum", tokens)
+    return emitter.op("aten.div.Tensor", total, counted), counted
+
+
+def nll_backward(
+    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
+    local_outputs: tuple[Shape | None, ...],
+) -> Results:  # fmt: skip
+    """nll_loss backward with the classes split: other ranks' classes are ignored."""
+    gradient, scores, target, weight, reduction, ignored, total_weight = args
+    size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
+    target = _local_targets(emitter, target, ignored, splits["c"], size)
+    return (
+        emitter.op(call.node.op, gradient, scores, target, weight, reduction, _IGNORED, total_weight),
+    )

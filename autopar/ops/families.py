@@ -1,0 +1,496 @@
+"""Rules of op families whose dims depend on the arguments: one small function a family.
+
+Each function takes what the table's line says and returns the function from a call to its rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from ..graph import Ref
+from .rule import Call, OpRule, parameters
+from .template import Linear, Named, assemble, contraction_flops, parse, roles
+
+Rule = Callable[[Call], OpRule | None]
+
+EACH: Linear = ((0,), (1,))
+"""Linear in each of two operands."""
+FIRST: Linear = ((0,),)
+BOTH: Linear = ((0, 1),)
+
+_DIMS = tuple(f"d{i}" for i in range(64))
+
+
+def from_template(
+    text: str,
+    *,
+    linear: Linear = (),
+    expands: tuple[str, ...] = (),
+    contiguous: tuple[str, ...] = (),
+    reductions: dict[str, tuple[str, ...]] | None = None,
+    flops: Callable[[Call], float] | None = None,
+    contraction: bool = False,
+) -> Rule:
+    """The rule that a template says."""
+    template = parse(text)
+
+    def rule(call: Call) -> OpRule:
+        inputs, outputs = template.bind(call)
+        count = flops(call) if flops else contraction_flops(inputs, outputs, call) if contraction else 0.0
+        return assemble(
+            call, inputs, outputs, linear=template.positions(call, linear), expands=expands, contiguous=contiguous,
+            reductions=reductions, flops=count, contraction=contraction,
+        )  # fmt: skip
+
+    return rule
+
+
+def pointwise(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
+    """Broadcasting elementwise ops: dims are aligned at the right. A set of operands that holds a
+    number in this call is not linear."""
+
+    def rule(call: Call) -> OpRule:
+        rank = max(len(meta.shape) for meta in call.outputs if meta)
+        inputs = [_DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
+        outputs = [_DIMS[:rank] if meta else () for meta in call.outputs]
+        sets = linear(call) if callable(linear) else linear
+        return assemble(call, inputs, outputs, linear=_of_tensors(call, sets))
+
+    return rule
+
+
+def _of_tensors(call: Call, linear: Linear) -> Linear:
+    """Sets of argument positions as sets of operands, without those that hold a number here."""
+    if not linear:
+        return ()
+    where: dict[int, int] = {}
+    for position, value in enumerate(call.node.args):
+        if isinstance(value, Ref):
+            where[position] = len(where)
+    return tuple(tuple(where[i] for i in operands) for operands in linear if all(i in where for i in operands))
+
+
+def to_dtype(call: Call) -> Linear:
+    """A conversion is linear unless it rounds to integers."""
+    return FIRST if call.outputs[0] and call.outputs[0].dtype.is_floating_point else ()
+
+
+def filled_with_zero(call: Call) -> Linear:
+    """Filling with zeros is linear, filling with anything else is not."""
+    return FIRST if call.argument("value") == 0 else ()
+
+
+def true_division(call: Call) -> Linear:
+    """A quotient is linear in the dividend unless it is rounded."""
+    return FIRST if call.argument("rounding_mode") is None else ()
+
+
+def reduce(reduction: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
+    """Reductions over `dim` (all dims without it). A split of a reduced dim is Partial(reduction);
+    with `reduction` "" the reduced dims are whole. The average of a shard has to be divided by the
+    number of shards: `average` ops expand."""
+
+    def rule(call: Call) -> OpRule:
+        (source,) = call.inputs
+        names: list[str | None] = list(_DIMS[: len(source.shape)])
+        reduced = axes(call, "dim", len(source.shape))
+        keep = has(call, "keepdim") and call.argument("keepdim")
+        if not reduction:
+            names = [None if i in reduced else name for i, name in enumerate(names)]
+        kept = [None if i in reduced else name for i, name in enumerate(names) if keep or i not in reduced]
+        outputs = [kept if meta else () for meta in call.outputs]
+        over = [_DIMS[i] for i in reduced]
+        return assemble(
+            call, [names], outputs, linear=linear, expands=over if average else (),
+            reductions={name: (reduction,) * len(outputs) for name in over},
+        )  # fmt: skip
+
+    return rule
+
+
+def has(call: Call, name: str) -> bool:
+    """Whether the op's schema has an argument of this name."""
+    return any(p.name == name for p in parameters(call.node.op))
+
+
+def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
+    """The dims in an argument, non-negative; all of them where it is absent, None or empty."""
+    value = call.argument(name) if has(call, name) else None
+    if value is None or value == () or value == []:
+        return tuple(range(rank))
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(sorted(v % rank for v in values)) if rank else ()
+
+
+def along(
+    whole: Callable[[Call, int], Iterable[int]], *, linear: Linear | Callable[[Call], Linear] = (), name: str = ""
+) -> Rule:
+    """Ops that mix elements along some dims only, all operands and results having the same dims.
+    Those dims are whole, or, given a `name`, can be split because the op then expands."""
+
+    def rule(call: Call) -> OpRule:
+        rank = len(call.inputs[0].shape)
+        mixed = {d % rank for d in whole(call, rank)} if rank else set()
+        names = [(name or None) if i in mixed else _DIMS[i] for i in range(rank)]
+        return assemble(
+            call, [names[rank - len(m.shape) :] for m in call.inputs], [names if meta else () for meta in call.outputs],
+            linear=linear(call) if callable(linear) else linear, expands=(name,),
+        )  # fmt: skip
+
+    return rule
+
+
+def the_dim(call: Call, rank: int) -> tuple[int, ...]:
+    """The dim in the argument `dim`."""
+    return (call.argument("dim"),)
+
+
+def the_dims(call: Call, rank: int) -> tuple[int, ...]:
+    """The dims in the argument `dims`."""
+    return axes(call, "dims", rank)
+
+
+def last_two(call: Call, rank: int) -> tuple[int, ...]:
+    """Rows and columns."""
+    return (-2, -1)
+
+
+def padded(call: Call, rank: int) -> tuple[int, ...]:
+    """The dims that `constant_pad_nd` makes longer (or shorter)."""
+    pad = call.argument("pad")
+    return tuple(rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1])
+
+
+# Views of a part: offsets and lengths must be multiples of the factor's size.
+
+
+def window(start: int | None, end: int | None, size: int) -> tuple[int, int]:
+    """A slice's start and end within [0, size]."""
+    first, last, _ = slice(start, end).indices(size)
+    return first, max(first, last)
+
+
+def part(whole: str = "self", *, linear: Linear = FIRST, moves_nothing: bool = True) -> Rule:
+    """slice, slice_backward, slice_scatter: a window along `dim` of the whole, which is the operand
+    `self`, or, for the backward op, the result."""
+
+    def rule(call: Call) -> OpRule:
+        meta = call.inputs[0] if whole == "self" else call.outputs[0]
+        assert meta is not None
+        rank = len(meta.shape)
+        dim = call.argument("dim") % rank
+        names: list[str | None] = list(_DIMS[:rank])
+        size = meta.shape[dim]
+        start, end = window(call.argument("start"), call.argument("end"), size)
+        if call.argument("step") != 1:
+            names[dim] = None
+        sizes = {_DIMS[dim]: math.gcd(size, start, end)}
+        return assemble(
+            call, [names] * len(call.inputs), [names], linear=linear, sizes=sizes, moves_nothing=moves_nothing
+        )
+
+    return rule
+
+
+def pieces(sizes_of: Callable[[Call], Iterable[int]]) -> Rule:
+    """split: the pieces along `dim`."""
+
+    def rule(call: Call) -> OpRule:
+        (source,) = call.inputs
+        names = _DIMS[: len(source.shape)]
+        dim = call.argument("dim") % len(names)
+        sizes = {_DIMS[dim]: math.gcd(source.shape[dim], *sizes_of(call))}
+        return assemble(
+            call, [names], [names if m else () for m in call.outputs], linear=FIRST, sizes=sizes, moves_nothing=True
+        )
+
+    return rule
+
+
+def split_sizes(call: Call) -> tuple[int, ...]:
+    """Lengths of the pieces of split.Tensor (one of them; the last may be shorter) or split_with_sizes."""
+    value = call.argument("split_size" if has(call, "split_size") else "split_sizes")
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def joined(call: Call) -> OpRule:
+    """cat."""
+    rank = max(len(meta.shape) for meta in call.inputs)
+    dim = call.argument("dim") % rank
+    lengths = [meta.shape[dim] for meta in call.inputs if len(meta.shape) == rank]
+    names = _DIMS[:rank]
+    # a one-dimensional empty tensor may be joined to anything
+    inputs: list[Named] = [names if len(meta.shape) == rank else (None,) for meta in call.inputs]
+    return assemble(
+        call, inputs, [names], linear=(tuple(range(len(inputs))),), sizes={_DIMS[dim]: math.gcd(*lengths)}
+    )
+
+
+def stacked(call: Call) -> OpRule:
+    """stack: a new dim, whole."""
+    rank = len(call.inputs[0].shape)
+    dim = call.argument("dim") % (rank + 1)
+    names = _DIMS[:rank]
+    return assemble(
+        call, [names] * len(call.inputs), [(*names[:dim], None, *names[dim:])],
+        linear=(tuple(range(len(call.inputs))),),
+    )  # fmt: skip
+
+
+def taken(call: Call) -> OpRule:
+    """select, unbind: `dim` is whole and gone."""
+    names: list[str | None] = list(_DIMS[: len(call.inputs[0].shape)])
+    dim = call.argument("dim") % len(names)
+    rest = names[:dim] + names[dim + 1 :]
+    names[dim] = None
+    outputs = [rest if meta else () for meta in call.outputs]
+    return assemble(call, [names], outputs, linear=FIRST, moves_nothing=True)
+
+
+def put_back(call: Call) -> OpRule:
+    """select_backward: `dim` is whole and new."""
+    rank = len(call.argument("input_sizes"))
+    dim = call.argument("dim") % rank
+    names = _DIMS[: rank - 1]
+    return assemble(call, [names], [(*names[:dim], None, *names[dim:])], linear=FIRST)
+
+
+def select_scattered(call: Call) -> OpRule:
+    """select_scatter: `src` replaces one index of `dim`."""
+    names: list[str | None] = list(_DIMS[: len(call.inputs[0].shape)])
+    dim = call.argument("dim") % len(names)
+    names[dim] = None
+    return assemble(call, [names, names[:dim] + names[dim + 1 :]], [names], linear=BOTH)
+
+
+def expanded(call: Call) -> OpRule:
+    """expand: a dim of size 1 becomes any size, each rank making its part."""
+    assert call.outputs[0] is not None
+    names = _DIMS[: len(call.outputs[0].shape)]
+    source = names[len(names) - len(call.inputs[0].shape) :]
+    return assemble(call, [source], [names], linear=FIRST, moves_nothing=True)
+
+
+def repeated(call: Call) -> OpRule:
+    """repeat: index i of the result is index i mod size of the operand."""
+    assert call.outputs[0] is not None
+    names = _DIMS[: len(call.outputs[0].shape)]
+    source = names[len(names) - len(call.inputs[0].shape) :]
+    sizes = {name: size for name, size in zip(source, call.inputs[0].shape, strict=True) if size != 1}
+    return assemble(call, [source], [names], linear=FIRST, sizes=sizes)
+
+
+def permuted(call: Call) -> OpRule:
+    """permute."""
+    names = _DIMS[: len(call.inputs[0].shape)]
+    order = call.argument("dims")
+    return assemble(call, [names], [[names[d] for d in order]], linear=FIRST, moves_nothing=True)
+
+
+def new(call: Call) -> OpRule:
+    """new_zeros and the like: nothing of the operand is read."""
+    assert call.outputs[0] is not None
+    names = _DIMS[: len(call.outputs[0].shape)]
+    return assemble(call, [[None] * len(call.inputs[0].shape)], [names])
+
+
+# Indexing: what is indexed is whole, the index and all other dims can be split.
+
+
+def indexed(call: Call) -> OpRule | None:
+    """index with tensors of integers that stand side by side: x[:, i, j] has the dims of x left of
+    them, then the dims of the broadcast indices, then the dims of x right of them."""
+    places = _places(call)
+    if places is None or call.outputs[0] is None:
+        return None
+    source = _DIMS[: len(call.inputs[0].shape)]
+    index_rank = max(len(meta.shape) for meta in call.inputs[1:])
+    index = [f"i{k}" for k in range(index_rank)]
+    names = [None if d in places else name for d, name in enumerate(source)]
+    output = [*source[: places[0]], *index, *source[places[-1] + 1 :]]
+    inputs: list[Named] = [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])]
+    return assemble(call, inputs, [output], linear=FIRST)
+
+
+def index_put(call: Call) -> OpRule | None:
+    """index_put, whose values have the dims that index would give (some may be missing or 1)."""
+    places = _places(call)
+    if places is None:
+        return None
+    source = _DIMS[: len(call.inputs[0].shape)]
+    indices, values = call.inputs[1:-1], call.inputs[-1]
+    index_rank = max(len(meta.shape) for meta in indices)
+    names = [None if d in places else name for d, name in enumerate(source)]
+    value = [*source[: places[0]], *([None] * index_rank), *source[places[-1] + 1 :]]
+    inputs: list[Named] = [names, *([None] * len(m.shape) for m in indices), value[len(value) - len(values.shape) :]]
+    return assemble(call, inputs, [names], linear=((0, len(call.inputs) - 1),))
+
+
+def _places(call: Call) -> tuple[int, ...] | None:
+    """The dims that are indexed, or None if they do not stand side by side or a mask is among them."""
+    places = tuple(d for d, index in enumerate(call.argument("indices")) if index is not None)
+    masks = any(not meta.dtype.is_signed for meta in call.inputs[1 : 1 + len(places)])
+    if masks or not places or places[-1] - places[0] != len(places) - 1:
+        return None
+    return places
+
+
+def gathered(linear: Linear, *, index_splits: bool) -> Rule:
+    """gather, scatter: `dim` is whole in what is indexed. The other dims move together where they
+    have one size in all operands. Only gather can split the index along `dim`."""
+
+    def rule(call: Call) -> OpRule:
+        rank = len(call.inputs[0].shape)
+        if any(len(meta.shape) != rank for meta in call.inputs):
+            return assemble(call, [[None] * len(m.shape) for m in call.inputs], [[None] * rank])
+        dim = call.argument("dim") % rank if rank else 0
+        names = [None if i == dim else _DIMS[i] for i in range(rank)]
+        # sizes may differ from operand to operand; 1 does not mean broadcasting here
+        equal = [len({meta.shape[i] for meta in call.inputs}) == 1 for i in range(rank)]
+        names = [name if same else None for name, same in zip(names, equal, strict=True)]
+        index = [_DIMS[i] if i == dim and index_splits else names[i] for i in range(rank)]
+        inputs = [names, index, *([names] * (len(call.inputs) - 2))]
+        return assemble(call, inputs, [index if index_splits else names], linear=linear)
+
+    return rule
+
+
+def index_selected(call: Call) -> OpRule:
+    """index_select."""
+    names: list[str | None] = list(_DIMS[: len(call.inputs[0].shape)])
+    dim = call.argument("dim") % len(names)
+    output = [*names[:dim], "i", *names[dim + 1 :]]
+    names[dim] = None
+    return assemble(call, [names, ["i"] if call.inputs[1].shape else []], [output], linear=FIRST)
+
+
+# Norms, losses, attention, convolution.
+
+
+def normalized(linear: Linear = ()) -> Rule:
+    """layer_norm, rms_norm and their backward ops: the normalised dims are whole; statistics have
+    size 1 there; weights have only those dims, and their gradients are sums over the others."""
+
+    def rule(call: Call) -> OpRule:
+        rank = len(call.inputs[0].shape)
+        batch = rank - len(call.argument("normalized_shape"))
+        names: list[str | None] = [*_DIMS[:batch], *([None] * (rank - batch))]
+
+        def of(shape: tuple[int, ...]) -> Named:
+            return names if len(shape) == rank else [None] * len(shape)
+
+        return assemble(
+            call, [of(m.shape) for m in call.inputs], [of(m.shape) if m else () for m in call.outputs], linear=linear
+        )
+
+    return rule
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""The values of a loss's argument `reduction`."""
+
+
+def loss(call: Call) -> OpRule:
+    """mse_loss and the like: pointwise, then reduced. A mean over a shard expands."""
+    rank = max(len(meta.shape) for meta in call.inputs)
+    names = _DIMS[:rank]
+    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
+    reduction = call.argument("reduction")
+    return assemble(call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else ())
+
+
+def loss_backward(call: Call) -> OpRule:
+    """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
+    rank = max(len(meta.shape) for meta in call.inputs)
+    names = _DIMS[:rank]
+    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
+    expands = names if call.argument("reduction") == MEAN else ()
+    return assemble(call, inputs, [names], linear=FIRST, expands=expands)
+
+
+def nll(call: Call) -> OpRule:
+    """nll_loss: "n c *d, n *d, c!". The classes expand (each rank picks among its own), and so do the
+    tokens under a mean, whose count is of all ranks' tokens. Class weights keep the classes whole."""
+    scores = call.inputs[0].shape
+    names = _scores(call, len(scores))
+    tokens = [name for name in names if name not in ("c", None)]
+    reduction = call.argument("reduction")
+    inputs: list[Named] = [names, tokens, [None]]
+    total = {NONE: "", MEAN: "", SUM: "sum"}[reduction]
+    return assemble(
+        call, inputs[: len(call.inputs)], [tokens if reduction == NONE else (), ()],
+        expands=("c", *(tokens if reduction == MEAN else ())), contiguous=("c",),
+        reductions={"c": ("sum", ""), **{name: ("sum", total) for name in tokens}},
+    )  # fmt: skip
+
+
+def nll_backward(call: Call) -> OpRule:
+    """Backward of `nll`: the total weight comes in, so that only the classes expand."""
+    names = _scores(call, len(call.inputs[1].shape))
+    tokens = [name for name in names if name not in ("c", None)]
+    gradient = tokens if call.argument("reduction") == NONE else []
+    rest: list[Named] = [[None] * len(meta.shape) for meta in call.inputs[3:]]
+    return assemble(
+        call, [gradient, names, tokens, *rest], [names], linear=FIRST, expands=("c",), contiguous=("c",)
+    )  # fmt: skip
+
+
+def _scores(call: Call, rank: int) -> list[str | None]:
+    """Names of the dims of the scores: [c], [n, c] or [n, c, d...]."""
+    classes = "c" if call.argument("weight") is None else None
+    return [classes] if rank == 1 else ["n", classes, *_DIMS[: rank - 2]]
+
+
+def attention(text: str, *, products: int, linear: Linear = ()) -> Rule:
+    """Attention without dropout (which draws random numbers: no rule). Keys are whole, and under a
+    causal mask so are the queries, because a shard of queries would be masked as if it came first.
+    Grouped heads are whole: queries and keys would need different periods.
+
+    `products`: the matrix products of [queries, keys, width]; two forward, five backward.
+    """
+
+    def flops(call: Call) -> float:
+        metas = dict(zip(roles(call), call.inputs, strict=True))
+        return 2.0 * products * metas["query"].numel * metas["key"].shape[-2]
+
+    untouched = ("",) * len(text.split("->")[1].split(","))
+    reductions = {name: untouched for name in "bhq"} if products == 2 else None
+    free = from_template(text, linear=linear, flops=flops, reductions=reductions)
+    causal = from_template(text.replace(" q ", " q! "), linear=linear, flops=flops, reductions=reductions)
+
+    def rule(call: Call) -> OpRule | None:
+        if call.argument("dropout_p"):
+            return None
+        return causal(call) if call.argument("is_causal") else free(call)
+
+    return rule
+
+
+def convolution(plain: str, transposed: str, grouped: str, *, products: int) -> Rule:
+    """Convolutions: the template for one group, for one group transposed, and for several groups. A
+    split of the input channels adds up outputs, each with its share of the bias, if there is one."""
+
+    def flops(call: Call) -> float:
+        metas = dict(zip(roles(call), call.inputs, strict=True))
+        weight = metas["weight"]
+        scores = metas["input"] if call.argument("transposed") else metas.get("grad_output", call.outputs[0])
+        assert scores is not None
+        return 2.0 * products * scores.numel * weight.numel / weight.shape[0]
+
+    def built(text: str, expands: tuple[str, ...], linear: Linear) -> Rule:
+        return from_template(
+            text, linear=linear, expands=expands, flops=flops, contraction=True,
+            reductions={"c": ("sum", "", "")[: products + products // 2]},
+        )  # fmt: skip
+
+    texts = (plain, transposed, grouped)
+    forward = products == 1
+    free = [built(text, (), EACH if forward else FIRST) for text in texts]
+    biased = [built(text, ("c",), ((0, 2), (1, 2))) for text in texts]
+
+    def rule(call: Call) -> OpRule | None:
+        kind = 2 if call.argument("groups") != 1 else 1 if call.argument("transposed") else 0
+        return (biased if "bias" in roles(call) else free)[kind](call)
+
+    return rule

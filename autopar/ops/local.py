@@ -1,0 +1,111 @@
+"""Arguments for local shapes: sizes, offsets and counts that an op takes as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..layout import Shape
+from .families import split_sizes, window
+from .rule import Call, parameters
+
+Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""Like `Node.args` and `Node.kwargs`."""
+
+Local = Callable[[Call, tuple[Shape, ...], tuple[Shape | None, ...]], Arguments]
+
+
+def unchanged(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """Most ops take no sizes."""
+    return call.node.args, call.node.kwargs
+
+
+def replaced(call: Call, **values: Any) -> Arguments:
+    """The call's arguments with some replaced, by name."""
+    args, kwargs = list(call.node.args), dict(call.node.kwargs)
+    for position, parameter in enumerate(parameters(call.node.op)):
+        if parameter.name in values:
+            if position < len(args):
+                args[position] = values[parameter.name]
+            else:
+                kwargs[parameter.name] = values[parameter.name]
+    return tuple(args), tuple(kwargs.items())
+
+
+def shape_of_output(argument: str) -> Local:
+    """The argument is the shape of the result."""
+
+    def local(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+        return replaced(call, **{argument: local_outputs[0]})
+
+    return local
+
+
+def rows_of_output(argument: str) -> Local:
+    """The argument is the size of the first dim of the result."""
+
+    def local(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+        assert local_outputs[0] is not None
+        return replaced(call, **{argument: local_outputs[0][0]})
+
+    return local
+
+
+def rows_of_input(argument: str) -> Local:
+    """The argument is the size of the first dim of the first operand."""
+
+    def local(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+        return replaced(call, **{argument: local_inputs[0][0]})
+
+    return local
+
+
+def window_of_input(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """slice: offsets shrink as the operand does."""
+    return _window(call, call.inputs[0].shape, local_inputs[0])
+
+
+def window_of_output(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """slice_backward: offsets shrink as the result does, whose shape is an argument."""
+    assert call.outputs[0] is not None and local_outputs[0] is not None
+    return _window(call, call.outputs[0].shape, local_outputs[0], input_sizes=local_outputs[0])
+
+
+def _window(call: Call, whole: Shape, local: Shape, **sizes: Shape) -> Arguments:
+    dim = call.argument("dim") % len(whole)
+    if whole[dim] == local[dim]:
+        return replaced(call, **sizes)
+    start, end = window(call.argument("start"), call.argument("end"), whole[dim])
+    ranks = whole[dim] // local[dim]
+    return replaced(call, start=start // ranks, end=end // ranks, **sizes)
+
+
+def piece_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """split: lengths shrink as the operand does."""
+    dim = call.argument("dim") % len(local_inputs[0])
+    ranks = call.inputs[0].shape[dim] // local_inputs[0][dim]
+    if ranks == 1:
+        return unchanged(call, local_inputs, local_outputs)
+    sizes = tuple(size // ranks for size in split_sizes(call))
+    name = parameters(call.node.op)[1].name
+    return replaced(call, **{name: sizes if isinstance(call.argument(name), tuple) else sizes[0]})
+
+
+def repeats(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """repeat: how often the local operand fits into the local result."""
+    assert local_outputs[0] is not None
+    source = (1,) * (len(local_outputs[0]) - len(local_inputs[0])) + local_inputs[0]
+    return replaced(call, repeats=tuple(o // s for o, s in zip(local_outputs[0], source, strict=True)))
+
+
+def bias_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """convolution_backward: the bias has the channels of the output."""
+    sizes = call.argument("bias_sizes")
+    return replaced(call, bias_sizes=sizes and (local_inputs[0][1],))
+
+
+def query_length(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """Flash attention's backward is told the number of queries."""
+    return replaced(call, max_q=local_inputs[0][2]) if isinstance(call.argument("max_q"), int) else replaced(call)
+
+

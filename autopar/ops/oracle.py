@@ -1,0 +1,350 @@
+"""Proof of an op's rule by brute force: the op on shards, put together, is the op on the whole.
+
+`check_rule("aten.mm.default", a, b)` takes the rule for these arguments and tries every factor with
+every period that it allows, every set of operands that may be Partial together, pairs of these on
+two mesh axes and splits nested in each other, on 2, 3 and 4 shards where they divide. Every rank runs
+in this process, in lock step where an expansion holds collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..graph import Node, Ref, TensorMeta, map_references, overload
+from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, shard, unshard
+from ..program import Instruction, RankIndex
+from . import expand, localize, rule_of
+from .rule import Call, OpRule
+
+Coordinate = tuple[int, ...]
+
+
+class RuleError(ValueError):
+    """An op on shards is not the op on the whole, as its rule says it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was tried. `instances` counts the ways to split, `factors` names those that were split."""
+
+    op: str
+    instances: int
+    factors: tuple[str, ...]
+    linear: int
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.instances} instances, factors {', '.join(self.factors) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one mesh axis does: it splits a factor with a period, or shares out a linear set."""
+
+    factor: int | None = None
+    period: int = 0
+    linear: tuple[int, ...] = ()
+
+    def describe(self, rule: OpRule) -> str:
+        if self.factor is None:
+            return f"Partial operands {self.linear}"
+        return f"factor {rule.factors[self.factor].name} of size {rule.factors[self.factor].size} % {self.period}"
+
+
+def check_rule(op: str, *args: Any, compare_values: bool = True, **kwargs: Any) -> Report:
+    """Try everything that the op's rule allows for these arguments.
+
+    `op` is a qualified overload ("aten.mm.default"), the arguments are those of the op, with real
+    tensors. `compare_values=False` compares shapes only, for ops whose values mean nothing.
+
+    Raises `RuleError`, which names the op, the split and the largest error, if a split is wrong, and
+    `ValueError` if the op has no rule for these arguments.
+    """
+    call, tensors = make_call(op, args, kwargs)
+    rule = rule_of(call)
+    if rule is None:
+        raise ValueError(f"{op} has no rule for {', '.join(map(str, call.inputs))}: there is nothing to check")
+    wholes = _outputs(overload(op)(*args, **kwargs))
+    instances, tried, linear = 0, dict.fromkeys(range(len(rule.factors)), False), 0
+    for mesh, cuts in _cuts(rule):
+        if not all(is_legal(m.shape, _layout(rule, d, cuts), mesh) for d, m in _dims(rule, call)):
+            continue
+        _check(call, rule, tensors, wholes if compare_values else None, mesh, cuts)
+        instances += 1
+        for cut in cuts:
+            if cut.factor is None:
+                linear += 1
+            else:
+                tried[cut.factor] = True
+    names = tuple(rule.factors[f].name for f, done in tried.items() if done)
+    return Report(op=op, instances=instances, factors=names, linear=linear)
+
+
+def make_call(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, dict[str, torch.Tensor]]:
+    """A call of an op as a node of a graph, and its tensors by name. The same tensor given twice has
+    one name."""
+    names: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+
+    def freeze(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            name = names.setdefault(id(value), f"t{len(names)}")
+            tensors[name] = value
+            return Ref(name)
+        return tuple(map(freeze, value)) if isinstance(value, (tuple, list)) else value
+
+    outputs = _outputs(overload(op)(*args, **kwargs))
+    node = Node(
+        op=op,
+        args=freeze(tuple(args)),
+        kwargs=tuple((key, freeze(value)) for key, value in kwargs.items()),
+        outputs=tuple("" if value is None else f"y{i}" for i, value in enumerate(outputs)),
+    )
+    metas = tuple(None if value is None else _meta(value) for value in outputs)
+    return Call(node, tuple(_meta(tensors[name]) for name in node.inputs), metas), tensors
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+
+def _outputs(result: Any) -> tuple[torch.Tensor | None, ...]:
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(value if isinstance(value, torch.Tensor) else None for value in results)
+
+
+def _cuts(rule: OpRule) -> Iterator[tuple[Shape, tuple[Cut, ...]]]:
+    """Meshes, and what each of their axes does."""
+    single: list[Cut] = []
+    for i, factor in enumerate(rule.factors):
+        periods = [p for p in range(2, factor.size + 1) if factor.size % p == 0]
+        single += [Cut(i, p) for p in (periods[-1:] if factor.contiguous else periods)]
+    shared = [Cut(linear=operands) for operands in rule.linear]
+    for cut in single + shared:
+        for ranks in (2, 3, 4):
+            if cut.factor is None or cut.period % ranks == 0:
+                yield (ranks,), (cut,)
+    whole = [Cut(i, factor.size) for i, factor in enumerate(rule.factors)]
+    for pair in itertools.permutations(whole + shared, 2):
+        yield (2, 2), pair
+    for i, factor in enumerate(rule.factors):
+        for outer, inner in ((2, 2), (2, 3), (3, 2)):
+            if factor.size % (outer * inner) == 0:
+                nested = Cut(i, factor.size), Cut(i, factor.size // outer)
+                yield (outer, inner), nested
+                yield (inner, outer), nested[::-1]
+
+
+def _layout(rule: OpRule, dims: tuple[int | None, ...], cuts: tuple[Cut, ...], operand: int = -1) -> Layout:
+    """The layout of a tensor with these factors on its dims; `operand` tells linear sets."""
+    placements: list[Placement] = []
+    for cut in cuts:
+        if cut.factor is None:
+            placements.append(PARTIAL if operand in cut.linear else REPLICATE)
+        else:
+            placements.append(Split(dims.index(cut.factor), cut.period) if cut.factor in dims else REPLICATE)
+    return tuple(placements)
+
+
+def _output_layout(rule: OpRule, output: int, cuts: tuple[Cut, ...]) -> Layout:
+    placements: list[Placement] = []
+    for cut, placement in zip(cuts, _layout(rule, rule.outputs[output], cuts), strict=True):
+        reduction = "sum" if cut.factor is None else rule.factors[cut.factor].reductions[output]
+        placements.append(Partial(reduction) if reduction else placement)
+    return tuple(placements)
+
+
+def _dims(rule: OpRule, call: Call) -> Iterator[tuple[tuple[int | None, ...], TensorMeta]]:
+    yield from zip(rule.inputs, call.inputs, strict=True)
+    for dims, meta in zip(rule.outputs, call.outputs, strict=True):
+        if meta is not None:
+            yield dims, meta
+
+
+def _check(
+    call: Call,
+    rule: OpRule,
+    tensors: dict[str, torch.Tensor],
+    wholes: tuple[torch.Tensor | None, ...] | None,
+    mesh: Shape,
+    cuts: tuple[Cut, ...],
+) -> None:
+    coordinates = list(itertools.product(*map(range, mesh)))
+    layouts = [_layout(rule, dims, cuts, i) for i, dims in enumerate(rule.inputs)]
+    results = [_output_layout(rule, i, cuts) if m else () for i, m in enumerate(call.outputs)]
+
+    def complain(what: str) -> RuleError:
+        done = " and ".join(f"{cut.describe(rule)} on {n} ranks" for cut, n in zip(cuts, mesh, strict=True))
+        return RuleError(f"{call.node} with rule {rule}: {done}: {what}")
+
+    # the arguments refer to operands, one name for each use, so that each use has its own layout
+    uses = iter(range(len(call.inputs)))
+    local_shapes = tuple(local_shape(m.shape, lay, mesh) for m, lay in zip(call.inputs, layouts, strict=True))
+    local_outputs = tuple(local_shape(m.shape, lay, mesh) if m else None for m, lay in zip(call.outputs, results, strict=True))
+    args, kwargs = localize(call, local_shapes, local_outputs)
+    args, kwargs = map_references((args, kwargs), lambda _: Ref(f"x{next(uses)}"))
+    shards = [_shards(tensors[name], lay, mesh) for name, lay in zip(call.node.inputs, layouts, strict=True)]
+    values = {c: {f"x{i}": s[c] for i, s in enumerate(shards)} for c in coordinates}
+
+    splits = _splits(rule, cuts)
+    try:
+        if any(rule.factors[cut.factor].expands for cut in cuts if cut.factor is not None):
+            metas = {f"x{i}": TensorMeta(s, m.dtype) for i, (s, m) in enumerate(zip(local_shapes, call.inputs, strict=True))}
+            recorder = Recorder(mesh, metas)
+            refs = expand(recorder, call, args, kwargs, splits, local_outputs)
+            run_in_lock_step(recorder.instructions, mesh, values)
+            locals_ = {c: tuple(values[c][r.name] if r else None for r in refs) for c in coordinates}
+        else:
+            function = overload(call.node.op)
+            locals_ = {c: _outputs(_run(function, args, kwargs, values[c], c)) for c in coordinates}
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise complain(f"does not run on shards: {error}") from error
+
+    for i, (meta, layout) in enumerate(zip(call.outputs, results, strict=True)):
+        if meta is None:
+            continue
+        parts = {}
+        for c in coordinates:
+            part = locals_[c][i]
+            if part is None or tuple(part.shape) != local_outputs[i] or part.dtype != meta.dtype:
+                raise complain(f"output {i} on rank {c} is {part if part is None else _meta(part)}, not {local_outputs[i]} {meta.dtype}")
+            parts[c] = part
+        if wholes is not None:
+            error = _error(wholes[i], parts, layout, mesh)
+            if error:
+                raise complain(f"output {i}, {error}")
+
+
+def _splits(rule: OpRule, cuts: tuple[Cut, ...]) -> dict[str, tuple[int, ...]]:
+    """Factor name -> mesh axes that split it, outermost (of the largest period) first."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for axis, cut in enumerate(cuts):
+        if cut.factor is not None:
+            found.setdefault(rule.factors[cut.factor].name, []).append((-cut.period, axis))
+    return {name: tuple(axis for _, axis in sorted(axes)) for name, axes in found.items()}
+
+
+def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape) -> dict[Coordinate, torch.Tensor]:
+    """What every rank holds. The parts of a Partial are random numbers that add up to the tensor."""
+    terms: dict[Coordinate, torch.Tensor] = {(): tensor}
+    for axis, (placement, ranks) in enumerate(zip(layout, mesh, strict=True)):
+        grown: dict[Coordinate, torch.Tensor] = {}
+        for prefix, value in terms.items():
+            generator = torch.Generator().manual_seed(axis)  # replicas are equal
+            parts = [value] * ranks
+            if isinstance(placement, Partial):
+                rest = [torch.randint(-2, 3, value.shape, generator=generator).to(value) for _ in range(ranks - 1)]
+                parts = [value - sum(rest, torch.zeros_like(value)), *rest]
+            grown |= {(*prefix, i): part for i, part in enumerate(parts)}
+        terms = grown
+    splits = tuple(REPLICATE if isinstance(p, Partial) else p for p in layout)
+    return {c: shard(value, splits, mesh, c) for c, value in terms.items()}
+
+
+def _error(whole: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor], layout: Layout, mesh: Shape) -> str:
+    """What is wrong with the parts of a result, "" if nothing is."""
+    assert whole is not None
+    if any(isinstance(p, Partial) for p in layout):
+        for c, part in parts.items():
+            first = tuple(0 if p == REPLICATE else i for p, i in zip(layout, c, strict=True))
+            if worst := _difference(parts[first], part):
+                return f"replicas {first} and {c} differ by {worst}"
+        worst = _difference(whole, unshard(parts, tuple(whole.shape), layout, mesh))
+        return f"the largest error is {worst}" if worst else ""
+    for c, part in parts.items():
+        if worst := _difference(shard(whole, layout, mesh, c), part):
+            return f"the largest error is {worst} on rank {c}"
+    return ""
+
+
+def _difference(expected: torch.Tensor, given: torch.Tensor) -> float:
+    """The largest difference if it is more than rounding, else 0."""
+    if not expected.dtype.is_floating_point:
+        return float((expected != given).any())
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(expected.dtype, 4e-2)
+    if torch.equal(expected, given) or not expected.numel():
+        return 0.0
+    finite = expected[torch.isfinite(expected)]
+    scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+    if torch.allclose(expected, given, rtol=0.0, atol=tolerance * scale, equal_nan=True):
+        return 0.0
+    worst = float((expected - given).abs().max())
+    return worst if worst else float("nan")
+
+
+class Recorder:
+    """An `Emitter` that keeps what is emitted: one local program for all ranks."""
+
+    def __init__(self, mesh: Shape, metas: Mapping[str, TensorMeta]) -> None:
+        self.mesh = mesh
+        self.metas = dict(metas)
+        self.instructions: list[Instruction] = []
+
+    def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
+        (result,) = self.ops(op, *args, **kwargs)
+        return result
+
+    def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
+        empty = {name: torch.empty(m.shape, dtype=m.dtype, device="meta") for name, m in self.metas.items()}
+        results = _outputs(_run(overload(op), args, tuple(kwargs.items()), empty, (0,) * len(self.mesh)))
+        return self._append(op, args, tuple(kwargs.items()), [_meta(r) for r in results if r is not None])
+
+    def meta(self, value: Ref) -> TensorMeta:
+        return self.metas[value.name]
+
+    def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
+        (result,) = self._append("collective.all_reduce", (value, reduction, axis), (), [self.metas[value.name]])
+        return result
+
+    def ranks(self, axis: int) -> int:
+        return self.mesh[axis]
+
+    def offset(self, axes: tuple[int, ...], local_size: int) -> RankIndex:
+        terms, stride = [], local_size
+        for axis in reversed(axes):
+            terms.append((axis, stride))
+            stride *= self.mesh[axis]
+        return RankIndex(tuple(terms))
+
+    def _append(
+        self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: list[TensorMeta]
+    ) -> tuple[Ref, ...]:
+        names = tuple(f"v{len(self.metas) + i}" for i in range(len(metas)))
+        self.metas |= dict(zip(names, metas, strict=True))
+        self.instructions.append(Instruction(op=op, args=args, kwargs=kwargs, outputs=names))
+        return tuple(map(Ref, names))
+
+
+def run_in_lock_step(
+    instructions: list[Instruction], mesh: Shape, values: dict[Coordinate, dict[str, torch.Tensor]]
+) -> None:
+    """Run a local program on all ranks, one instruction at a time; `values` receives the results."""
+    for instruction in instructions:
+        if instruction.op == "collective.all_reduce":
+            value, reduction, axis = instruction.args
+            reduce = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[reduction]
+            for c in values:
+                group = [values[(*c[:axis], i, *c[axis + 1 :])][value.name] for i in range(mesh[axis])]
+                values[c][instruction.outputs[0]] = reduce(torch.stack(group), 0)
+        else:
+            function = overload(instruction.op)
+            for c, known in values.items():
+                results = _outputs(_run(function, instruction.args, instruction.kwargs, known, c))
+                known |= {n: r for n, r in zip(instruction.outputs, results, strict=True) if r is not None}
+
+
+def _run(
+    function: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], known: Mapping[str, Any], rank: Coordinate
+) -> Any:
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return known[argument.name]
+        if isinstance(argument, RankIndex):
+            return argument.at(rank)
+        return [value(item) for item in argument] if isinstance(argument, tuple) else argument
+
+    return function(*map(value, args), **{key: value(v) for key, v in kwargs})
