@@ -72,8 +72,8 @@ def network(problem: Problem, borders: Iterable[int]) -> Network:
 
     A tensor's cost depends on (produced layout, union of wanted sets) only. Options of a variable that
     are the same for a tensor form one class, with a node of its own where that is worth it. A tensor
-    with few readers is one table over classes; one with many is a chain of accumulator nodes, whose
-    states are (produced, wanted so far), so that tables stay small.
+    with few readers is one table over classes; one with many is a tree of accumulator nodes, whose
+    states are the sets wanted so far, so that tables stay small.
     """
     rows = tensor_rows(problem)
     border_set = set(borders)
@@ -140,63 +140,63 @@ def _add_tensor(
     tables: list[Table],
     classes: dict[tuple[int, ...], int],
 ) -> None:
-    """Append the nodes and tables of one tensor to `sizes`, `tables` and `classes`."""
+    """Append the nodes and tables of one tensor to `sizes`, `tables` and `classes`.
+
+    Readers are united two by two, in their order, by accumulator nodes whose states are the sets that
+    they want together: a balanced tree, so that a branch of the graph that ends in two neighbours
+    shows the rest of it only the little set that it wants.
+    """
     distinct = {v: list(dict.fromkeys(row[option] for option in options[v])) for v, row in rows.items()}
-    produced: int | None = None
-    wanted = 0
-    for only in (row[0] for row in distinct.values() if len(row) == 1):
-        produced = only[0] if only[0] is not None else produced
-        wanted |= only[1]
-    states: list[Row] = [(produced, wanted)]
-    axes: list[tuple[int, Ints]] = []
-    steps: list[Ints] = []
-    """steps[i][s, c]: the state after the i-th variable, in its c-th class, from state s"""
+    base: Row = (None, 0)
+    for only in (kinds[0] for kinds in distinct.values() if len(kinds) == 1):
+        base = _united(base, only)
+    parts: list[tuple[int, list[Row]]] = []
+    """node, and the row of each of its states"""
     for variable, row in rows.items():
-        if len(distinct[variable]) == 1:
+        kinds = distinct[variable]
+        if len(kinds) == 1:
             continue
-        following: dict[Row, int] = {}
-        step = np.empty((len(states), len(distinct[variable])), dtype=np.int64)
-        for s, (produced, wanted) in enumerate(states):
-            for c, (layout, mask) in enumerate(distinct[variable]):
-                after = (produced if layout is None else layout, wanted | mask)
-                step[s, c] = following.setdefault(after, len(following))
-        states = list(following)
-        node = variable
-        partition = np.array([distinct[variable].index(row[option]) for option in options[variable]], dtype=np.int64)
-        if 2 * len(distinct[variable]) <= len(partition):
-            node = _class_node(variable, partition, len(distinct[variable]), sizes, tables, classes)
-            partition = np.arange(len(distinct[variable]))
-        axes.append((node, partition))
-        steps.append(step[:, partition])
-    final = [tensor.costs.get((layout, mask)) for layout, mask in states if layout is not None]
+        partition = np.array([kinds.index(row[option]) for option in options[variable]], dtype=np.int64)
+        if 2 * len(kinds) <= len(partition):
+            parts.append((_class_node(variable, partition, len(kinds), sizes, tables, classes), kinds))
+        else:
+            parts.append((variable, [row[option] for option in options[variable]]))
+    producer = 1 if tensor.producer in distinct and len(distinct[tensor.producer]) > 1 else 0
+    head, readers = parts[:producer], parts[producer:]
+    while len(head) + len(readers) > 3:
+        pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
+        readers = [_union(pair[0], pair[1], sizes, tables) if len(pair) == 2 else pair[0] for pair in pairs]
+    axes = head + readers
+    states: dict[Row, int] = {}
+    index = np.empty([len(rows_) for _, rows_ in axes], dtype=np.int64)
+    for at in np.ndindex(*index.shape):
+        row_ = base
+        for position, (_, rows_) in zip(at, axes, strict=True):
+            row_ = _united(row_, rows_[position])
+        index[at] = states.setdefault(row_, len(states))
+    final = [None if layout is None else tensor.costs.get((layout, mask)) for layout, mask in states]
     seconds = np.array([0.0 if cost is None else cost[0] for cost in final])
     size = np.array([0.0 if cost is None else cost[1] for cost in final])
     blocked = np.array([cost is None for cost in final])
-    if not axes:
-        _add_table(tables, (), np.zeros((), dtype=np.int64), seconds, size, blocked)
-        return
-    lengths = [len(partition) for _, partition in axes]
-    dense = math.prod(lengths)
-    chained = sum(step.size * (int(step.max()) + 1) for step in steps[1:-1]) + steps[-1].size
-    if len(axes) <= 3 or dense <= chained:
-        index = steps[0][0]
-        for step in steps[1:]:
-            index = step[index]
-        _add_table(tables, tuple(node for node, _ in axes), index, seconds, size, blocked)
-        return
-    accumulator = axes[0][0]
-    first = steps[0][0]
-    for position in range(1, len(axes) - 1):
-        step = steps[position] if position > 1 else steps[1][first]
-        accumulated = int(steps[position].max()) + 1
-        sizes.append(accumulated)
-        after_node = len(sizes) - 1
-        blocked_step = step[:, :, None] != np.arange(accumulated)
-        zero = np.zeros(blocked_step.shape)
-        nodes = (accumulator, axes[position][0], after_node)
-        tables.append(Table(nodes=nodes, seconds=zero, bytes=zero, blocked=blocked_step))
-        accumulator = after_node
-    _add_table(tables, (accumulator, axes[-1][0]), steps[-1], seconds, size, blocked)
+    _add_table(tables, tuple(node for node, _ in axes), index, seconds, size, blocked)
+
+
+def _united(a: Row, b: Row) -> Row:
+    return a[0] if a[0] is not None else b[0], a[1] | b[1]
+
+
+def _union(
+    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[Table]
+) -> tuple[int, list[Row]]:
+    """A new node for what two nodes want together."""
+    states: dict[Row, int] = {}
+    step = np.array([[states.setdefault(_united(x, y), len(states)) for y in b[1]] for x in a[1]], dtype=np.int64)
+    sizes.append(len(states))
+    node = len(sizes) - 1
+    blocked = step[:, :, None] != np.arange(len(states))
+    zero = np.zeros(blocked.shape)
+    tables.append(Table(nodes=(a[0], b[0], node), seconds=zero, bytes=zero, blocked=blocked))
+    return node, list(states)
 
 
 def _class_node(
@@ -304,7 +304,21 @@ def _aligned(
     return permutation, (-1, *(sizes[axis] if axis in scope else 1 for axis in axes))
 
 
+FILL_WEIGHTS = (0.0, 0.5)
+"""How much a table's own size counts beside the fill that it makes, in the orders that are tried."""
+
+
 def _order(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int]) -> list[int]:
+    """The better of a few greedy min-fill orders, by the total size of their tables."""
+    tried = [_greedy(sizes, scopes, keep, share) for share in FILL_WEIGHTS]
+    return min(tried, key=lambda found: found[0])[1]
+
+
+def _greedy(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int], share: float
+) -> tuple[float, list[int]]:
+    """Total entries of all tables, and the order: the node first whose elimination joins the least
+    that was not joined before (weighted by sizes)."""
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for node in scope:
@@ -314,30 +328,39 @@ def _order(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[in
     logs = [math.log2(size) for size in sizes]
 
     def weight(node: int) -> float:
-        return round(logs[node] + sum(logs[other] for other in near[node]), 6)
+        return logs[node] + sum(logs[other] for other in near[node])
 
-    weights = [weight(node) for node in range(len(sizes))]
-    heap = [(weights[node], node) for node in range(len(sizes)) if node not in keep]
+    def key(node: int) -> float:
+        fill = 0.0
+        for a in near[node]:
+            missing = near[node] - near[a]
+            fill += logs[a] * (sum(logs[b] for b in missing) - logs[a])
+        return round(fill / 2 + share * weight(node), 6)
+
+    keys = {node: key(node) for node in range(len(sizes)) if node not in keep}
+    heap = [(value, node) for node, value in keys.items()]
     heapq.heapify(heap)
-    done: set[int] = set()
-    order: list[int] = []
+    total, order = 0.0, []
     while heap:
         value, node = heapq.heappop(heap)
-        if node in done or value != weights[node]:
+        if keys.get(node) != value:
             continue
-        done.add(node)
+        del keys[node]
         order.append(node)
+        total += 2 ** weight(node)
         neighbours = near[node]
+        touched = set(neighbours)
         for other in neighbours:
             near[other] |= neighbours
             near[other] -= {node, other}
-        for other in sorted(neighbours):
-            changed = weight(other)
-            if changed != weights[other]:
-                weights[other] = changed
-                if other not in keep:
-                    heapq.heappush(heap, (changed, other))
-    return order
+        for other in neighbours:
+            touched |= near[other]
+        for other in sorted(touched & keys.keys()):
+            changed = key(other)
+            if changed != keys[other]:
+                keys[other] = changed
+                heapq.heappush(heap, (changed, other))
+    return total, order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
