@@ -1,0 +1,185 @@
+"""From one layout to another: the cheapest sequence of steps, and what it costs.
+
+The solver prices with these functions and codegen emits from them, so that the objective is about
+the program that runs.
+
+A step changes the placement on one mesh axis. Because axes own disjoint digits (see `layout`), a step
+on one axis does not care about the others except for the bytes that they leave. Between two layouts
+each axis passes through {source, whole, target}; the cheapest order is found by Dijkstra over those
+few states.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from .cluster import Device, Link
+from .layout import REPLICATE, Layout, Partial, Replicate, Shape, Split, is_legal, local_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`kind` is all_reduce, all_gather, reduce_scatter, all_to_all, or slice (local) on `axis`,
+    between two layouts that differ on that axis alone. `bytes` is the larger of what a rank puts in
+    and gets out."""
+
+    kind: str
+    axis: int
+    before: Layout
+    after: Layout
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Steps from one layout to another, and their seconds."""
+
+    steps: tuple[Step, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """A wanted layout, what it is made from (the produced layout or one acquired before), and how."""
+
+    layout: Layout
+    source: Layout
+    route: Route
+
+
+def collective_seconds(kind: str, size: float, link: Link) -> float:
+    """Ring alpha-beta time of one collective over `link.ranks` ranks.
+
+    `size` is the larger of a rank's input and output in bytes: the whole tensor for all_reduce, the
+    gathered one for all_gather, the one to be scattered for reduce_scatter, the local one for
+    all_to_all.
+    """
+    n = link.ranks
+    if n == 1:
+        return 0.0
+    rounds = 2 * (n - 1) if kind == "all_reduce" else n - 1
+    return rounds * (size / n / link.bytes_per_second + link.latency_seconds)
+
+
+class Redistributor:
+    """Prices and plans redistributions on one mesh of one cluster. Its answers depend only on its
+    arguments; they are remembered for the life of the object."""
+
+    def __init__(self, mesh: Shape, links: tuple[Link, ...], device: Device) -> None:
+        self.mesh, self.links, self.device = mesh, links, device
+        self._routes: dict[tuple[Shape, int, Layout, Layout, float], Route | None] = {}
+        self._acquired: dict[
+            tuple[Shape, int, Layout, frozenset[Layout], float], tuple[Acquired, ...] | None
+        ] = {}
+
+    def route(
+        self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucket_share: float = 1.0
+    ) -> Route | None:
+        """The cheapest steps from `source` to `target`, or None if there are none (nothing becomes
+        Partial but what was made so). `bucket_share` scales latency: a parameter's gather and a
+        gradient's reduction travel in buckets with others and pay only their part of it."""
+        key = (shape, dtype.itemsize, source, target, bucket_share)
+        if key not in self._routes:
+            self._routes[key] = self._search(shape, dtype.itemsize, source, target, bucket_share)
+        return self._routes[key]
+
+    def acquire(
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        produced: Layout,
+        wanted: frozenset[Layout],
+        bucket_share: float = 1.0,
+    ) -> tuple[Acquired, ...] | None:
+        """How all wanted layouts are had from the produced one: each, the largest first, from the
+        cheapest of what is there by then. A shard of a replica is thus a local slice, and nothing
+        goes in circles. None if one of them cannot be had."""
+        key = (shape, dtype.itemsize, produced, wanted, bucket_share)
+        if key not in self._acquired:
+            self._acquired[key] = self._acquire(shape, dtype, produced, wanted, bucket_share)
+        return self._acquired[key]
+
+    def _acquire(
+        self, shape: Shape, dtype: torch.dtype, produced: Layout, wanted: frozenset[Layout], bucket_share: float
+    ) -> tuple[Acquired, ...] | None:
+        there = [produced]
+        found: list[Acquired] = []
+        rest = [layout for layout in wanted if layout != produced]
+        rest.sort(key=lambda layout: (-math.prod(local_shape(shape, layout, self.mesh)), str(layout)))
+        for layout in rest:
+            best: Acquired | None = None
+            for source in there:
+                route = self.route(shape, dtype, source, layout, bucket_share)
+                if route is not None and (best is None or route.seconds < best.route.seconds):
+                    best = Acquired(layout, source, route)
+            if best is None:
+                return None
+            found.append(best)
+            there.append(layout)
+        return tuple(found)
+
+    def _search(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucket_share: float) -> Route | None:
+        for before, after in zip(source, target, strict=True):
+            if isinstance(after, Partial) and before != after:
+                return None
+        ticket = count()
+        queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), source, ())]
+        done: set[Layout] = set()
+        while queue:
+            seconds, _, layout, steps = heapq.heappop(queue)
+            if layout == target:
+                return Route(steps, seconds)
+            if layout in done:
+                continue
+            done.add(layout)
+            for axis, (here, there) in enumerate(zip(layout, target, strict=True)):
+                if here == there:
+                    continue
+                for placement in {there, REPLICATE} - {here}:
+                    after = (*layout[:axis], placement, *layout[axis + 1 :])
+                    if after in done or not is_legal(shape, after, self.mesh):
+                        continue
+                    step = self._step(shape, itemsize, axis, layout, after)
+                    if step is None:
+                        continue
+                    cost = seconds + self.step_seconds(step, bucket_share)
+                    heapq.heappush(queue, (cost, next(ticket), after, (*steps, step)))
+        return None
+
+    def _step(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> Step | None:
+        here, there = before[axis], after[axis]
+        put = math.prod(local_shape(shape, before, self.mesh)) * itemsize
+        got = math.prod(local_shape(shape, after, self.mesh)) * itemsize
+        if isinstance(here, Partial):
+            kind = "all_reduce" if isinstance(there, Replicate) else "reduce_scatter"
+            if kind == "reduce_scatter" and here.reduction != "sum":
+                return None  # by way of the whole: only sums are scattered
+        elif isinstance(here, Replicate):
+            kind = "slice"
+        elif isinstance(there, Replicate):
+            kind = "all_gather"
+        else:
+            assert isinstance(here, Split) and isinstance(there, Split)
+            n = self.mesh[axis]
+            if here.dim == there.dim and not (there.period <= here.period // n or here.period <= there.period // n):
+                return None  # the two digits overlap: not an exchange of equal parts
+            kind = "all_to_all"
+        return Step(kind, axis, before, after, max(put, got))
+
+    def step_seconds(self, step: Step, bucket_share: float = 1.0) -> float:
+        """Seconds of one step: the collective, and the local copies that put chunks in order."""
+        put, got = step.bytes, step.bytes
+        if step.kind == "slice":
+            # reading and writing the part that is kept
+            return 2 * step.bytes / self.mesh[step.axis] / self.device.memory_bytes_per_second
+        link = self.links[step.axis]
+        seconds = collective_seconds(
+            step.kind, step.bytes, Link(link.ranks, link.bytes_per_second, link.latency_seconds * bucket_share)
+        )
+        copies = 0 if step.kind == "all_reduce" else put + got
+        return seconds + copies / self.device.memory_bytes_per_second

@@ -1,0 +1,679 @@
+"""Strategies: what may be decided, and what each decision reads, makes and costs.
+
+The space consists of *sites*: every operator that is not a view, every parameter, input and output,
+and every border between repeated layers. On each mesh axis a site makes one choice:
+
+- ("R",): work on whole values;
+- ("S", factor, period): split one factor of the operator (or one dim of a stored value);
+- ("P", k): take the operands of the rule's k-th linear set as partial sums and make a partial sum;
+- for a border, ("P",): pass a partial sum on.
+
+A choice for every axis is an *option*: it fixes the layout in which each operand is read, the layout
+of each result, and the seconds of the local work. A parameter's option ends with "keep" or
+"regather": whether what was gathered for forward is kept for backward or gathered again. Data
+parallel, FSDP, tensor, sequence and vocabulary parallel plans and their combinations are points of
+this space; nothing in it is special to them.
+
+The splits worth considering are found by a fixpoint: every factor of every contraction, every dim of
+parameters and inputs seeds a digit, and digits travel along the operators and views that preserve
+them (CFP Eq. 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cluster import Cluster
+from ..graph import JointGraph, Node, TensorMeta
+from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, nest
+from ..ops import localize, rule_of
+from ..ops.rule import Call, OpRule
+from ..redistribute import Redistributor
+from .collapse import Alias, Roots, from_root, is_view, to_root
+from .emit import Emission, expansion
+from .segments import Repeated, Segments
+
+AxisChoice = tuple[Any, ...]
+SiteChoice = tuple[Any, ...]
+"""One `AxisChoice` per mesh axis; for a parameter followed by "keep" or "regather"."""
+
+WHOLE: AxisChoice = ("R",)
+KEEP, REGATHER = "keep", "regather"
+
+OPTIMIZER_STATES = 2
+"""AdamW keeps two moments of the parameter's dtype."""
+
+OPTIMIZER_PASSES = 7
+"""Reads and writes of an AdamW step, in parameters: p, g, m, v in, p, m, v out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a choice means. `reads[i]` is the layout of the *root* of operand i; `makes[j]` of result j."""
+
+    choice: SiteChoice
+    reads: tuple[Layout, ...]
+    makes: tuple[Layout, ...]
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    alias: Alias
+    backward: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class Site:
+    """One place of decision. `choices` are the choices on one axis (what is legal depends on the
+    axis size and on the other axes). `kind`: op, parameter, buffer, input, tangent, output, border,
+    shared. `node` is the graph's node of an op."""
+
+    name: str
+    kind: str
+    reads: tuple[Read, ...] = ()
+    makes: tuple[str, ...] = ()
+    backward: bool = False
+    module: str = ""
+    node: Node | None = None
+    call: Call | None = None
+    rule: OpRule | None = None
+    meta: TensorMeta | None = None
+    fixed: bool = False
+    """Made whole because every copy of a repeat reads it."""
+    choices: dict[int, tuple[AxisChoice, ...]] = field(default_factory=dict)
+    """Axis size -> choices on an axis of that size."""
+    options: dict[SiteChoice, Option | None] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False)
+class Region:
+    """Sites that are solved together: the rest of the graph, or one copy of a repeated segment.
+
+    `left` and `right` are names of border sites (for a body), in the order of the segment's borders.
+    """
+
+    name: str
+    sites: dict[str, Site]
+    left: tuple[str, ...] = ()
+    right: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False)
+class Space:
+    """All sites of a graph on a mesh: the rest, and for each repeated segment one body.
+
+    In the rest, each repeat appears as its border sites only: `rest_borders[r]` names (left, right).
+    """
+
+    graph: JointGraph
+    mesh: Shape
+    axes: tuple[str, ...]
+    cluster: Cluster
+    redistributor: Redistributor
+    roots: Roots
+    metas: Mapping[str, TensorMeta]
+    rest: Region
+    bodies: tuple[Region, ...]
+    repeats: tuple[Repeated, ...]
+    rest_borders: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    without_rule: Mapping[str, int]
+    """Op -> how many nodes have no rule and are replicated."""
+
+    def regions(self) -> Iterator[Region]:
+        yield self.rest
+        yield from self.bodies
+
+    def option(self, site: Site, choice: SiteChoice) -> Option | None:
+        """What a choice means, or None if it is not legal."""
+        if choice not in site.options:
+            site.options[choice] = _OPTION[site.kind](self, site, choice)
+        return site.options[choice]
+
+    def whole(self, site: Site) -> SiteChoice:
+        """The choice that is always legal: everything replicated."""
+        return (WHOLE,) * len(self.mesh) + ((KEEP,) if site.kind == "parameter" else ())
+
+
+def border_name(value: str) -> str:
+    return f"{value}|border"
+
+
+def strategies(graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster, segments: Segments) -> Space:
+    """The search space of a graph on a mesh (axis name -> size)."""
+    sizes, axes = tuple(mesh.values()), tuple(mesh)
+    home: dict[int, int] = {}
+    crossing: dict[str, str] = {}
+    for number, repeat in enumerate(segments.repeats):
+        for k, copy in enumerate(repeat.copies):
+            for index in copy:
+                home[index] = (number + 1) * 1_000_000 + k
+        for border in repeat.borders:
+            crossing.update({value: border_name(value) for value in border.values})
+    roots = Roots(graph, crossing, home)
+    metas = dict(graph.metas)
+    metas.update({name: graph.metas[value] for value, name in crossing.items()})
+    space = Space(
+        graph=graph,
+        mesh=sizes,
+        axes=axes,
+        cluster=cluster,
+        redistributor=Redistributor(sizes, cluster.links(sizes), cluster.device),
+        roots=roots,
+        metas=metas,
+        rest=Region(name="rest", sites={}),
+        bodies=(),
+        repeats=segments.repeats,
+        rest_borders=(),
+        without_rule={},
+    )
+    builder = _Builder(space)
+    space.rest = builder.rest(segments)
+    space.bodies = tuple(builder.body(repeat) for repeat in segments.repeats)
+    space.rest_borders = tuple(
+        (
+            tuple(f"{border_name(border.values[0])}" for border in repeat.borders),
+            tuple(f"{border_name(border.values[-1])}" for border in repeat.borders),
+        )
+        for repeat in segments.repeats
+    )
+    space.without_rule = dict(sorted(builder.without_rule.items()))
+    for ranks in sorted(set(sizes)):
+        _Fixpoint(space, ranks).run()
+    return space
+
+
+class _Builder:
+    """Makes the sites, without their choices."""
+
+    def __init__(self, space: Space) -> None:
+        self.space, self.graph = space, space.graph
+        self.without_rule: dict[str, int] = {}
+        self.rules: dict[Any, OpRule | None] = {}
+        self.gradients = {
+            o.target: o.name for o in self.graph.outputs if o.role == "gradient" and o.name is not None
+        }
+        self.input_roles = {i.name: i for i in self.graph.inputs}
+        self.constant = self._constants()
+
+    def _constants(self) -> frozenset[str]:
+        """Values that depend on no input: every rank makes them whole."""
+        varying = {i.name for i in self.graph.inputs}
+        constant = set()
+        for node in self.graph.nodes:
+            target = varying if any(name in varying for name in node.inputs) else constant
+            target.update(o for o in node.outputs if o)
+        return frozenset(constant)
+
+    def rest(self, segments: Segments) -> Region:
+        owned = {name for repeat in segments.repeats for own in repeat.own for name in own}
+        result_values = {name for repeat in segments.repeats for results in repeat.results for name in results}
+        shared = self._shared_roots({name for repeat in segments.repeats for name in repeat.shared})
+        sites = [self._input(i.name, -1) for i in self.graph.inputs if i.name not in owned]
+        for site in sites:
+            site.fixed = site.name in shared
+        sites += self._ops(segments.rest, home=-1, whole=shared)
+        for repeat in segments.repeats:
+            for border in repeat.borders:
+                first, last = border.values[0], border.values[-1]
+                sites.append(self._border(first, reader_home=-1, read=not border.backward, backward=border.backward))
+                sites.append(self._border(last, reader_home=-1, read=border.backward, backward=border.backward))
+        for number, output in enumerate(self.graph.outputs):
+            if output.name is None or output.role == "gradient" and output.name in result_values:
+                continue
+            if output.role == "gradient" and output.target in self.graph.parameters:
+                continue  # read by the parameter's site
+            alias = self.space.roots.alias(output.name, -1)
+            sites.append(
+                Site(
+                    name=f"output {number}",
+                    kind="output",
+                    reads=(Read(alias=alias, backward=output.role == "gradient"),),
+                    backward=output.role == "gradient",
+                    meta=self.graph.metas[output.name],
+                    module=f"{output.role} {output.target}",
+                )
+            )
+        return Region(name="rest", sites={site.name: site for site in sites})
+
+    def body(self, repeat: Repeated) -> Region:
+        home = self.space.roots.home[repeat.copies[0][0]]
+        sites = [self._input(name, home) for name in repeat.own[0]]
+        for name in self._shared_roots(set(repeat.shared)):
+            sites.append(Site(name=name, kind="shared", makes=(name,), meta=self.graph.metas[name]))
+        sites += self._ops(repeat.copies[0], home=home, whole=frozenset())
+        left, right = [], []
+        for border in repeat.borders:
+            entering, leaving = border.values[0], border.values[1]
+            a = self._border(entering, reader_home=home, read=border.backward, backward=border.backward)
+            b = self._border(leaving, reader_home=home, read=not border.backward, backward=border.backward)
+            sites += [a, b]
+            left.append(a.name)
+            right.append(b.name)
+        return Region(
+            name=repeat.name, sites={site.name: site for site in sites}, left=tuple(left), right=tuple(right)
+        )
+
+    def _shared_roots(self, shared: set[str]) -> frozenset[str]:
+        """What stands behind shared values. They are made whole: a copy takes the part that it wants."""
+        return frozenset(self.space.roots.alias(name, -1).root for name in sorted(shared))
+
+    def _border(self, value: str, *, reader_home: int, read: bool, backward: bool) -> Site:
+        """A border site makes the crossing tensor; on the side that makes the value it reads it too."""
+        name = border_name(value)
+        reads: tuple[Read, ...] = ()
+        if read:
+            reads = (Read(alias=self._producer_alias(value), backward=backward),)
+        return Site(
+            name=name,
+            kind="border",
+            reads=reads,
+            makes=(name,),
+            backward=backward,
+            meta=self.graph.metas[value],
+            module="border",
+        )
+
+    def _producer_alias(self, value: str) -> Alias:
+        index = self.graph.producer.get(value)
+        home = -1 if index is None else self.space.roots.home.get(index, -1)
+        return self.space.roots.alias(value, home)
+
+    def _input(self, name: str, home: int) -> Site:
+        graph_input = self.input_roles[name]
+        reads: tuple[Read, ...] = ()
+        if graph_input.role == "parameter" and graph_input.target in self.gradients:
+            alias = self._producer_alias(self.gradients[graph_input.target])
+            reads = (Read(alias=alias, backward=True),)
+        return Site(
+            name=name,
+            kind=graph_input.role,
+            reads=reads,
+            makes=(name,),
+            meta=self.graph.metas[name],
+            module=graph_input.target,
+            backward=graph_input.role == "tangent",
+        )
+
+    def _ops(self, indices: Sequence[int], *, home: int, whole: frozenset[str]) -> list[Site]:
+        sites = []
+        metas, alias = self.graph.metas, self.space.roots.alias
+        for index in sorted(indices):
+            node = self.graph.nodes[index]
+            if is_view(node):
+                continue
+            call = Call(
+                node,
+                tuple(metas[name] for name in node.inputs),
+                tuple(metas[name] if name else None for name in node.outputs),
+            )
+            site = Site(
+                name=node.name,
+                kind="op",
+                reads=tuple(Read(alias=alias(name, home), backward=node.backward) for name in node.inputs),
+                makes=node.outputs,
+                backward=node.backward,
+                module=node.module,
+                node=node,
+                call=call,
+            )
+            constant = all(not name or name in self.constant for name in node.outputs)
+            if not constant and not whole.intersection(node.outputs):
+                site.rule = self._rule(call)
+                if site.rule is None:
+                    self.without_rule[node.op] = self.without_rule.get(node.op, 0) + 1
+            sites.append(site)
+        return sites
+
+    def _rule(self, call: Call) -> OpRule | None:
+        constants = _signature(call.node.args), _signature(call.node.kwargs)
+        names = call.node.inputs
+        repeats = tuple(names.index(name) for name in names)
+        key = (call.node.op, constants, repeats, call.inputs, call.outputs)
+        if key not in self.rules:
+            self.rules[key] = rule_of(call)
+        return self.rules[key]
+
+
+def _signature(value: Any) -> Any:
+    """An argument without the names in it. Numbers keep their type: 1, 1.0 and True differ."""
+    if isinstance(value, tuple):
+        return tuple(_signature(item) for item in value)
+    if type(value).__name__ == "Ref":
+        return "ref"
+    return (type(value).__name__, value)
+
+
+class _Fixpoint:
+    """Which digits each root may be split by on an axis of `ranks`, and so which choices a site has."""
+
+    def __init__(self, space: Space, ranks: int) -> None:
+        self.space, self.ranks = space, ranks
+        self.digits: dict[str, dict[Split, None]] = {}
+        self.sites = [site for region in space.regions() for site in region.sites.values()]
+        self.reading: dict[str, list[Site]] = {}
+        for site in self.sites:
+            for root in {read.alias.root: None for read in site.reads}:
+                self.reading.setdefault(root, []).append(site)
+        self.seeds: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
+        self.twins: dict[str, list[str]] = {}
+        for repeat in space.repeats:
+            for border in repeat.borders:
+                ends = (border.values[0], border.values[1], border.values[-1])
+                group = list(dict.fromkeys(border_name(value) for value in ends))
+                for name in group:
+                    self.twins[name] = group
+        self.making = {name: site for site in self.sites for name in site.makes if name and site.kind != "shared"}
+        self.borders = {}
+        for site in self.sites:
+            if site.kind == "border":
+                self.borders.setdefault(site.name, []).append(site)
+
+    def run(self) -> None:
+        if self.ranks > 1:
+            for site in self.sites:
+                self._seed(site)
+        for site in self.sites:
+            site.choices[self.ranks] = tuple(self._choices(site))
+
+    def _seed(self, site: Site) -> None:
+        rule = site.rule
+        if site.kind in ("parameter", "input"):
+            assert site.meta is not None
+            for dim, size in enumerate(site.meta.shape):
+                self._digit(site.name, Split(dim, size))
+        elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
+            for number, factor in enumerate(rule.factors):
+                self._factor(site, number, factor.size)
+
+    def _is_stored(self, root: str) -> bool:
+        maker = self.making.get(root)
+        return maker is not None and maker.kind == "parameter"
+
+    def _factor(self, site: Site, number: int, period: int) -> None:
+        """A site may split a factor: so may whatever carries it."""
+        rule = site.rule
+        assert rule is not None
+        factor = rule.factors[number]
+        if period < self.ranks or factor.size % period or period % self.ranks:
+            return
+        if factor.contiguous and period != factor.size:
+            return
+        if (number, period) in self.seeds[id(site)]:
+            return
+        self.seeds[id(site)][number, period] = None
+        for read, dims in zip(site.reads, rule.inputs, strict=True):
+            for dim, carried in enumerate(dims):
+                if carried == number:
+                    layout = to_root(read.alias.steps, (Split(dim, period),), (self.ranks,))
+                    if layout is not None:
+                        self._digit(read.alias.root, layout[0])
+        for name, dims in zip(site.makes, rule.outputs, strict=True):
+            for dim, carried in enumerate(dims):
+                if name and carried == number:
+                    self._digit(name, Split(dim, period))
+
+    def _digit(self, root: str, split: Placement) -> None:
+        """A root may be split so: so may the sites that make or read it."""
+        assert isinstance(split, Split)
+        shape = self.space.metas[root].shape
+        if not is_legal(shape, (split,), (self.ranks,)) or split in self.digits.setdefault(root, {}):
+            return
+        self.digits[root][split] = None
+        maker = self.making.get(root)
+        if maker is not None and maker.rule is not None:
+            number = maker.rule.outputs[maker.makes.index(root)][split.dim]
+            if number is not None:
+                self._factor(maker, number, split.period)
+        for site in self.reading.get(root, ()):
+            for position, read in enumerate(site.reads):
+                if read.alias.root != root:
+                    continue
+                layout = from_root(read.alias.steps, (split,), (self.ranks,))
+                if layout is None:
+                    continue
+                there = layout[0]
+                assert isinstance(there, Split)
+                if site.kind == "border":
+                    self._digit(site.name, there)
+                elif site.rule is not None:
+                    number = site.rule.inputs[position][there.dim]
+                    if number is not None:
+                        self._factor(site, number, there.period)
+        for twin in self.twins.get(root, ()):
+            self._digit(twin, split)
+        for site in self.borders.get(root, ()):
+            for read in site.reads:
+                layout = to_root(read.alias.steps, (split,), (self.ranks,))
+                if layout is not None:
+                    self._digit(read.alias.root, layout[0])
+
+    def _linear(self, site: Site) -> Iterator[int]:
+        """Linear sets worth taking: those that pass on every operand as a partial sum (an add of two
+        gradients shares one reduction, a sum shrinks what is reduced). Work that is done in full on
+        partial sums only repeats on every rank what reducing first would have shared."""
+        assert site.rule is not None
+        if site.rule.flops:
+            return
+        for number, operands in enumerate(site.rule.linear):
+            if len(operands) == len(site.reads) and all(self._may_be_partial(site.reads[o]) for o in operands):
+                yield number
+
+    def _may_be_partial(self, read: Read) -> bool:
+        maker = self.making.get(read.alias.root)
+        return maker is None or maker.kind in ("op", "border")
+
+    def _choices(self, site: Site) -> Iterator[AxisChoice]:
+        yield WHOLE
+        if self.ranks == 1 or site.fixed:
+            return
+        if site.rule is not None:
+            for number, period in self.seeds[id(site)]:
+                yield ("S", number, period)
+            for number in self._linear(site):
+                yield ("P", number)
+        elif site.kind in ("parameter", "input", "border"):
+            for split in self.digits.get(site.name, ()):
+                yield ("S", split.dim, split.period)
+            if site.kind == "border":
+                yield ("P",)
+        elif site.kind == "output" and not site.module.startswith("mutation"):
+            (read,) = site.reads
+            for split in self.digits.get(read.alias.root, ()):
+                layout = from_root(read.alias.steps, (split,), (self.ranks,))
+                if layout is not None:
+                    assert isinstance(layout[0], Split)
+                    yield ("S", layout[0].dim, layout[0].period)
+
+
+def _stored_layout(space: Space, meta: TensorMeta, choice: SiteChoice) -> Layout | None:
+    """The layout of a stored value (parameter, input, border, output) from its choices per axis."""
+    placements: list[Placement] = []
+    for axis_choice in choice[: len(space.mesh)]:
+        if axis_choice[0] == "S":
+            placements.append(Split(axis_choice[1], axis_choice[2]))
+        else:
+            placements.append(PARTIAL if axis_choice[0] == "P" else REPLICATE)
+    layout = nest(tuple(placements), space.mesh)
+    return layout if is_legal(meta.shape, layout, space.mesh) else None
+
+
+def _stored_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
+    assert site.meta is not None
+    layout = _stored_layout(space, site.meta, choice)
+    if layout is None:
+        return None
+    reads = []
+    for read in site.reads:
+        root = to_root(read.alias.steps, layout, space.mesh)
+        if root is None or not is_legal(space.metas[read.alias.root].shape, root, space.mesh):
+            return None
+        reads.append(root)
+    seconds = size = 0.0
+    if site.kind == "parameter":
+        local = math.prod(local_shape(site.meta.shape, layout, space.mesh)) * site.meta.dtype.itemsize
+        size = float(local)
+        if site.reads:
+            size += local * (1 + OPTIMIZER_STATES)
+            seconds = local * OPTIMIZER_PASSES / space.cluster.device.memory_bytes_per_second
+    return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
+
+
+def _whole_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
+    if any(axis_choice != WHOLE for axis_choice in choice[: len(space.mesh)]):
+        return None
+    return _stored_option(space, site, choice)
+
+
+def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
+    call, mesh = site.call, space.mesh
+    assert call is not None
+    rule = site.rule
+    if rule is None:
+        if any(axis_choice != WHOLE for axis_choice in choice):
+            return None
+        whole = (REPLICATE,) * len(mesh)
+        seconds = _op_seconds(space, call, None, (), (whole,) * len(call.inputs), (whole,) * len(call.outputs), choice)
+        return Option(
+            choice=choice, reads=(whole,) * len(site.reads), makes=(whole,) * len(site.makes), seconds=seconds, bytes=0.0
+        )
+    operands = []
+    for position, dims in enumerate(rule.inputs):
+        layout = _carried(dims, choice, mesh, lambda linear, p=position: p in linear, rule)
+        if layout is None or not is_legal(call.inputs[position].shape, layout, mesh):
+            return None
+        operands.append(layout)
+    results = []
+    for position, (dims, meta) in enumerate(zip(rule.outputs, call.outputs, strict=True)):
+        layout = _made(dims, position, choice, mesh, rule)
+        if layout is None or meta is not None and not is_legal(meta.shape, layout, mesh):
+            return None
+        results.append(layout)
+    reads = []
+    for read, operand in zip(site.reads, operands, strict=True):
+        root = to_root(read.alias.steps, operand, mesh)
+        if root is None or not is_legal(space.metas[read.alias.root].shape, root, mesh):
+            return None
+        # a view of whole dims must also be a view of the local dims
+        if from_root(read.alias.steps, root, mesh) != operand:
+            return None
+        reads.append(root)
+    for axis_choice in choice:
+        if axis_choice[0] == "S" and rule.factors[axis_choice[1]].contiguous:
+            nested = [c for c in choice if c[0] == "S" and c[1] == axis_choice[1]]
+            if any(c[2] != rule.factors[axis_choice[1]].size for c in nested):
+                return None
+    seconds = _op_seconds(space, call, rule, splits_of(rule, choice), tuple(operands), tuple(results), choice)
+    return Option(choice=choice, reads=tuple(reads), makes=tuple(results), seconds=seconds, bytes=0.0)
+
+
+def _carried(dims, choice, mesh, in_linear, rule) -> Layout | None:  # type: ignore[no-untyped-def]
+    """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
+    placements: list[Placement] = []
+    for axis_choice in choice:
+        if axis_choice[0] == "S":
+            carrying = [dim for dim, factor in enumerate(dims) if factor == axis_choice[1]]
+            if len(carrying) > 1:
+                return None
+            placements.append(Split(carrying[0], axis_choice[2]) if carrying else REPLICATE)
+        elif axis_choice[0] == "P":
+            placements.append(PARTIAL if in_linear(rule.linear[axis_choice[1]]) else REPLICATE)
+        else:
+            placements.append(REPLICATE)
+    return nest(tuple(placements), mesh)
+
+
+def _made(dims, position, choice, mesh, rule) -> Layout | None:  # type: ignore[no-untyped-def]
+    """Layout of a result: split where it carries the factor, else partial as the factor says."""
+    placements: list[Placement] = []
+    for axis_choice in choice:
+        if axis_choice[0] == "S":
+            carrying = [dim for dim, factor in enumerate(dims) if factor == axis_choice[1]]
+            reduction = rule.factors[axis_choice[1]].reductions[position]
+            if len(carrying) > 1:
+                return None
+            if carrying:
+                placements.append(Split(carrying[0], axis_choice[2]))
+            else:
+                placements.append(Partial(reduction) if reduction else REPLICATE)
+        else:
+            placements.append(PARTIAL if axis_choice[0] == "P" else REPLICATE)
+    return nest(tuple(placements), mesh)
+
+
+def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names of the split factors with the axes that split them, outermost first."""
+    found: dict[str, list[int]] = {}
+    for axis, axis_choice in enumerate(choice):
+        if axis_choice[0] == "S":
+            found.setdefault(rule.factors[axis_choice[1]].name, []).append(axis)
+    return tuple((name, tuple(axes)) for name, axes in found.items())
+
+
+def needs_expansion(rule: OpRule, choice: SiteChoice) -> bool:
+    return any(c[0] == "S" and rule.factors[c[1]].expands for c in choice)
+
+
+def _op_seconds(
+    space: Space,
+    call: Call,
+    rule: OpRule | None,
+    splits: tuple[tuple[str, tuple[int, ...]], ...],
+    operands: tuple[Layout, ...],
+    results: tuple[Layout, ...],
+    choice: SiteChoice,
+) -> float:
+    """Roofline of the local op: arithmetic or memory, whichever is slower; an expansion costs what
+    its own program does, collectives included."""
+    device = space.cluster.device
+    inputs = tuple(local_shape(m.shape, layout, space.mesh) for m, layout in zip(call.inputs, operands, strict=True))
+    outputs = tuple(
+        None if m is None else local_shape(m.shape, layout, space.mesh)
+        for m, layout in zip(call.outputs, results, strict=True)
+    )
+    if rule is not None and needs_expansion(rule, choice):
+        emission = expansion(call, splits, inputs, outputs, space.mesh)
+        return emission_seconds(space, emission)
+    if rule is not None and rule.moves_nothing:
+        return device.seconds_per_op
+    moved = sum(math.prod(s) * m.dtype.itemsize for s, m in zip(inputs, call.inputs, strict=True))
+    moved += sum(
+        math.prod(s) * m.dtype.itemsize for s, m in zip(outputs, call.outputs, strict=True) if s is not None and m
+    )
+    ways = math.prod(space.mesh[axis] for axis, c in enumerate(choice) if c[0] == "S")
+    flops = rule.flops / ways if rule is not None else 0.0
+    dtype = call.inputs[0].dtype if call.inputs else next(m.dtype for m in call.outputs if m is not None)
+    return device.seconds_per_op + max(flops / device.flops(dtype), moved / device.memory_bytes_per_second)
+
+
+def emission_seconds(space: Space, emission: Emission) -> float:
+    """Seconds of an expansion's local program: its ops bound by memory, its collectives by links."""
+    from ..redistribute import collective_seconds
+
+    device = space.cluster.device
+    seconds = 0.0
+    for instruction in emission.instructions:
+        sizes = [emission.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs) if name]
+        if kind := instruction.collective:
+            seconds += collective_seconds(kind, max(sizes), space.redistributor.links[instruction.args[-1]])
+        elif instruction.op != "collective.wait":
+            seconds += device.seconds_per_op + sum(sizes) / device.memory_bytes_per_second
+    return seconds
+
+
+_OPTION = {
+    "op": _op_option,
+    "parameter": _stored_option,
+    "input": _stored_option,
+    "output": _stored_option,
+    "border": _stored_option,
+    "buffer": _whole_option,
+    "tangent": _whole_option,
+    "shared": _whole_option,
+}
+
+__all__ = ["Option", "Region", "Site", "Space", "localize", "strategies"]
