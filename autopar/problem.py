@@ -195,7 +195,8 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        return max(0.0, (self.score.objective - self.lower_bound) / self.score.objective) if self.score.objective else 0.0
+        objective = self.score.objective
+        return max(0.0, (objective - self.lower_bound) / objective) if objective else 0.0
 
 
 class Infeasible(ValueError):

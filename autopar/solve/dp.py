@@ -13,8 +13,11 @@ from autopar.solve.elimination import Floats
 from autopar.solve.fronts import ProblemFronts, Window
 from autopar.solve.pricing import Library, Pricing
 
-FRONT_POINTS = 256
-"""Points that a front of (seconds, bytes) may have."""
+FRONT_POINTS = (32, 256)
+"""Points that a front of (seconds, bytes) may have, in one round after the other."""
+
+LIMITED_GAP = 1e-4
+"""Relative gap under a memory limit at which problems too large to be solved exactly are done."""
 
 
 def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
@@ -97,16 +100,23 @@ def _limited(problem: Problem, library: Library, cheapest: Found, bytes_limit: f
     """The best choice found within the limit, the Lagrangian bound, and whether the choice is proved optimal."""
     prices, fits, bound = lagrangian(problem, library, cheapest, bytes_limit)
     pricing = Pricing(library, pool_weights(prices))
-    fronts = ProblemFronts(problem, (), pricing, window(fits, bound, bytes_limit, FRONT_POINTS))
-    best = fits
-    (root,) = fronts.fronts
-    if len(root):
+    # Few points first: a better known choice narrows the window, and with it the work on many points.
+    for points in FRONT_POINTS:
+        fronts = ProblemFronts(problem, (), pricing, window(fits, bound, bytes_limit, points))
+        (root,) = fronts.fronts
         objectives = root.seconds + TIE_BREAK_SECONDS_PER_BYTE * root.bytes
-        point = int(objectives.argmin())
-        mixed = _found(problem, fronts.choice(0, point), 0.0, float(objectives[point]))
-        if mixed.score.objective < fits.score.objective and mixed.score.bytes <= bytes_limit:
-            best = mixed
-    return best, bound.objective, fronts.exact
+        for point in objectives.argsort(kind="stable").tolist():
+            if objectives[point] >= fits.score.objective:
+                break
+            mixed = _found(problem, fronts.choice(0, point), 0.0, float(objectives[point]))
+            if mixed.score.bytes <= bytes_limit:
+                fits = mixed
+                break
+        if fronts.exact:
+            return fits, fits.score.objective, True
+        if not fronts.complete and fits.score.objective - bound.objective <= LIMITED_GAP * fits.score.objective:
+            break
+    return fits, bound.objective, False
 
 
 def window(fits: Found, bound: Bound, bytes_limit: float, points: int) -> Window:
@@ -116,7 +126,7 @@ def window(fits: Found, bound: Bound, bytes_limit: float, points: int) -> Window
         price=TIE_BREAK_SECONDS_PER_BYTE + bound.price,
         slack=gap * (1 + 1e-6) + 1e-9 * abs(fits.score.objective),
         points=points,
-        bytes_limit=bytes_limit,
+        bytes_limit=bytes_limit * (1 + 1e-12),
     )
 
 

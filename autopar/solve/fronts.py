@@ -42,7 +42,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """Undominated points, by rising bytes; `origin[i]` is what the maker of the front needs to find point i again."""
+    """Undominated points, by rising bytes and falling seconds.
+
+    `origin[i]` is what the maker of the front needs to find point i again.
+    """
 
     seconds: Floats
     bytes: Floats
@@ -56,19 +59,17 @@ class Front:
 
 def front(seconds: Floats, size: Floats, origin: Ints, window: Window, *, thinned: bool = False) -> Front:
     """The undominated points within the window."""
-    fits = np.flatnonzero(size <= window.bytes_limit)
-    order = fits[np.lexsort((seconds[fits], size[fits]))]
-    best = np.minimum.accumulate(seconds[order])
-    order = order[np.concatenate(([True], seconds[order][1:] < best[:-1]))] if len(order) else order
-    priced = seconds[order] + window.price * size[order]
+    priced = np.where(size <= window.bytes_limit, seconds + window.price * size, np.inf)
+    near = np.flatnonzero(priced <= min(priced.min(initial=np.inf) + window.slack, np.finfo(np.float64).max))
+    order = near[np.lexsort((seconds[near], size[near]))]
     if len(order):
-        near = priced <= priced.min() + window.slack
-        order, priced = order[near], priced[near]
+        best = np.minimum.accumulate(seconds[order])
+        order = order[np.concatenate(([True], seconds[order][1:] < best[:-1]))]
     if len(order) > window.points:
         thinned = True
         at = size[order]
         bucket = np.minimum((at - at[0]) / (at[-1] - at[0]) * window.points, window.points - 1).astype(np.int64)
-        by_bucket = np.lexsort((priced, bucket))
+        by_bucket = np.lexsort((priced[order], bucket))
         first = np.concatenate(([True], bucket[by_bucket][1:] != bucket[by_bucket][:-1]))
         order = order[np.unique(np.concatenate(([0, len(order) - 1], by_bucket[first])))]
     return Front(seconds=seconds[order], bytes=size[order], origin=origin[order], thinned=thinned)
@@ -156,7 +157,8 @@ class ProblemFronts:
 
     The problem without its repeats is eliminated down to the kept variables and the borders of its repeats,
     at every price of `pricing`; what each price chooses is a point. To that the fronts of the repeats are
-    added, border state by border state. `exact` says that nothing was left out.
+    added, border state by border state. `complete`: the pool is every choice, not only what a price chooses;
+    `exact`: nor was any front thinned.
     """
 
     def __init__(self, problem: Problem, keep: Sequence[int], pricing: Pricing, window: Window) -> None:
@@ -170,11 +172,9 @@ class ProblemFronts:
         self._states = grid(self._sizes)
         self._chains = [self._chain(repeat) for repeat in problem.repeats]
         self.fronts = self._fronts()
-        self.exact: bool = (
-            self._every
-            and all(body.fronts.exact for body, _ in self._chains)
-            and not any(f.thinned for f in self.fronts)
-        )
+        self.complete: bool = self._every and all(body.fronts.complete for body, _ in self._chains)
+        thinned = any(part.thinned for part in self.fronts)
+        self.exact: bool = self._every and not thinned and all(body.fronts.exact for body, _ in self._chains)
 
     def _kept(self, keep: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """The variables to keep while the prices are swept: borders, and all others that the work allows."""
@@ -231,8 +231,8 @@ class ProblemFronts:
             splits = np.split(by_target, np.searchsorted(target[by_target], np.arange(1, len(cells))))
             for cell, states in zip(cells, splits, strict=True):
                 price, which = np.nonzero(np.isfinite(seconds[:, states]))
-                state = states[which]
-                cell.append(front(seconds[price, state], size[price, state], np.stack((state, price), 1), self._window))
+                at = states[which]
+                cell.append(front(seconds[price, at], size[price, at], np.stack((at, price), 1), self._window))
         else:
             for state in range(len(target)):
                 price = np.flatnonzero(np.isfinite(seconds[:, state]))
