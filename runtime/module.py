@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
-from autopar.layout import Layout, Partial, Replicate, Shape, local_shape
+from autopar.layout import Layout, Partial, Replicate, Shape, describe, local_shape
 from autopar.program import Program, ProgramInput, ProgramOutput
 
 from .agree import all_equal, coordinate_of, exchange, process_groups, raise_together
 from .execute import Executable, compile
-from .placements import local_slice, placements_of
+from .placements import is_gatherable, is_strided, local_slice, placements_of
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -134,17 +134,12 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As on the model. Values may be whole tensors, of which this rank takes its slice, or DTensors."""
-        parameters = dict(self.named_parameters(remove_duplicate=False))
         state = _state(self)
-        sliced = {
-            name: state.shard(name, value, parameters[name].requires_grad)
-            if isinstance(value, torch.Tensor)
-            and not isinstance(value, DTensor)
-            and name in parameters
-            and value.shape == parameters[name].shape
-            else value
-            for name, value in state_dict.items()
-        }
+        sliced = dict(state_dict)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            value = state_dict.get(name)
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                sliced[name] = state.part(name, value)
         return super().load_state_dict(sliced, strict=strict, assign=assign)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
@@ -246,7 +241,8 @@ class _State:
             local = torch.empty(local_shape(tuple(whole.shape), layout, mesh), dtype=whole.dtype, device="meta")
         else:
             local = local_slice(whole.detach(), layout, mesh, self.coordinate).to(self.device)
-            if local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+            storage = local.untyped_storage()
+            if storage.data_ptr() == whole.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
                 local = local.clone(memory_format=torch.contiguous_format)
         placements = placements_of(layout, tuple(whole.shape), mesh)
         stride = _contiguous_stride(tuple(whole.shape))
@@ -262,7 +258,7 @@ class _State:
         error: Exception | None = None
         try:
             for name, value in values:
-                made[name] = self._own(name, value)
+                made[name] = self.part(name, value)
                 if not isinstance(value, DTensor) and _is_real(value):
                     digests[name] = _digest(value)
         except Exception as caught:
@@ -282,7 +278,7 @@ class _State:
                 registry, key = self.owners[alias]
                 registry[key] = new
 
-    def _own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value, in memory of its own."""
         present = self.value(name)
         if isinstance(value, DTensor):
@@ -296,12 +292,23 @@ class _State:
     def _redistributed(self, name: str, value: DTensor, requires_grad: bool) -> torch.Tensor:
         if not isinstance(self.value(name), nn.Parameter):
             return value.full_tensor().to(self.device)
-        wanted = placements_of(self.layout(name), tuple(value.shape), self.program.mesh)
+        shape = tuple(value.shape)
+        wanted = placements_of(self.layout(name), shape, self.program.mesh)
         with torch.no_grad():
-            placed = value.redistribute(self.mesh, wanted)
-            local = local_tensor(placed).clone(memory_format=torch.contiguous_format)
-        made = make_dtensor(local, self.mesh, wanted, value.shape, _contiguous_stride(tuple(value.shape)))
+            local = self._placed(value, self.layout(name)).clone(memory_format=torch.contiguous_format)
+        made = make_dtensor(local, self.mesh, wanted, value.shape, _contiguous_stride(shape))
         return made.requires_grad_(requires_grad)
+
+    def _placed(self, value: DTensor, layout: Layout) -> torch.Tensor:
+        """This rank's part of a DTensor in `layout`, contiguous; communicates unless it is there already."""
+        shape = tuple(value.shape)
+        wanted = placements_of(layout, shape, self.program.mesh)
+        if value.device_mesh == self.mesh and value.placements == wanted:
+            return local_tensor(value).contiguous()
+        if value.device_mesh != self.mesh or is_strided(wanted):
+            # torch's redistribution to strided shards is not to be relied on
+            return local_slice(value.full_tensor(), layout, self.program.mesh, self.coordinate)
+        return local_tensor(value.redistribute(self.mesh, wanted)).contiguous()
 
     # -- a call
 
@@ -367,11 +374,8 @@ class _State:
             return local_slice(whole.detach(), i.layout, self.program.mesh, self.coordinate)
         if whole.device_mesh != self.mesh:
             raise ValueError(f"input {i.target} is a DTensor on {whole.device_mesh}; the module is on {self.mesh}")
-        wanted = self.placements(i)
-        if whole.placements != wanted:
-            with torch.no_grad():
-                whole = whole.redistribute(self.mesh, wanted)
-        return local_tensor(whole).contiguous()
+        with torch.no_grad():
+            return self._placed(whole, i.layout)
 
     def _misplaced(self, i: ProgramInput, local: torch.Tensor) -> str:
         if local.device.type == "meta" and i.role != "input":
@@ -404,9 +408,7 @@ class _State:
             shape = local_shape(i.meta.shape, i.layout, self.program.mesh)
             return torch.zeros(shape, dtype=i.meta.dtype, device=self.device)
         if isinstance(gradient, DTensor):
-            wanted = self.placements(i)
-            placed = gradient if gradient.placements == wanted else gradient.redistribute(self.mesh, wanted)
-            return local_tensor(placed).contiguous()
+            return self._placed(gradient, i.layout)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
 
     def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
@@ -505,21 +507,36 @@ def _mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
     """What about the program does not fit the mesh or the module."""
     if tuple(mesh.shape) != program.mesh:
         return ValueError(f"the plan is for a mesh of {program.mesh}, and this mesh is {tuple(mesh.shape)}")
-    at_rest = {i.target: i.layout for i in program.inputs if i.role in ("parameter", "input")}
+    for i in program.inputs:
+        if i.role == "parameter" and not is_gatherable(i.layout, i.meta.shape, program.mesh):
+            return _unserved("parameter", i.target, i.layout, program)
+    at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     for o in program.outputs:
         if o.name is None:
             continue
-        if o.role == "gradient" and any(
-            i.target == o.target and i.role == "parameter" and i.layout != o.layout for i in program.inputs
-        ):
+        if o.role == "gradient" and (rest := at_rest.get(o.target, o.layout)) != o.layout:
             return ValueError(
-                f"the gradient of {o.target} has layout {o.layout}, the parameter {at_rest[o.target]}: they must be equal"
+                f"the gradient of {o.target} is {describe(o.layout, program.axes)} and the parameter "
+                f"{describe(rest, program.axes)} at rest: they must be equal"
             )
+        if o.role == "output" and o.meta is not None and not is_gatherable(o.layout, o.meta.shape, program.mesh):
+            return _unserved("output", o.target, o.layout, program)
         if o.role == "mutation" and not _is_whole(o.layout):
-            return ValueError(f"buffer {o.target} is written as {o.layout}: buffers are replicated")
+            return ValueError(
+                f"buffer {o.target} is written as {describe(o.layout, program.axes)}: buffers are replicated"
+            )
         if any(isinstance(placement, Partial) for placement in o.layout):
-            return ValueError(f"{o.role} {o.target} has layout {o.layout}: what leaves a program is not partial")
+            return ValueError(
+                f"{o.role} {o.target} is {describe(o.layout, program.axes)}: what leaves a program is not partial"
+            )
     return None
+
+
+def _unserved(role: str, target: str, layout: Layout, program: Program) -> ValueError:
+    return ValueError(
+        f"{role} {target} is {describe(layout, program.axes)}, which a DTensor can express and cannot gather: "
+        f"let only the last mesh axis that splits a dim take scattered pieces of it"
+    )
 
 
 def _mode_dependent(model: nn.Module) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -20,7 +22,8 @@ def placements_of(layout: Layout, shape: Shape, mesh: Shape) -> tuple[Placement,
 
     DTensor cuts axis after axis in mesh order. Where an axis owns the outermost digit of what is
     left of the dim, that is `Shard(dim)`. Where digits above it are still there, and so its share is
-    every `split_factor`-th piece, it is torch's strided shard.
+    every `split_factor`-th piece, it is torch's strided shard. Optimizers, clipping and `full_tensor` take
+    that as they take a Shard; `torch.distributed.checkpoint` refuses it where a rank's share is not one box.
     """
     placements: list[Placement] = []
     for axis, placement in enumerate(layout):
@@ -32,6 +35,29 @@ def placements_of(layout: Layout, shape: Shape, mesh: Shape) -> tuple[Placement,
         else:
             placements.append(TorchReplicate())
     return tuple(placements)
+
+
+@cache
+def is_gatherable(layout: Layout, shape: Shape, mesh: Shape) -> bool:
+    """Whether torch gathers a DTensor of these placements right. As of 2.13 it silently does not where
+    several axes cut a dim and one of them, not the last, is cut in more pieces than later axes own.
+    """
+    for axis, placement in enumerate(layout):
+        if isinstance(placement, Split):
+            outer, _ = _digit(layout, shape, mesh, axis)
+            later = [
+                (other.period, mesh[axis + 1 + i])
+                for i, other in enumerate(layout[axis + 1 :])
+                if isinstance(other, Split) and other.dim == placement.dim
+            ]
+            if later and outer != math.prod(ranks for period, ranks in later if period > placement.period):
+                return False
+    return True
+
+
+def is_strided(placements: Sequence[Placement]) -> bool:
+    """Whether any of them is torch's strided shard."""
+    return any(not isinstance(p, Shard | TorchReplicate | TorchPartial) for p in placements)
 
 
 def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import multiprocessing
+import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from autopar.passes.capture import capture
-from autopar.runtime.agree import process_groups
+from autopar.runtime.agree import exchange, on_first_rank, process_groups, raise_together
 from autopar.runtime.execute import compile
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.placements import local_slice
+from autopar.runtime.placements import is_gatherable, local_slice, placements_of
 from autopar.runtime.simulate import coordinates, simulate_step
-from ranks import run
+from ranks import outcomes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor import Replicate as Replicate_
 
+from autopar.compat import local_tensor
 from autopar.graph import Ref, TensorMeta
-from autopar.layout import Layout, Replicate, Split, local_shape
+from autopar.layout import Layout, Replicate, Split, is_legal, local_shape, shard
 from autopar.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 
 R = Replicate()
@@ -350,3 +359,295 @@ def train_beside_the_model(dp: int, tp: int) -> None:
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (2, 2)])
 def test_the_module_trains_as_the_model_does(dp: int, tp: int) -> None:
     run(dp * tp, train_beside_the_model, dp, tp)
+
+
+class Rows(nn.Module):
+    """y = sum over columns of weight * x, and a count of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 4))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return (self.weight * x).sum(1)
+
+
+def parallel_rows(layout: Layout, **mesh: int) -> Program:
+    """`Rows` with the rows of its weight in any layout."""
+    b = Builder(**mesh)
+    replicated = (R,) * len(mesh)
+    n = local_shape((12,), layout, b.mesh)[0]
+    b.input("w", "parameter", "weight", (12, 4), layout)
+    b.input("c", "buffer", "count", (), replicated)
+    b.input("x", "input", "args.0", (4,), replicated)
+    b.input("t", "tangent", "output", (12,), layout)
+    b.op("c2", "aten.add.Tensor", "c", 1, shape=())
+    b.op("m", "aten.mul.Tensor", "w", "x", shape=(n, 4))
+    b.op("y", "aten.sum.dim_IntList", "m", (1,), shape=(n,))
+    b.op("u", "aten.reshape.default", "t", (n, 1), shape=(n, 1), backward=True)
+    b.op("dw", "aten.mul.Tensor", "u", "x", shape=(n, 4), backward=True)
+    b.op("v", "aten.mul.Tensor", "u", "w", shape=(n, 4), backward=True)
+    dx = b.op("s", "aten.sum.dim_IntList", "v", (0,), shape=(4,), backward=True)
+    for axis, placement in enumerate(layout):
+        if isinstance(placement, Split):
+            dx = b.collective(f"s{axis}", "all_reduce", dx, "sum", axis, shape=(4,), backward=True)
+    b.output("c2", "mutation", "count", (), replicated)
+    b.output("y", "output", "output", (12,), layout)
+    b.output("dw", "gradient", "weight", (12, 4), layout)
+    b.output(dx, "gradient", "args.0", (4,), replicated)
+    return b.build("w", "x")
+
+
+LAYOUTS: dict[str, Layout] = {
+    "rows": (Split(0, 12), R),
+    "nested": (Split(0, 12), Split(0, 6)),
+    "inner axis first": (Split(0, 6), Split(0, 12)),
+    "each third": (R, Split(0, 4)),
+    "each half, and of it each third": (Split(0, 12), Split(0, 2)),
+}
+
+
+SAVED = ("rows", "inner axis first")
+"""Layouts that are saved here. torch's checkpoints refuse a shard that is not one box, as each third is."""
+
+
+def rows_in_every_layout(folder: str) -> None:
+    for name, layout in LAYOUTS.items():
+        torch.manual_seed(0)
+        model, x = Rows(), torch.randn(4, requires_grad=True)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        captured = capture(model, (x,))
+        parallel = ParallelModule(model, captured, parallel_rows(layout, a=2, b=2), None, mesh)
+        given = x.detach().clone().requires_grad_()
+        expected, y = model(x), parallel(given)
+        assert isinstance(y, DTensor), name
+        torch.testing.assert_close(
+            full(parallel.weight), model.weight.detach(), msg=lambda m, name=name: f"{name}: {m}"
+        )
+        torch.testing.assert_close(full(y), expected.detach(), msg=lambda m, name=name: f"{name}: {m}")
+        expected.sum().backward()
+        y.to_local().sum().backward()
+        torch.testing.assert_close(full(parallel.weight.grad), model.weight.grad)
+        torch.testing.assert_close(given.grad, x.grad)
+        assert parallel.count == model.count == 1
+        norms = []
+        for module in (model, parallel):
+            norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.1))
+            torch.optim.AdamW(module.parameters(), lr=0.1).step()
+        torch.testing.assert_close(full(norms[1]), norms[0], msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            full(parallel.weight), model.weight.detach(), msg=lambda m, name=name: f"{name}: {m}"
+        )
+        # what one device saved, the mesh loads
+        state = {key: value + 1 for key, value in model.state_dict().items()}
+        parallel.load_state_dict(state)
+        torch.testing.assert_close(full(parallel.weight), state["weight"])
+        state["weight"] = distribute_tensor(state["weight"] + 1, mesh, [Shard(1), Shard(1)])
+        parallel.load_state_dict(state)
+        torch.testing.assert_close(full(parallel.weight), full(state["weight"]))
+        assert parallel.count == 2
+        if name in SAVED:
+            checkpoint.save({"model": parallel.state_dict()}, checkpoint_id=f"{folder}/{name}")
+
+    with pytest.raises(ValueError, match=r"parameter weight is a:S\(0%2\) b:S\(0%4\), which a DTensor can express and"):
+        ParallelModule(model, captured, parallel_rows((Split(0, 2), Split(0, 4)), a=2, b=2), None, mesh)
+
+
+def load_rows(folder: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in SAVED:
+        torch.manual_seed(1)
+        model, x = Rows(), torch.randn(4)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        layout = (Split(0, 12),)
+        parallel = ParallelModule(model, capture(model, (x,)), parallel_rows(layout, a=2), None, mesh)
+        state = parallel.state_dict()
+        checkpoint.load({"model": state}, checkpoint_id=f"{folder}/{name}")
+        found[name] = full(parallel.weight)
+    return found
+
+
+def test_parameters_in_every_layout_train_and_are_saved(tmp_path: Path) -> None:
+    run(4, rows_in_every_layout, str(tmp_path))
+    loaded = run(2, load_rows, str(tmp_path))[0]
+    torch.manual_seed(0)
+    before = Rows().weight
+    for name in SAVED:
+        assert not torch.equal(loaded[name], before)
+        torch.testing.assert_close(loaded[name], loaded["rows"], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def materialize_rows() -> None:
+    layout: Layout = (Split(0, 6), Split(0, 12))
+    x, whole = torch.randn(4), torch.arange(48.0).reshape(12, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = Rows()
+    captured = capture(model, (x,))
+    parallel = ParallelModule(model.to("meta"), captured, parallel_rows(layout, a=2, b=2), None, mesh)
+    with pytest.raises(ValueError, match=r"weight is on meta: call materialize"):
+        parallel(x)
+    with pytest.raises(ValueError, match=r"lacks count, which are on meta"):
+        parallel.materialize({"weight": whole})
+    with pytest.raises(ValueError, match=r"weight is \[4, 12\] in the state_dict and \[12, 4\] in the model"):
+        parallel.materialize({"weight": whole.t(), "count": torch.zeros(())})
+
+    def init(name: str, tensor: torch.Tensor) -> None:
+        if name == "weight" and dist.get_rank() == 3:
+            raise KeyError("no such file")
+        tensor.fill_(1.0)
+
+    with pytest.raises(KeyError, match=r"no such file.* \(on rank 3 of 4\)"):
+        parallel.materialize(init)
+    assert parallel.weight.is_meta, "nothing changes unless all agree"
+    with pytest.raises(ValueError, match=r"different values for 'weight'"):
+        parallel.materialize(lambda name, tensor: tensor.fill_(dist.get_rank()))
+    parallel.materialize(lambda name, tensor: tensor.copy_(whole) if name == "weight" else tensor.zero_())
+    torch.testing.assert_close(full(parallel.weight), whole)
+    assert local_tensor(parallel.weight).untyped_storage().nbytes() == 3 * 4 * 4, "only the slice is kept"
+    parallel.materialize({"weight": distribute_tensor(whole + 1, mesh, [Shard(1), Shard(0)])})
+    torch.testing.assert_close(full(parallel.weight), whole + 1)
+    torch.testing.assert_close(full(parallel(x)), ((whole + 1) * x).sum(1))
+
+
+def test_a_model_on_meta_is_materialized_slice_by_slice() -> None:
+    run(4, materialize_rows)
+
+
+def disagree() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"different values for 'up.weight': seed every rank equally"):
+        parallel_mlp_module(2, 1, seed=rank)
+    with pytest.raises(ValueError, match=r"the ranks have different programs.*rank 0 has .*, rank 1 has "):
+        torch.manual_seed(0)
+        model, x = Mlp(), torch.randn(8, 6)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        program = parallel_mlp(2, 1)
+        if rank == 1:
+            program = dataclasses.replace(program, saved=("b", "r", "x"))
+        ParallelModule(model, capture(model, (x,)), program, None, mesh)
+    with pytest.raises(ValueError, match=r"the plan is for a mesh of \(1, 2\), and this mesh is \(2, 1\)"):
+        ParallelModule(model, capture(model, (x,)), parallel_mlp(1, 2), None, mesh)
+    parallel, _, x = parallel_mlp_module(2, 1)
+    with pytest.raises(ValueError, match=r"args.0 is float32\[3, 6\].* \(on rank 1 of 2\)"):
+        parallel(x[:3] if rank == 1 else x)
+    with pytest.raises(ValueError, match=r"input args.0 differs between ranks: a plain tensor is the global batch"):
+        parallel(x + rank)
+    with pytest.raises(ValueError, match=r"keeps its device and dtype"):
+        parallel.double()
+
+    def plan() -> str:
+        raise ValueError(f"no plan fits (rank {rank})")
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"^no plan fits \(rank 0\)$"):
+        on_first_rank(plan, mesh)
+    assert on_first_rank(lambda: rank + 10, mesh) == 10
+    raise_together(None, mesh)
+    with pytest.raises(KeyError, match=r"missing"):
+        raise_together(KeyError("missing") if rank == 1 else None, mesh)
+
+
+def test_ranks_that_disagree_all_raise() -> None:
+    run(2, disagree)
+
+
+def exchange_in_order() -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    assert on_first_rank(dist.get_rank, mesh) == 0
+    return exchange(dist.get_rank(), mesh)
+
+
+def test_what_ranks_exchange_is_in_the_order_of_the_mesh() -> None:
+    assert run(4, exchange_in_order) == [[0, 1, 2, 3]] * 4
+
+
+def hang_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(100)
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("one")
+
+
+def test_no_rank_outlives_a_test() -> None:
+    hung = outcomes(2, hang_on_rank_one, timeout_seconds=5)
+    assert hung[0].error is None and isinstance(hung[1].error, TimeoutError)
+    with pytest.raises(RuntimeError, match=r"rank 1: ValueError\('one'\)"):
+        run(2, fail_on_rank_one)
+    assert not multiprocessing.active_children()
+
+
+class Shared(nn.Module):
+    """Two parameters whose gradients are one tensor, which is also the gradient that came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self) -> torch.Tensor:
+        return self.a + self.b
+
+
+def gradients_apart() -> None:
+    p = Builder(x=1)
+    for name in ("a", "b"):
+        p.input(name, "parameter", name, (3,), (R,))
+    p.input("t", "tangent", "output", (3,), (R,))
+    p.op("y", "aten.add.Tensor", "a", "b", shape=(3,))
+    p.output("y", "output", "output", (3,), (R,))
+    p.output("t", "gradient", "a", (3,), (R,))
+    p.output("t", "gradient", "b", (3,), (R,))
+    model = Shared()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    parallel = ParallelModule(model, capture(model), p.build(), None, mesh)
+    for _ in range(2):
+        given = torch.ones(3)
+        parallel.zero_grad()
+        parallel().backward(given)
+        parallel.a.grad.mul_(5)
+        assert full(parallel.b.grad).tolist() == given.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_gradients_do_not_share_memory() -> None:
+    run(1, gradients_apart)
+
+
+def free_in_backward() -> None:
+    parallel, _, x = parallel_mlp_module(1, 1)
+    loss = parallel(x)
+    hidden = weakref.ref(loss.grad_fn.saved_tensors[2])
+    assert hidden() is not None
+    loss.backward()
+    assert hidden() is None
+
+
+def test_backward_frees_what_forward_saved() -> None:
+    run(1, free_in_backward)
+
+
+def gathered_right(mesh_shape: tuple[int, ...], size: int) -> list[tuple[Layout, bool]]:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    coordinate = tuple(mesh.get_coordinate() or ())
+    whole = torch.arange(float(size))
+    splits = [R, *(Split(0, period) for period in range(2, size + 1) if size % period == 0)]
+    found = []
+    for layout in itertools.product(splits, repeat=len(mesh_shape)):
+        if is_legal((size,), layout, mesh_shape):
+            placements = placements_of(layout, (size,), mesh_shape)
+            local = local_slice(whole, layout, mesh_shape, coordinate)
+            assert torch.equal(local, shard(whole, layout, mesh_shape, coordinate))
+            distributed = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            if is_gatherable(layout, (size,), mesh_shape):
+                assert torch.equal(distributed.full_tensor(), whole), layout
+            found.append((layout, torch.equal(local_tensor(distributed), local)))
+    return found
+
+
+def test_placements_give_each_rank_what_its_layout_says() -> None:
+    for found in run(4, gathered_right, (2, 2), 24):
+        assert len(found) > 30 and all(right for _, right in found)
