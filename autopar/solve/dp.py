@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, evaluate
+from autopar.solve.check import check
 from autopar.solve.elimination import Floats
 from autopar.solve.fronts import ProblemFronts, Window
 from autopar.solve.pricing import Library, Pricing
@@ -16,6 +17,8 @@ from autopar.solve.pricing import Library, Pricing
 FRONT_POINTS = (32, 256)
 """Points that a front of (seconds, bytes) may have, in one round after the other."""
 
+BATCH_ENTRIES = 20_000_000
+"""Entries that the largest table may have at all prices of a batch together."""
 LIMITED_GAP = 1e-4
 """Relative gap under a memory limit at which problems too large to be solved exactly are done."""
 
@@ -40,6 +43,7 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
     Raises `Infeasible` where no choice is feasible, ValueError where elimination needs too large a table.
     """
     start = time.perf_counter()
+    check(problem)
     library = Library()
     cheapest = priced(problem, library, 0.0)
     found, bound, exact = cheapest, cheapest.score.objective, True
@@ -157,7 +161,9 @@ def lagrangian(
     tried = [0.0]
     low, high = 0.0, math.inf
     over, under = cheapest, smallest
-    candidates = [slope * 2.0**k for k in range(-16, 17)]
+    room = BATCH_ENTRIES // library.largest(problem)
+    steps = max(4, min(16, room))
+    candidates = [slope * 2.0 ** (16 * k / steps) for k in range(-steps, steps + 1)]
     for _ in range(3):
         pricing = Pricing(library, _weights(*candidates))
         values = pricing.eliminated(problem, ()).table
@@ -177,9 +183,9 @@ def lagrangian(
                 first, low, over = middle + 1, candidates[middle], found
         if math.isinf(high) or low == 0.0:
             break
-        steps = 16
         candidates = [low * (high / low) ** (k / (steps + 1)) for k in range(1, steps + 1)]
         kink = (under.score.seconds - over.score.seconds) / (over.score.bytes - under.score.bytes)
         if low < kink - TIE_BREAK_SECONDS_PER_BYTE < high:
             candidates = sorted([*candidates, kink - TIE_BREAK_SECONDS_PER_BYTE])
-    return sorted(set(tried)), fits, bound
+    nearest = sorted(set(tried), key=lambda price: abs(math.log((price + 1e-30) / (bound.price + 1e-30))))
+    return sorted(nearest[: max(4, room)]), fits, bound

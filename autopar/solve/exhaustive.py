@@ -17,6 +17,7 @@ from autopar.problem import (
     evaluate,
     state_of,
 )
+from autopar.solve.check import check
 
 MAX_COMBINATIONS = 2_000_000
 
@@ -51,6 +52,7 @@ def solve_exhaustive(problem: Problem, *, bytes_limit: float | None = None) -> S
     Raises `Infeasible` where no choice is feasible, ValueError above `MAX_COMBINATIONS` joint options.
     """
     start = time.perf_counter()
+    check(problem)
     _check_size(problem)
     best: Scored | None = None
     smallest = math.inf

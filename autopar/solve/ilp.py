@@ -14,11 +14,12 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Repeat, Solution, Tensor, evaluate
+from autopar.solve.check import check
 from autopar.solve.dp import lagrangian, pool_weights, priced, window
 from autopar.solve.elimination import Floats, Row, tensor_rows, undominated
 from autopar.solve.expand import expand, expanded_options
 from autopar.solve.fronts import BodyFronts, Window
-from autopar.solve.pricing import Library, Pricing, check_repeat, grid
+from autopar.solve.pricing import Library, Pricing, grid
 
 GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4
@@ -78,8 +79,7 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None) -> Solution
     Raises `Infeasible` where no choice is feasible.
     """
     start = time.perf_counter()
-    for repeat in problem.repeats:
-        check_repeat(problem, repeat)
+    check(problem)
     lower = -math.inf
     if expanded_options(problem) <= EXPAND_OPTIONS:
         expanded = expand(problem)
@@ -271,23 +271,29 @@ def optimise(program: Program, bytes_limit: float | None) -> tuple[float, float,
     seconds, size = np.array(program.seconds), np.array(program.bytes)
     cost = seconds + TIE_BREAK_SECONDS_PER_BYTE * size
     result, scale = _solve(program, cost, bytes_limit)
-    if result is None:
-        smallest, _ = _solve(program, size, None)
-        if smallest is None:
-            raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
-        values = _values(smallest)
-        assert bytes_limit is not None
-        raise Infeasible(
-            f"no choice fits in {bytes_limit:.0f} bytes: the smallest needs {float(size @ values):.0f} bytes"
-        )
-    values = _values(result)
+    bound = -math.inf if result is None else result.best_objective_bound() / scale
     allowed = bytes_limit
-    while bytes_limit is not None and allowed is not None and float(size @ values) > bytes_limit:
-        allowed -= max(2 * (float(size @ values) - bytes_limit), 1e-12 * bytes_limit)
-        again, _ = _solve(program, cost, allowed)
-        assert again is not None
-        values = _values(again)
-    return float(cost @ values), result.best_objective_bound() / scale, values
+    while bytes_limit is not None and allowed is not None and result is not None:
+        excess = float(size @ _values(result)) - bytes_limit
+        if excess <= 0:
+            break
+        allowed -= max(excess, 1e-12 * abs(bytes_limit))
+        result, _ = _solve(program, cost, allowed)
+    if result is None:
+        result = _smallest(program, size, bytes_limit)
+    values = _values(result)
+    return float(cost @ values), bound, values
+
+
+def _smallest(program: Program, size: Floats, bytes_limit: float | None) -> mathopt.SolveResult:
+    """The result with the fewest bytes, or `Infeasible` where that does not fit either."""
+    smallest, _ = _solve(program, size, None)
+    if smallest is None:
+        raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
+    needed = float(size @ _values(smallest))
+    if bytes_limit is not None and needed > bytes_limit:
+        raise Infeasible(f"no choice fits in {bytes_limit:.0f} bytes: the smallest needs {needed:.0f} bytes")
+    return smallest
 
 
 def _values(result: mathopt.SolveResult) -> Floats:
@@ -309,7 +315,7 @@ def _solve(program: Program, cost: Floats, bytes_limit: float | None) -> tuple[m
         proto.objective.linear_coefficients.ids.append(column)
         proto.objective.linear_coefficients.values.append(float(cost[column]) * scale)
     rows = list(program.rows)
-    if bytes_limit is not None:
+    if bytes_limit is not None and not math.isinf(bytes_limit):
         unit = max(bytes_limit, 1.0)
         size = np.array(program.bytes) / unit
         limit = bytes_limit / unit

@@ -48,6 +48,12 @@ class Library:
             self._compiled[key] = _compile(problem, kept)
         return self._compiled[key]
 
+    def largest(self, problem: Problem) -> int:
+        """Entries of the largest table for one price, in the problem and in the bodies of its repeats."""
+        own = self.compiled(problem, ()).schedule.largest
+        bodies = (self.compiled(r.body, (*r.body_left, *r.body_right)).schedule.largest for r in problem.repeats)
+        return max(own, *bodies, *(self.largest(r.body) for r in problem.repeats)) if problem.repeats else own
+
     def bare(self, problem: Problem) -> Problem:
         """The problem without its repeats, always the same object."""
         if not problem.repeats:
@@ -58,26 +64,11 @@ class Library:
 
 
 def _compile(problem: Problem, keep: tuple[int, ...]) -> Compiled:
-    for repeat in problem.repeats:
-        check_repeat(problem, repeat)
     borders = {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
     factors = network(problem, borders)
     joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
     scopes = [*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints)]
     return Compiled(problem=problem, network=factors, schedule=schedule(factors.sizes, scopes, keep), repeats=joints)
-
-
-def check_repeat(problem: Problem, repeat: Repeat) -> None:
-    if not len(repeat.left) == len(repeat.right) == len(repeat.body_left) == len(repeat.body_right):
-        raise ValueError(f"{repeat.name}: left, right, body_left and body_right must name equally many variables")
-    if repeat.count < 1:
-        raise ValueError(f"{repeat.name}: count is {repeat.count}, must be at least 1")
-    for joined in zip(repeat.left, repeat.right, repeat.body_left, repeat.body_right, strict=True):
-        counts = [
-            len(p.variables[v].options) for p, v in zip((problem, problem, *(repeat.body,) * 2), joined, strict=True)
-        ]
-        if len(set(counts)) > 1:
-            raise ValueError(f"{repeat.name}: joined border variables have {counts} options, must be the same ones")
 
 
 def grid(sizes: Sequence[int]) -> Ints:

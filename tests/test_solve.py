@@ -1,0 +1,400 @@
+"""The solvers agree with one another, with the evaluator, and say what they do not know."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.problem import (
+    TIE_BREAK_SECONDS_PER_BYTE,
+    Choice,
+    Infeasible,
+    Problem,
+    Repeat,
+    Solution,
+    Tensor,
+    Variable,
+    evaluate,
+)
+from autopar.solve import SOLVERS, ilp, solve
+from autopar.solve.dp import LIMITED_GAP
+from autopar.solve.elimination import network
+from autopar.solve.exhaustive import MAX_COMBINATIONS
+from autopar.solve.expand import expand
+from autopar.solve.pricing import Library, Pricing
+
+
+def variable(name: str, *costs: tuple[float, float]) -> Variable:
+    return Variable(
+        name=name,
+        options=tuple(f"option {i}" for i in range(len(costs))),
+        seconds=tuple(c[0] for c in costs),
+        bytes=tuple(c[1] for c in costs),
+    )
+
+
+def random_problem(
+    rng: random.Random, *, depth: int = 1, most: int = 6, blocked: float = 0.05, border: int = 0
+) -> Problem:
+    """2 to `most` variables of 1 to 4 options, tensors with 1 to 4 readers, some states blocked, repeats of 1 to 3.
+
+    With `border` > 0 the first two variables are a border with that many options.
+    """
+    count = rng.randint(2, most)
+    sizes = [rng.randint(1, 4) for _ in range(count)]
+    if border:
+        sizes[:2] = [border, border]
+    variables = tuple(
+        variable(f"v{i}", *((rng.random(), float(rng.randint(0, 100))) for _ in range(size)))
+        for i, size in enumerate(sizes)
+    )
+    tensors = []
+    for t in range(rng.randint(1, count)):
+        producer = rng.randrange(count)
+        readers = rng.sample(range(count), min(count, rng.randint(1, 4)))
+        tensors.append(
+            Tensor(
+                name=f"t{t}",
+                producer=producer,
+                produced=tuple(rng.randrange(3) for _ in range(sizes[producer])),
+                consumers=tuple(readers),
+                wanted=tuple(tuple(rng.choice((0, 1, 2, 3, 4)) for _ in range(sizes[r])) for r in readers),
+                costs={
+                    (made, wanted): (rng.random(), float(rng.randint(0, 30)))
+                    for made in range(3)
+                    for wanted in range(8)
+                    if rng.random() >= blocked
+                },
+            )
+        )
+    repeats = []
+    if depth and rng.random() < 0.7:
+        left = rng.randrange(count)
+        right = rng.choice([v for v in range(count) if sizes[v] == sizes[left]])
+        borders = rng.choice(((0, 1), (1, 0), (0, 0)))
+        repeats.append(
+            Repeat(
+                name="layers",
+                body=random_problem(rng, depth=depth - 1, most=4, blocked=blocked, border=sizes[left]),
+                count=rng.randint(1, 3),
+                left=(left,),
+                right=(right,),
+                body_left=borders[:1],
+                body_right=borders[1:],
+            )
+        )
+    return Problem(variables=variables, tensors=tuple(tensors), repeats=tuple(repeats))
+
+
+def outcome(problem: Problem, solver: str, bytes_limit: float | None = None) -> Solution | str:
+    try:
+        solution = solve(problem, solver, bytes_limit=bytes_limit)
+    except Infeasible as error:
+        return str(error)
+    assert evaluate(problem, solution.choice) == solution.score
+    assert solution.solver == solver
+    assert solution.lower_bound <= solution.score.objective
+    assert bytes_limit is None or solution.score.bytes <= bytes_limit
+    return solution
+
+
+def assert_all_agree(problem: Problem, bytes_limit: float | None = None) -> Solution | str:
+    oracle = outcome(problem, "exhaustive", bytes_limit)
+    dp, integer = outcome(problem, "dp", bytes_limit), outcome(problem, "ilp", bytes_limit)
+    if isinstance(oracle, str):
+        assert dp == oracle
+        assert integer == oracle
+        return oracle
+    assert isinstance(dp, Solution)
+    assert isinstance(integer, Solution)
+    best = oracle.score.objective
+    tolerance = 1e-9 if bytes_limit is None else 1.001 * ilp.GAP_WITH_LIMIT
+    assert integer.score.objective == pytest.approx(best, rel=tolerance)
+    assert max(dp.lower_bound, integer.lower_bound) <= best * (1 + 1e-9)
+    assert dp.gap == 0, "problems this small are solved exactly"
+    assert dp.score.objective == pytest.approx(best, rel=1e-9)
+    return oracle
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_three_solvers_agree(seed: int) -> None:
+    problem = random_problem(random.Random(seed), depth=1 + seed % 2, blocked=0.15 if seed % 5 == 0 else 0.02)
+    best = assert_all_agree(problem)
+    if isinstance(best, Solution):
+        for fraction in (0.9, 0.6):
+            assert_all_agree(problem, best.score.bytes * fraction)
+
+
+@pytest.mark.parametrize("seed", range(0, 50, 5))
+@pytest.mark.parametrize("setting", ["EXPAND_OPTIONS", "JOINT_STATES"])
+def test_every_form_of_the_integer_program_agrees(seed: int, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeats as paths instead of written out; (produced, wanted set) states instead of joint ones."""
+    monkeypatch.setattr(ilp, setting, 0)
+    problem = random_problem(random.Random(seed), depth=2)
+    best = assert_all_agree(problem)
+    if isinstance(best, Solution):
+        assert_all_agree(problem, best.score.bytes * 0.8)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(min_value=0), st.floats(min_value=0.3, max_value=1.0), st.booleans())
+def test_no_choice_beats_the_optimum(seed: int, fraction: float, limited: bool) -> None:
+    """Any choice that hypothesis draws costs at least the lower bound."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, depth=0)
+    best = outcome(problem, "dp")
+    if isinstance(best, str):
+        return
+    limit = best.score.bytes * fraction if limited else None
+    solution = outcome(problem, "dp", limit)
+    for _ in range(50):
+        choice = Choice(options=tuple(rng.randrange(len(v.options)) for v in problem.variables))
+        try:
+            score = evaluate(problem, choice)
+        except Infeasible:
+            continue
+        if limit is None or score.bytes <= limit:
+            assert isinstance(solution, Solution)
+            assert score.objective >= solution.lower_bound * (1 - 1e-12)
+
+
+def test_a_layout_that_two_readers_want_is_paid_once() -> None:
+    """Both readers want layout 1: the union costs 3, not 6, so wanting it twice beats wanting nothing for 2 each."""
+    reader = variable("reader", (0.0, 0.0), (2.0, 0.0))
+    problem = Problem(
+        variables=(variable("producer", (0.0, 0.0)), reader, reader),
+        tensors=(
+            Tensor(
+                name="x",
+                producer=0,
+                produced=(0,),
+                consumers=(1, 2),
+                wanted=((2, 0), (2, 0)),
+                costs={(0, 0): (0.0, 0.0), (0, 2): (3.0, 0.0)},
+            ),
+        ),
+    )
+    for solver in SOLVERS:
+        solution = solve(problem, solver)
+        assert solution.choice.options == (0, 0, 0)
+        assert solution.score.seconds == pytest.approx(3.0)
+
+
+def test_a_tensor_with_many_readers_is_a_chain_of_accumulators() -> None:
+    rng = random.Random(3)
+    readers = tuple(range(1, 9))
+    problem = Problem(
+        variables=tuple(variable(f"v{i}", *((rng.random(), 0.0) for _ in range(3))) for i in range(9)),
+        tensors=(
+            Tensor(
+                name="x",
+                producer=0,
+                produced=(0, 1, 2),
+                consumers=readers,
+                wanted=tuple(tuple(rng.sample((1, 2, 4), 3)) for _ in readers),
+                costs={(p, w): (rng.random() * 4, 1.0) for p in range(3) for w in range(8) if rng.random() < 0.9},
+            ),
+        ),
+    )
+    assert max(table.seconds.size for table in network(problem, ()).tables) < 3**9 / 50
+    assert_all_agree(problem)
+
+
+def test_a_group_may_read_what_it_makes() -> None:
+    problem = Problem(
+        variables=(variable("group", (1.0, 0.0), (0.5, 0.0), (0.0, 0.0)),),
+        tensors=(
+            Tensor(
+                name="x",
+                producer=0,
+                produced=(0, 1, 1),
+                consumers=(0, 0),
+                wanted=((1, 1, 2), (0, 2, 0)),
+                costs={(0, 1): (0.0, 0.0), (1, 3): (0.2, 0.0)},
+            ),
+        ),
+    )
+    best = assert_all_agree(problem)
+    assert isinstance(best, Solution)
+    assert best.choice.options == (1,)
+
+
+def infeasible_problem() -> Problem:
+    return Problem(
+        variables=(variable("a", (1.0, 1.0)), variable("b", (1.0, 1.0), (2.0, 1.0))),
+        tensors=(
+            Tensor(name="x", producer=0, produced=(0,), consumers=(1,), wanted=((1, 2),), costs={(1, 1): (0.0, 0.0)}),
+        ),
+    )
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_what_cannot_be_joined_is_infeasible(solver: str) -> None:
+    with pytest.raises(Infeasible, match="no choice of options gives every tensor"):
+        solve(infeasible_problem(), solver)
+    with pytest.raises(Infeasible, match="no choice of options gives every tensor"):
+        solve(infeasible_problem(), solver, bytes_limit=1.0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_limit_that_nothing_fits_names_the_smallest(solver: str) -> None:
+    problem = chain(layers=4)
+    with pytest.raises(Infeasible, match=r"no choice fits in 39 bytes: the smallest needs 40 bytes"):
+        solve(problem, solver, bytes_limit=39)
+    assert solve(problem, solver, bytes_limit=40).score.bytes == 40
+
+
+def test_bad_input_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match=r"unknown solver 'simplex'; the solvers are dp, ilp, exhaustive"):
+        solve(chain(layers=2), "simplex")
+    wide = Problem(variables=tuple(variable(f"v{i}", (0.0, 0.0), (1.0, 0.0)) for i in range(30)))
+    with pytest.raises(ValueError, match=f"at most {MAX_COMBINATIONS}: use dp or ilp"):
+        solve(wide, "exhaustive")
+    (repeat,) = chain(layers=2).repeats
+    torn = dataclasses.replace(chain(layers=2), repeats=(dataclasses.replace(repeat, body_right=()),))
+    other = dataclasses.replace(chain(layers=2), variables=(variable("in", (0.0, 0.0), (0.0, 0.0)),) * 2)
+    for solver in SOLVERS:
+        with pytest.raises(ValueError, match="must name equally many variables"):
+            solve(torn, solver)
+        with pytest.raises(ValueError, match="must be the same ones"):
+            solve(other, solver)
+
+
+def chain(*, layers: int) -> Problem:
+    """Layers that are fast and fat (1 s, 30 bytes) or slow and thin (2 s, 10 bytes), one layout between them."""
+    border = variable("border", (0.0, 0.0))
+    body = Problem(variables=(border, variable("layer", (1.0, 30.0), (2.0, 10.0)), border))
+    repeat = Repeat(name="layers", body=body, count=layers, left=(0,), right=(1,), body_left=(0,), body_right=(2,))
+    return Problem(variables=(border, border), repeats=(repeat,))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("limit", "fat"), [(360, 12), (359, 11), (240, 6), (259, 6), (139, 0), (120, 0)])
+def test_identical_layers_mix_under_a_memory_limit(solver: str, limit: float, fat: int) -> None:
+    solution = solve(chain(layers=12), solver, bytes_limit=limit)
+    assert sum(copy.options[1] == 0 for copy in solution.choice.repeats[0]) == fat
+    assert solution.score.seconds == fat * 1.0 + (12 - fat) * 2.0
+
+
+def layered(*, count: int, ops: int = 20, layouts: int = 3, seed: int = 0) -> Problem:
+    """A body of `ops` ops in a row with residual connections; its border has `layouts` options."""
+    rng = random.Random(seed)
+    border = variable("border", *((0.0, 0.0),) * layouts)
+    body_ops = tuple(
+        variable(f"op{i}", *((rng.random() * 1e-3, float(rng.randint(0, 10**8))) for _ in range(3))) for i in range(ops)
+    )
+
+    def tensor(producer: int, readers: tuple[int, ...], counts: list[int]) -> Tensor:
+        return Tensor(
+            name=f"t{producer}",
+            producer=producer,
+            produced=tuple(rng.randrange(layouts) for _ in range(counts[producer])),
+            consumers=readers,
+            wanted=tuple(tuple(1 << rng.randrange(layouts) for _ in range(counts[r])) for r in readers),
+            costs={
+                (made, wanted): (rng.random() * 1e-4 * (wanted & ~(1 << made)).bit_count(), 1e6 * wanted.bit_count())
+                for made in range(layouts)
+                for wanted in range(1 << layouts)
+            },
+        )
+
+    counts = [layouts, *(3,) * ops, layouts]
+    readers = [(i + 1, i + 5) if i % 4 == 0 and i + 5 <= ops else (i + 1,) for i in range(ops + 1)]
+    body = Problem(
+        variables=(border, *body_ops, border),
+        tensors=tuple(tensor(i, readers[i], counts) for i in range(ops + 1)),
+    )
+    head = tensor(2, (0,), [layouts, layouts, 2])
+    return Problem(
+        variables=(border, border, variable("head", (1e-3, 1e9), (2e-3, 1e8))),
+        tensors=(head,),
+        repeats=(
+            Repeat(name="layers", body=body, count=count, left=(0,), right=(1,), body_left=(0,), body_right=(ops + 1,)),
+        ),
+    )
+
+
+def test_depth_costs_its_logarithm() -> None:
+    products = {}
+    for count in (2, 30, 1000):
+        problem = layered(count=count)
+        pricing = Pricing(Library(), np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE]]))
+        objective = float(pricing.eliminated(problem, ()).table[0])
+        assert solve(problem).score.objective == pytest.approx(objective, rel=1e-9)
+        products[count] = pricing.powers(problem.repeats[0]).products
+        assert len({id(copy) for copy in solve(problem).choice.repeats[0]}) <= 9, "equal copies are one object"
+    assert products == {2: 1, 30: 4 + 3, 1000: 9 + 5}
+
+
+def test_repeats_of_one_body_share_its_powers() -> None:
+    (repeat,) = layered(count=8).repeats
+    problem = layered(count=8)
+    twice = dataclasses.replace(problem, repeats=(repeat, dataclasses.replace(repeat, left=(1,), right=(0,))))
+    pricing = Pricing(Library(), np.array([[1.0, 0.0]]))
+    pricing.eliminated(twice, ())
+    assert pricing.powers(repeat).products == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_a_repeat_equals_its_copies_written_out(count: int) -> None:
+    problem = layered(count=count)
+    expanded = expand(problem)
+    flat, deep = solve(expanded.problem), solve(problem)
+    assert not expanded.problem.repeats
+    assert deep.score.objective == pytest.approx(flat.score.objective, rel=1e-9)
+    decoded = evaluate(problem, expanded.layout.choice(flat.choice.options))
+    assert decoded.objective == pytest.approx(flat.score.objective, rel=1e-9)
+    assert solve(problem, "ilp").score.objective == pytest.approx(flat.score.objective, rel=1e-9)
+
+
+def test_a_deep_problem_under_a_limit_is_within_its_stated_gap() -> None:
+    problem = layered(count=32)
+    free = solve(problem)
+    limit = 0.8 * free.score.bytes
+    dp, integer = solve(problem, bytes_limit=limit), solve(problem, "ilp", bytes_limit=limit)
+    assert max(dp.score.bytes, integer.score.bytes) <= limit
+    assert dp.gap <= 10 * LIMITED_GAP
+    assert max(dp.lower_bound, integer.lower_bound) <= min(dp.score.objective, integer.score.objective)
+    assert free.score.objective < dp.score.objective
+    assert integer.score.objective == pytest.approx(dp.score.objective, rel=10 * LIMITED_GAP)
+
+
+def test_ties_go_to_less_memory_and_then_to_the_first_option() -> None:
+    problem = Problem(variables=(variable("v", (1.0, 5e9), (1.0, 1e9), (1.0, 1e9)),))
+    for solver in SOLVERS:
+        assert solve(problem, solver).choice.options == (1,)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_same_problem_gives_the_same_choice(solver: str) -> None:
+    problem = random_problem(random.Random(11), depth=2)
+    first = solve(problem, solver)
+    again = solve(Problem.from_json(json.loads(problem.dumps())), solver)
+    assert (first.choice, first.score, first.lower_bound) == (again.choice, again.score, again.lower_bound)
+    limit = 0.9 * first.score.bytes
+    assert outcome_text(problem, solver, limit) == outcome_text(problem, solver, limit)
+
+
+def outcome_text(problem: Problem, solver: str, bytes_limit: float) -> str:
+    result = outcome(problem, solver, bytes_limit)
+    return result if isinstance(result, str) else f"{result.choice} {result.score} {result.lower_bound}"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_problem_survives_a_file(seed: int) -> None:
+    problem = random_problem(random.Random(seed), depth=2)
+    assert Problem.from_json(json.loads(problem.dumps())) == problem
+    assert str(Problem.from_json(problem.to_json())) == str(problem)
+
+
+def test_an_empty_problem_costs_nothing() -> None:
+    for solver in SOLVERS:
+        solution = solve(Problem(variables=()), solver, bytes_limit=math.inf)
+        assert (solution.score.objective, solution.gap) == (0.0, 0.0)
