@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+import torch
+
 from ..graph import Ref
 from .rule import Call, OpRule, parameters
 from .template import Linear, Named, assemble, contraction_flops, parse, roles
@@ -44,6 +46,11 @@ def from_template(
         )  # fmt: skip
 
     return rule
+
+
+def either(condition: Callable[[Call], Any], if_true: Rule, if_false: Rule) -> Rule:
+    """One of two rules, by the call's arguments."""
+    return lambda call: if_true(call) if condition(call) else if_false(call)
 
 
 def pointwise(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
@@ -86,9 +93,9 @@ def true_division(call: Call) -> Linear:
     return FIRST if call.argument("rounding_mode") is None else ()
 
 
-def reduce(reduction: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
-    """Reductions over `dim` (all dims without it). A split of a reduced dim is Partial(reduction);
-    with `reduction` "" the reduced dims are whole. The average of a shard has to be divided by the
+def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
+    """Reductions over `dim` (all dims without it). A split of a reduced dim is Partial(`how`); with
+    `how` "" the reduced dims are whole. The average of a shard has to be divided by the
     number of shards: `average` ops expand."""
 
     def rule(call: Call) -> OpRule:
@@ -96,6 +103,8 @@ def reduce(reduction: str, *, average: bool = False, linear: Linear = FIRST) -> 
         names: list[str | None] = list(_DIMS[: len(source.shape)])
         reduced = axes(call, "dim", len(source.shape))
         keep = has(call, "keepdim") and call.argument("keepdim")
+        # collectives have no maximum of truth values
+        reduction = "" if how in ("max", "min") and source.dtype is torch.bool else how
         if not reduction:
             names = [None if i in reduced else name for i, name in enumerate(names)]
         kept = [None if i in reduced else name for i, name in enumerate(names) if keep or i not in reduced]

@@ -237,7 +237,8 @@ def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape) -> dict[Coordinat
             generator = torch.Generator().manual_seed(axis)  # replicas are equal
             parts = [value] * ranks
             if isinstance(placement, Partial):
-                rest = [torch.randint(-2, 3, value.shape, generator=generator).to(value) for _ in range(ranks - 1)]
+                # multiples of the value, so that rounding stays in proportion
+                rest = [value * torch.randint(-2, 3, value.shape, generator=generator).to(value) for _ in range(ranks - 1)]
                 parts = [value - sum(rest, torch.zeros_like(value)), *rest]
             grown |= {(*prefix, i): part for i, part in enumerate(parts)}
         terms = grown

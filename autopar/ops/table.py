@@ -2,7 +2,7 @@
 
 A template says which dims move together (see `template`); where dims depend on arguments a family
 says it (see `families`). `linear` lists the arguments that may be Partial(sum) together. What takes
-sizes says how they shrink (see `local`); what is not itself on shards has an expansion (see `expand`).
+sizes says how they shrink (see `local`); what is not itself on shards has an expansion (see `expansions`).
 `oracle.check_rule` proves a line by brute force.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from . import expand, local
+from . import expansions, local
 from .families import (
     BOTH,
     EACH,
@@ -21,6 +21,7 @@ from .families import (
     along,
     attention,
     convolution,
+    either,
     expanded,
     filled_with_zero,
     from_template,
@@ -53,7 +54,6 @@ from .families import (
     to_dtype,
     true_division,
 )
-from .rule import Call, OpRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Entry:
 
     rule: Rule
     local: local.Local = local.unchanged
-    expand: expand.Expansion | None = None
+    expand: expansions.Expansion | None = None
 
 
 def _aten(names: str, entry: Entry) -> dict[str, Entry]:
@@ -70,22 +70,26 @@ def _aten(names: str, entry: Entry) -> dict[str, Entry]:
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": entry for name in names.split()}
 
 
-def _linear(call: Call) -> OpRule:
-    """linear: with a bias, only jointly with it."""
-    text = "*i k, n k, n -> *i n"
-    if call.argument("bias") is None:
-        return from_template(text, linear=EACH, contraction=True)(call)  # type: ignore[return-value]
-    return from_template(text, linear=((0, 2), (1, 2)), expands=("k",), contraction=True)(call)  # type: ignore[return-value]
+_mean = reduce("sum", average=True)
 
-
-def _embedding_backward(call: Call) -> OpRule:
-    """Scaling by frequency has to see all indices."""
-    indices = "*i!" if call.argument("scale_grad_by_freq") else "*i"
-    text = f"{indices} d, {indices} -> v d"
-    return from_template(text, linear=FIRST, expands=("v",), contiguous=("v",))(call)  # type: ignore[return-value]
-
-
-_mean, _mean_loss, _mean_loss_backward = reduce("sum", average=True), loss, loss_backward
+# with a bias, linear only jointly with it
+_linear = either(
+    lambda call: call.argument("bias") is None,
+    from_template("*i k, n k -> *i n", linear=EACH, contraction=True),
+    from_template("*i k, n k, n -> *i n", linear=((0, 2), (1, 2)), expands=("k",), contraction=True),
+)
+# scaling by frequency has to see all indices
+_embedding_backward = either(
+    lambda call: call.argument("scale_grad_by_freq"),
+    from_template("*i! d, *i! -> v d", linear=FIRST, expands=("v",), contiguous=("v",)),
+    from_template("*i d, *i -> v d", linear=FIRST, expands=("v",), contiguous=("v",)),
+)
+# the range of the bins must not depend on the data
+_histogram = either(
+    lambda call: call.argument("min") < call.argument("max"),
+    from_template("*i -> bins!"),
+    from_template("*i! -> bins!"),
+)
 
 TABLE: Mapping[str, Entry] = MappingProxyType({
     # contractions
@@ -95,15 +99,15 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("dot", Entry(from_template("k, k -> ", linear=EACH, contraction=True))),
     **_aten("addmm", Entry(
         from_template("...m n, m k, k n -> m n", linear=((0, 1), (0, 2)), expands=("k",), contraction=True),
-        expand=expand.share_of_bias)),
+        expand=expansions.share_of_bias)),
     **_aten("baddbmm", Entry(
         from_template("...b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)), expands=("k",), contraction=True),
-        expand=expand.share_of_bias)),
-    **_aten("linear", Entry(_linear, expand=expand.share_of_last("k"))),
+        expand=expansions.share_of_bias)),
+    **_aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
     **_aten("convolution", Entry(
         convolution("n c *s!, o c *k!, o -> n o *s!", "n c *s!, c o *k!, o -> n o *s!",
                     "n c! *s!, o! c! *k!, o! -> n o! *s!", products=1),
-        expand=expand.share_of_last("c"))),
+        expand=expansions.share_of_last("c"))),
     **_aten("convolution_backward", Entry(
         convolution("n o *s!, n c *s!, o c *k! -> n c *s!, o c *k!, o",
                     "n o *s!, n c *s!, c o *k! -> n c *s!, c o *k!, o",
@@ -136,20 +140,20 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # embedding and losses
     **_aten("embedding", Entry(
-        from_template("v d, *i -> *i d", linear=FIRST, expands=("v",), contiguous=("v",)), expand=expand.embedding)),
+        from_template("v d, *i -> *i d", linear=FIRST, expands=("v",), contiguous=("v",)), expand=expansions.embedding)),
     **_aten("embedding_dense_backward", Entry(
-        _embedding_backward, local.rows_of_output("num_weights"), expand.embedding_backward)),
-    **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expand.softmax(log=False))),
-    **_aten("_log_softmax", Entry(along(the_dim, name="c"), expand=expand.softmax(log=True))),
+        _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
+    **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(log=False))),
+    **_aten("_log_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(log=True))),
     **_aten("_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c"), expand=expand.softmax_backward(log=False))),
+        along(the_dim, linear=FIRST, name="c"), expand=expansions.softmax_backward(log=False))),
     **_aten("_log_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c"), expand=expand.softmax_backward(log=True))),
-    **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expand.nll)),
-    **_aten("nll_loss_backward nll_loss2d_backward", Entry(nll_backward, expand=expand.nll_backward)),
-    **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expand.share(loss))),
+        along(the_dim, linear=FIRST, name="c"), expand=expansions.softmax_backward(log=True))),
+    **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expansions.nll)),
+    **_aten("nll_loss_backward nll_loss2d_backward", Entry(nll_backward, expand=expansions.nll_backward)),
+    **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
     **_aten("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", Entry(
-        loss_backward, expand=expand.share(loss_backward))),
+        loss_backward, expand=expansions.share(loss_backward))),
 
     # norms
     **_aten("native_layer_norm _fused_rms_norm", Entry(normalized())),
@@ -162,12 +166,14 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # reductions
     **_aten("sum sum.dim_IntList", Entry(reduce("sum"))),
-    **_aten("mean mean.dim", Entry(_mean, expand=expand.share(_mean))),
+    **_aten("mean mean.dim", Entry(_mean, expand=expansions.share(_mean))),
     **_aten("amax max", Entry(reduce("max", linear=()))),
     **_aten("amin min", Entry(reduce("min", linear=()))),
     **_aten("max.dim min.dim argmax argmin any any.dim any.dims all all.dim all.dims prod prod.dim_int logsumexp "
             "std.correction var.correction var_mean.correction linalg_vector_norm count_nonzero.dim_IntList",
             Entry(reduce("", linear=()))),
+
+    **_aten("histc", Entry(_histogram)),
 
     # along a dim
     **_aten("cumsum", Entry(along(the_dim, linear=FIRST))),
@@ -212,6 +218,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("div.Tensor_mode div.Scalar_mode", Entry(pointwise(true_division))),
     **_aten("where.self", Entry(pointwise(((1, 2),)))),
     **_aten("masked_fill.Tensor", Entry(pointwise(((0, 2),)))),
+    **_aten("copy", Entry(pointwise(((1,),)))),
     # backward ops are linear in the gradient
     **_aten("gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward "
             "leaky_relu_backward elu_backward softplus_backward mish_backward hardswish_backward "
@@ -227,5 +234,5 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
             "ge.Scalar ge.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor "
             "bitwise_xor.Tensor bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar "
             "where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar xlogy.Tensor "
-            "zeros_like ones_like full_like empty_like", Entry(pointwise())),
+            "fill.Scalar fill.Tensor zeros_like ones_like full_like empty_like", Entry(pointwise())),
 })  # fmt: skip

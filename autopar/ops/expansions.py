@@ -124,9 +124,12 @@ def embedding_backward(
     return (emitter.op("aten.slice.Tensor", wider, 0, 0, rows),)
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
+
 def _wide(emitter: Emitter, value: Ref) -> Ref:
     """The value in a dtype that the softmax ops compute in."""
-    narrow = emitter.meta(value).dtype in (torch.bfloat16, torch.float16)
+    narrow = emitter.meta(value).dtype in _NARROW
     return emitter.op("aten._to_copy.default", value, dtype=torch.float32) if narrow else value
 
 
@@ -197,11 +200,13 @@ def nll(
     scores, target, weight, reduction, ignored = args
     classes = splits.get("c", ())
     tokens = tuple(axis for name, axes in splits.items() if name != "c" for axis in axes)
+    dtype = emitter.meta(scores).dtype
     counted = None
-    if classes:
-        # each token is in the classes of one rank only, but it counts on all
+    if weight is None and (classes or dtype in _NARROW):
+        # each token is in the classes of one rank only, but it counts on all, and exactly
         present = emitter.op("aten.ne.Scalar", target, ignored)
-        counted = emitter.op("aten.sum.default", present, dtype=emitter.meta(scores).dtype)
+        counted = emitter.op("aten.sum.default", present, dtype=torch.float32 if dtype in _NARROW else dtype)
+    if classes:
         size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
         target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
     local = SUM if reduction == MEAN else reduction
@@ -210,9 +215,10 @@ def nll(
         return total, weights
     counted = weights if counted is None else counted
     if reduction != MEAN:
-        return total, counted
+        return total, _narrow(emitter, counted, dtype)
     counted = _all_reduce(emitter, counted, "sum", tokens)
-    return emitter.op("aten.div.Tensor", total, counted), counted
+    mean = emitter.op("aten.div.Tensor", total, counted)
+    return _narrow(emitter, mean, dtype), _narrow(emitter, counted, dtype)
 
 
 def nll_backward(
