@@ -116,6 +116,42 @@ def compose(first: AffineMap, second: AffineMap) -> AffineMap:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signatures:
+    """`labels[i]` is equal for nodes of equal op, constants and metas: their rules and their maps are
+    equal, whoever their operands are. `operands[i]` are node i's inputs."""
+
+    labels: tuple[int, ...]
+    operands: tuple[tuple[str, ...], ...]
+
+
+def signatures(graph: JointGraph) -> Signatures:
+    """Number the nodes by what they are. What repeats is then worked out once."""
+    kinds: dict[TensorMeta, int] = {}
+    kind = {name: kinds.setdefault(meta, len(kinds)) for name, meta in graph.metas.items()}
+    known: dict[Any, int] = {}
+    labels: list[int] = []
+    operands: list[tuple[str, ...]] = []
+    for node in graph.nodes:
+        names: list[str] = []
+        constants = (_constants(node.args, names), tuple([(k, _constants(v, names)) for k, v in node.kwargs]))
+        metas = tuple([kind[name] for name in names]), tuple([kind[o] if o else -1 for o in node.outputs])
+        labels.append(known.setdefault((node.op, node.backward, constants, metas), len(known)))
+        operands.append(tuple(names))
+    return Signatures(labels=tuple(labels), operands=tuple(operands))
+
+
+def _constants(value: Any, names: list[str]) -> Any:
+    """What of an argument is constant, hashable and told apart by type (1, 1.0 and True are not
+    alike to an operator); the names of its references are appended to `names`."""
+    if isinstance(value, Ref):
+        names.append(value.name)
+        return Ref
+    if isinstance(value, tuple):
+        return tuple([_constants(item, names) for item in value])
+    return (value.__class__, repr(value) if isinstance(value, float) else value)
+
+
 def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None, ...], ...]:
     """For each output (None where nobody uses it), for each tensor operand, the map from the output's
     indices to the operand's. Views are mapped from their shapes, other ops from their rule's factors;

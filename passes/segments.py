@@ -14,12 +14,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import JointGraph, Node, Ref, TensorMeta
+from ..graph import JointGraph, Node
+from .dependency import signatures
 
 Ints = npt.NDArray[np.int64]
 Copies = tuple[tuple[int, ...], ...]
@@ -139,50 +139,21 @@ class _Facts:
 
     @staticmethod
     def of(graph: JointGraph) -> _Facts:
-        kinds: dict[TensorMeta, int] = {}
-        kind = {name: kinds.setdefault(meta, len(kinds)) for name, meta in graph.metas.items()}
-        known: dict[Any, int] = {}
-        labels = np.empty(len(graph.nodes), dtype=np.int64)
-        operands: list[tuple[str, ...]] = []
+        known = signatures(graph)
         readers: dict[str, list[int]] = {}
-        home: dict[str, tuple[int, int]] = {}
-        for i, node in enumerate(graph.nodes):
-            names: list[str] = []
-            constants = (_constants(node.args, names), tuple((k, _constants(v, names)) for k, v in node.kwargs))
-            key = (
-                node.op,
-                node.backward,
-                constants,
-                tuple([kind[name] for name in names]),
-                tuple([kind[output] if output else -1 for output in node.outputs]),
-            )
-            labels[i] = known.setdefault(key, len(known))
-            operands.append(tuple(names))
+        for i, names in enumerate(known.operands):
             for name in names:
                 readers.setdefault(name, []).append(i)
-            for slot, output in enumerate(node.outputs):
-                home[output] = (i, slot)
-        home.pop("", None)
+        home = {o: (i, slot) for i, node in enumerate(graph.nodes) for slot, o in enumerate(node.outputs) if o}
         return _Facts(
             graph=graph,
             middle=next((i for i, node in enumerate(graph.nodes) if node.backward), len(graph.nodes)),
-            labels=labels,
-            operands=tuple(operands),
+            labels=np.array(known.labels, dtype=np.int64),
+            operands=known.operands,
             home=home,
             readers=readers,
             outputs={output.name: output.role for output in graph.outputs if output.name is not None},
         )
-
-
-def _constants(value: Any, names: list[str]) -> Any:
-    """What of an argument is constant, hashable and told apart by type (1, 1.0 and True are not
-    alike to an operator); the names of its references are appended to `names`."""
-    if isinstance(value, Ref):
-        names.append(value.name)
-        return Ref
-    if isinstance(value, tuple):
-        return tuple([_constants(item, names) for item in value])
-    return (value.__class__, repr(value) if isinstance(value, float) else value)
 
 
 # ---- runs: intervals whose labels have a period ---------------------------------------------------
