@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+from ..graph import JointGraph, Ref, TensorMeta
 from ..layout import Shape
 from ..ops.rule import Call, OpRule
 
