@@ -308,7 +308,17 @@ def _spec(
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """A split of `dim` in `split_factor` contiguous pieces, each of them sharded over the mesh axis."""
+    """A split of `dim` in `split_factor` contiguous pieces, each of them sharded over the mesh axis.
+
+    Seen on torch 2.13 with gloo, for a dim that no other axis splits by `_StridedShard`: `from_local`,
+    `distribute_tensor`, `full_tensor` and `redistribute` to and from Shard and Replicate are right, beside a
+    Shard of the same or another dim too; with one on each of two axes of the same dim it is not. AdamW and
+    clipping by norm are right.
+
+    Distributed checkpoints are NOT: saving one alone on its dim raises ("overlapping chunks"), and
+    loading into one gives wrong values silently, since a checkpoint takes the local tensor for one
+    contiguous chunk. Redistribute to Shard before saving, and load into a Shard.
+    """
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)

@@ -262,10 +262,12 @@ class _Fakes:
         if not compat.is_plain(source):
             raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
         own = "cpu" if source.device.type == "meta" else str(source.device)
+        device = torch.device(self.device_type or own)
+        if device.type != "cpu" and not torch.get_device_module(device).is_available():
+            # torch aborts the process when autograd meets a fake on a device that it cannot guard
+            raise CaptureError(f"{name} is to be on {device}, which is not available here: capture for device_type cpu")
         with self.mode:
-            fake = torch.empty_strided(
-                source.shape, source.stride(), dtype=source.dtype, device=self.device_type or own
-            )
+            fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
         if isinstance(source, nn.Parameter):
             return nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
         return fake.requires_grad_(source.requires_grad and self.grad)
@@ -543,7 +545,7 @@ class _Conversion:
                 f"{node.name} = {target} is a number that depends on the data ({value}): the model reads a tensor's "
                 f"value, and shapes must be static"
             )
-        meta = _meta(value)
+        meta = self._static_meta(node)
         if self._is_no_op(node, meta):
             self.values[node] = self._name(node.args[0])
         elif target in _RESHAPES:
@@ -557,12 +559,21 @@ class _Conversion:
         else:
             self._emit(node, meta=meta)
 
+    def _static_meta(self, node: fx.Node) -> TensorMeta:
+        meta = _meta(node.meta["val"])
+        if any(type(size) is not int for size in meta.shape):
+            raise CaptureError(
+                f"{node.name} = {node.target} has a shape that depends on the data ({meta}): a graph has static shapes "
+                f"(select with torch.where or a mask, not with a boolean index)"
+            )
+        return meta
+
     def _item(self, node: fx.Node) -> None:
         source, index = node.args
         draft = self.values[source]  # type: ignore[index]
         assert isinstance(draft, _Draft) and isinstance(index, int)
         if not draft.outputs[index]:
-            draft.outputs[index] = self._take(node, _meta(node.meta["val"]), draft)
+            draft.outputs[index] = self._take(node, self._static_meta(node), draft)
         self.values[node] = draft.outputs[index]
 
     def _is_no_op(self, node: fx.Node, meta: TensorMeta) -> bool:

@@ -437,3 +437,13 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match="register its class"):
         capture(Opaque(), (X,))
+
+    class Selects(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x.sum(1) > 0].sum()
+
+    with pytest.raises(ValueError, match="has a shape that depends on the data"):
+        capture(Selects(), (X,))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="0.weight is to be on cuda, which is not available"):
+            capture(mlp(), (X,), device_type="cuda")
