@@ -185,6 +185,8 @@ class _Writer:
             return "[" + ", ".join(map(self.value, value)) + "]"
         if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
             return repr(value)
+        if isinstance(value, float):
+            return f"float({str(value)!r})"
         if isinstance(value, torch.device) and self.device is not None:
             value = self.device
         return self.bind(f"constant_{_identifier(str(value))}", value)

@@ -325,7 +325,7 @@ class _State:
             self._prepare(training, args, kwargs)
             bound = self.captured.bind(args, kwargs)
             digests = {path: _digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
-        except ValueError as caught:
+        except Exception as caught:
             error = caught
         raise_together(error, self.mesh)
         everyone = exchange(digests, self.mesh)
