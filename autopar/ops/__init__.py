@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..graph import Ref, overload
 from ..layout import Shape
+from .expansions import LocalCall
 from .local import Arguments
 from .rule import Call, Emitter, Factor, OpRule, parameters
 from .table import TABLE
@@ -41,9 +42,7 @@ def needs_no_rule(op: str) -> bool:
     return not results or not (reads or random)
 
 
-def localize(
-    call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]
-) -> Arguments:
+def localize(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
     """The node's args and kwargs (as in `Node`) for operands and results of these local shapes:
     sizes, offsets and counts rewritten."""
     entry = TABLE.get(call.node.op)
@@ -65,4 +64,4 @@ def expand(
     """
     expansion = TABLE[call.node.op].expand
     assert expansion is not None, f"{call.node.op} has no expansion"
-    return expansion(emitter, call, args, kwargs, splits, local_outputs)
+    return expansion(emitter, LocalCall(call, args, kwargs, splits, local_outputs))

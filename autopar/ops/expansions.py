@@ -1,14 +1,14 @@
 """Ops that are not themselves on shards: the local program of each, with its collectives.
 
 An expansion is called instead of the op when a factor that says `expands` is split. It emits ops on
-local values and returns the local results, in the op's order. `splits` names every factor of the op
-that is split, with the mesh axes that split it, outermost first.
+local values and returns the local results, in the op's order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -16,22 +16,28 @@ import torch
 from ..graph import Ref
 from ..layout import Shape
 from .families import MEAN, NONE, SUM
-from .rule import Call, Emitter, parameters
+from .rule import Call, Emitter, OpRule
 
-Splits: TypeAlias = Mapping[str, tuple[int, ...]]
-KeywordArguments: TypeAlias = tuple[tuple[str, Any], ...]
 Results: TypeAlias = tuple[Ref | None, ...]
-Expansion = Callable[
-    [Emitter, Call, tuple[Any, ...], KeywordArguments, Splits, tuple[Shape | None, ...]], Results
-]
 
 
-def _argument(call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, name: str) -> Any:
-    """A localised argument by name."""
-    for position, parameter in enumerate(parameters(call.node.op)):
-        if parameter.name == name:
-            return args[position] if position < len(args) else dict(kwargs).get(name, parameter.default)
-    raise KeyError(name)
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """A call on shards: args and kwargs are localised and refer to local values. `splits` names every
+    factor of the op that is split, with the mesh axes that split it, outermost first."""
+
+    call: Call
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    splits: Mapping[str, tuple[int, ...]]
+    outputs: tuple[Shape | None, ...]
+
+    def result(self, emitter: Emitter, *args: Any, **kwargs: Any) -> Ref:
+        """Emit the op itself, which has one output, with other arguments."""
+        return emitter.op(self.call.node.op, *args, **kwargs)
+
+
+Expansion = Callable[[Emitter, LocalCall], Results]
 
 
 def _shards(emitter: Emitter, names: Mapping[str, tuple[int, ...]]) -> int:
@@ -45,40 +51,34 @@ def _all_reduce(emitter: Emitter, value: Ref, reduction: str, axes: tuple[int, .
     return value
 
 
-def share(rule_of: Callable[[Call], Any]) -> Expansion:
+def share(rule_of: Callable[[Call], OpRule | None]) -> Expansion:
     """A mean over a shard counts for its share of the whole: divide by the number of shards."""
 
-    def expand(
-        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-        local_outputs: tuple[Shape | None, ...],
-    ) -> Results:  # fmt: skip
-        averaged = {f.name: splits[f.name] for f in rule_of(call).factors if f.expands and f.name in splits}
-        value = emitter.op(call.node.op, *args, **dict(kwargs))
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        known = rule_of(local.call)
+        assert known is not None
+        averaged = {f.name: local.splits[f.name] for f in known.factors if f.expands and f.name in local.splits}
+        value = local.result(emitter, *local.args, **dict(local.kwargs))
         return (emitter.op("aten.mul.Scalar", value, 1.0 / _shards(emitter, averaged)),)
 
     return expand
 
 
-def share_of_bias(
-    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-    local_outputs: tuple[Shape | None, ...],
-) -> Results:  # fmt: skip
+def share_of_bias(emitter: Emitter, local: LocalCall) -> Results:
     """addmm, baddbmm with the contracted factor split: every rank adds its share of the bias, so that
     the sum has it once. It costs nothing, since the op scales the bias anyway."""
-    named = dict(kwargs)
-    named["beta"] = named.get("beta", 1) / _shards(emitter, {"k": splits["k"]})
-    return (emitter.op(call.node.op, *args, **named),)
+    named = dict(local.kwargs)
+    named["beta"] = named.get("beta", 1) / _shards(emitter, {"k": local.splits["k"]})
+    return (local.result(emitter, *local.args, **named),)
 
 
 def share_of_last(factor: str) -> Expansion:
     """linear, convolution with the contracted factor split: the bias, third operand, in shares."""
 
-    def expand(
-        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-        local_outputs: tuple[Shape | None, ...],
-    ) -> Results:  # fmt: skip
-        bias = emitter.op("aten.mul.Scalar", args[2], 1.0 / _shards(emitter, {factor: splits[factor]}))
-        return (emitter.op(call.node.op, *args[:2], bias, *args[3:], **dict(kwargs)),)
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        share = 1.0 / _shards(emitter, {factor: local.splits[factor]})
+        bias = emitter.op("aten.mul.Scalar", local.args[2], share)
+        return (local.result(emitter, *local.args[:2], bias, *local.args[3:], **dict(local.kwargs)),)
 
     return expand
 
@@ -92,35 +92,28 @@ def _local_indices(emitter: Emitter, indices: Ref, axes: tuple[int, ...], size: 
     return local, emitter.op("aten.logical_and.default", above, below)
 
 
-def embedding(
-    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-    local_outputs: tuple[Shape | None, ...],
-) -> Results:  # fmt: skip
+def embedding(emitter: Emitter, local: LocalCall) -> Results:
     """Rows of the table split: each rank looks up its own rows and gives zeros for the others."""
-    weight, indices = args[:2]
+    weight, indices = local.args[:2]
     rows = emitter.meta(weight).shape[0]
-    local, mine = _local_indices(emitter, indices, splits["v"], rows)
+    row, mine = _local_indices(emitter, indices, local.splits["v"], rows)
     other = emitter.op("aten.logical_not.default", mine)
-    found = emitter.op("aten.embedding.default", weight, emitter.op("aten.masked_fill.Scalar", local, other, 0))
+    found = local.result(emitter, weight, emitter.op("aten.masked_fill.Scalar", row, other, 0))
     last = emitter.op("aten.unsqueeze.default", other, -1)
     return (emitter.op("aten.masked_fill.Scalar", found, last, 0.0),)
 
 
-def embedding_backward(
-    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-    local_outputs: tuple[Shape | None, ...],
-) -> Results:  # fmt: skip
+def embedding_backward(emitter: Emitter, local: LocalCall) -> Results:
     """Rows of the table split: what is for other ranks' rows, or for the padding row, goes to one row
     more, which is cut off."""
-    gradient, indices = args[:2]
-    assert local_outputs[0] is not None
-    rows = local_outputs[0][0]
-    padding, by_frequency = call.argument("padding_idx"), call.argument("scale_grad_by_freq")
-    local, mine = _local_indices(emitter, indices, splits["v"], rows)
+    gradient, indices, _, padding, by_frequency = local.args
+    assert local.outputs[0] is not None
+    rows = local.outputs[0][0]
+    row, mine = _local_indices(emitter, indices, local.splits["v"], rows)
     if padding >= 0:
         mine = emitter.op("aten.logical_and.default", mine, emitter.op("aten.ne.Scalar", indices, padding))
-    local = emitter.op("aten.masked_fill.Scalar", local, emitter.op("aten.logical_not.default", mine), rows)
-    wider = emitter.op("aten.embedding_dense_backward.default", gradient, local, rows + 1, -1, by_frequency)
+    row = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), rows)
+    wider = local.result(emitter, gradient, row, rows + 1, -1, by_frequency)
     return (emitter.op("aten.slice.Tensor", wider, 0, 0, rows),)
 
 
@@ -142,22 +135,19 @@ def softmax(*, log: bool) -> Expansion:
     """_softmax, _log_softmax with the classes split: two all-reduces without the class dim, of the
     maximum and of the sum of exponentials."""
 
-    def expand(
-        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-        local_outputs: tuple[Shape | None, ...],
-    ) -> Results:  # fmt: skip
-        assert call.outputs[0] is not None
-        dim = (call.argument("dim"),)
-        scores = _wide(emitter, args[0])
-        highest = _all_reduce(emitter, emitter.op("aten.amax.default", scores, dim, True), "max", splits["c"])
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        assert local.call.outputs[0] is not None
+        dim = (local.call.argument("dim"),)
+        scores = _wide(emitter, local.args[0])
+        highest = _all_reduce(emitter, emitter.op("aten.amax.default", scores, dim, True), "max", local.splits["c"])
         shifted = emitter.op("aten.sub.Tensor", scores, highest)
         powers = emitter.op("aten.exp.default", shifted)
-        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dim, True), "sum", splits["c"])
+        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dim, True), "sum", local.splits["c"])
         if log:
             result = emitter.op("aten.sub.Tensor", shifted, emitter.op("aten.log.default", total))
         else:
             result = emitter.op("aten.div.Tensor", powers, total)
-        return (_narrow(emitter, result, call.outputs[0].dtype),)
+        return (_narrow(emitter, result, local.call.outputs[0].dtype),)
 
     return expand
 
@@ -165,18 +155,15 @@ def softmax(*, log: bool) -> Expansion:
 def softmax_backward(*, log: bool) -> Expansion:
     """Their backward ops with the classes split: one all-reduce without the class dim."""
 
-    def expand(
-        emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-        local_outputs: tuple[Shape | None, ...],
-    ) -> Results:  # fmt: skip
-        assert call.outputs[0] is not None
-        dim = (call.argument("dim"),)
-        gradient, output = _wide(emitter, args[0]), _wide(emitter, args[1])
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        assert local.call.outputs[0] is not None
+        dim = (local.call.argument("dim"),)
+        gradient, output = _wide(emitter, local.args[0]), _wide(emitter, local.args[1])
         product = gradient if log else emitter.op("aten.mul.Tensor", gradient, output)
-        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", splits["c"])
+        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", local.splits["c"])
         weight = emitter.op("aten.exp.default", output) if log else output
         result = emitter.op("aten.sub.Tensor", product, emitter.op("aten.mul.Tensor", weight, total))
-        return (_narrow(emitter, result, call.outputs[0].dtype),)
+        return (_narrow(emitter, result, local.call.outputs[0].dtype),)
 
     return expand
 
@@ -191,15 +178,12 @@ def _local_targets(emitter: Emitter, target: Ref, ignored: int, axes: tuple[int,
     return emitter.op("aten.masked_fill.Scalar", local, emitter.op("aten.logical_not.default", mine), _IGNORED)
 
 
-def nll(
-    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-    local_outputs: tuple[Shape | None, ...],
-) -> Results:  # fmt: skip
+def nll(emitter: Emitter, local: LocalCall) -> Results:
     """nll_loss forward: each rank sums over its tokens and classes, and divides by the total weight of
     all ranks' tokens: one all-reduce of one number. A rank whose labels are all ignored adds zero."""
-    scores, target, weight, reduction, ignored = args
-    classes = splits.get("c", ())
-    tokens = tuple(axis for name, axes in splits.items() if name != "c" for axis in axes)
+    scores, target, weight, reduction, ignored = local.args
+    classes = local.splits.get("c", ())
+    tokens = tuple(axis for name, axes in local.splits.items() if name != "c" for axis in axes)
     dtype = emitter.meta(scores).dtype
     counted = None
     if weight is None and (classes or dtype in _NARROW):
@@ -209,8 +193,8 @@ def nll(
     if classes:
         size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
         target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
-    local = SUM if reduction == MEAN else reduction
-    total, weights = emitter.ops(call.node.op, scores, target, weight, local, ignored)
+    summed = SUM if reduction == MEAN else reduction
+    total, weights = emitter.ops(local.call.node.op, scores, target, weight, summed, ignored)
     if reduction == NONE and len(emitter.meta(scores).shape) > 1:
         return total, weights
     counted = weights if counted is None else counted
@@ -221,14 +205,9 @@ def nll(
     return _narrow(emitter, mean, dtype), _narrow(emitter, counted, dtype)
 
 
-def nll_backward(
-    emitter: Emitter, call: Call, args: tuple[Any, ...], kwargs: KeywordArguments, splits: Splits,
-    local_outputs: tuple[Shape | None, ...],
-) -> Results:  # fmt: skip
+def nll_backward(emitter: Emitter, local: LocalCall) -> Results:
     """nll_loss backward with the classes split: other ranks' classes are ignored."""
-    gradient, scores, target, weight, reduction, ignored, total_weight = args
+    gradient, scores, target, weight, reduction, ignored, total_weight = local.args
     size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
-    target = _local_targets(emitter, target, ignored, splits["c"], size)
-    return (
-        emitter.op(call.node.op, gradient, scores, target, weight, reduction, _IGNORED, total_weight),
-    )
+    target = _local_targets(emitter, target, ignored, local.splits["c"], size)
+    return (local.result(emitter, gradient, scores, target, weight, reduction, _IGNORED, total_weight),)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -231,9 +232,7 @@ def joined(call: Call) -> OpRule:
     names = _DIMS[:rank]
     # a one-dimensional empty tensor may be joined to anything
     inputs: list[Named] = [names if len(meta.shape) == rank else (None,) for meta in call.inputs]
-    return assemble(
-        call, inputs, [names], linear=(tuple(range(len(inputs))),), sizes={_DIMS[dim]: math.gcd(*lengths)}
-    )
+    return assemble(call, inputs, [names], linear=(tuple(range(len(inputs))),), sizes={_DIMS[dim]: math.gcd(*lengths)})
 
 
 def stacked(call: Call) -> OpRule:

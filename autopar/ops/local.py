@@ -107,5 +107,3 @@ def bias_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple
 def query_length(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
     """Flash attention's backward is told the number of queries."""
     return replaced(call, max_q=local_inputs[0][2]) if isinstance(call.argument("max_q"), int) else replaced(call)
-
-

@@ -184,7 +184,9 @@ def _check(
     # the arguments refer to operands, one name for each use, so that each use has its own layout
     uses = iter(range(len(call.inputs)))
     local_shapes = tuple(local_shape(m.shape, lay, mesh) for m, lay in zip(call.inputs, layouts, strict=True))
-    local_outputs = tuple(local_shape(m.shape, lay, mesh) if m else None for m, lay in zip(call.outputs, results, strict=True))
+    local_outputs = tuple(
+        local_shape(m.shape, lay, mesh) if m else None for m, lay in zip(call.outputs, results, strict=True)
+    )
     args, kwargs = localize(call, local_shapes, local_outputs)
     args, kwargs = map_references((args, kwargs), lambda _: Ref(f"x{next(uses)}"))
     shards = [_shards(tensors[name], lay, mesh) for name, lay in zip(call.node.inputs, layouts, strict=True)]
@@ -193,8 +195,7 @@ def _check(
     splits = _splits(rule, cuts)
     try:
         if any(rule.factors[cut.factor].expands for cut in cuts if cut.factor is not None):
-            metas = {f"x{i}": TensorMeta(s, m.dtype) for i, (s, m) in enumerate(zip(local_shapes, call.inputs, strict=True))}
-            recorder = Recorder(mesh, metas)
+            recorder = Recorder(mesh, {name: _meta(value) for name, value in values[coordinates[0]].items()})
             refs = expand(recorder, call, args, kwargs, splits, local_outputs)
             run_in_lock_step(recorder.instructions, mesh, values)
             locals_ = {c: tuple(values[c][r.name] if r else None for r in refs) for c in coordinates}
@@ -211,12 +212,13 @@ def _check(
         for c in coordinates:
             part = locals_[c][i]
             if part is None or tuple(part.shape) != local_outputs[i] or part.dtype != meta.dtype:
-                raise complain(f"output {i} on rank {c} is {part if part is None else _meta(part)}, not {local_outputs[i]} {meta.dtype}")
+                given = "missing" if part is None else _meta(part)
+                raise complain(f"output {i} on rank {c} is {given}, not {local_outputs[i]} of {meta.dtype}")
             parts[c] = part
         if wholes is not None:
-            error = _error(wholes[i], parts, layout, mesh)
-            if error:
-                raise complain(f"output {i}, {error}")
+            wrong = _error(wholes[i], parts, layout, mesh)
+            if wrong:
+                raise complain(f"output {i}, {wrong}")
 
 
 def _splits(rule: OpRule, cuts: tuple[Cut, ...]) -> dict[str, tuple[int, ...]]:
@@ -237,13 +239,20 @@ def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape) -> dict[Coordinat
             generator = torch.Generator().manual_seed(axis)  # replicas are equal
             parts = [value] * ranks
             if isinstance(placement, Partial):
-                # multiples of the value, so that rounding stays in proportion
-                rest = [value * torch.randint(-2, 3, value.shape, generator=generator).to(value) for _ in range(ranks - 1)]
-                parts = [value - sum(rest, torch.zeros_like(value)), *rest]
+                parts = _summands(value, ranks, generator)
             grown |= {(*prefix, i): part for i, part in enumerate(parts)}
         terms = grown
     splits = tuple(REPLICATE if isinstance(p, Partial) else p for p in layout)
     return {c: shard(value, splits, mesh, c) for c, value in terms.items()}
+
+
+def _summands(value: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Tensors that add up to the value: small random multiples of it, so that rounding stays in
+    proportion, and infinities whole in the first."""
+    finite = torch.where(torch.isfinite(value), value, 0)
+    factors = [torch.randint(-2, 3, value.shape, generator=generator).to(value) for _ in range(count - 1)]
+    rest = [finite * factor for factor in factors]
+    return [value - sum(rest, torch.zeros_like(value)), *rest]
 
 
 def _error(whole: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor], layout: Layout, mesh: Shape) -> str:
@@ -327,7 +336,7 @@ def run_in_lock_step(
     for instruction in instructions:
         if instruction.op == "collective.all_reduce":
             value, reduction, axis = instruction.args
-            reduce = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[reduction]
+            reduce: Any = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[reduction]
             for c in values:
                 group = [values[(*c[:axis], i, *c[axis + 1 :])][value.name] for i in range(mesh[axis])]
                 values[c][instruction.outputs[0]] = reduce(torch.stack(group), 0)
@@ -339,13 +348,19 @@ def run_in_lock_step(
 
 
 def _run(
-    function: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], known: Mapping[str, Any], rank: Coordinate
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    known: Mapping[str, Any],
+    rank: Coordinate,
 ) -> Any:
+    """Call an op with values for references and for what differs by rank."""
+
     def value(argument: Any) -> Any:
         if isinstance(argument, Ref):
             return known[argument.name]
         if isinstance(argument, RankIndex):
             return argument.at(rank)
-        return [value(item) for item in argument] if isinstance(argument, tuple) else argument
+        return [value(item) for item in argument] if isinstance(argument, (tuple, list)) else argument
 
     return function(*map(value, args), **{key: value(v) for key, v in kwargs})

@@ -140,7 +140,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # embedding and losses
     **_aten("embedding", Entry(
-        from_template("v d, *i -> *i d", linear=FIRST, expands=("v",), contiguous=("v",)), expand=expansions.embedding)),
+        from_template("v d, *i -> *i d", linear=FIRST, expands=("v",), contiguous=("v",)),
+        expand=expansions.embedding)),
     **_aten("embedding_dense_backward", Entry(
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
     **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(log=False))),
