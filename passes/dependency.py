@@ -211,8 +211,8 @@ def _carried(
 
 @dataclass(frozen=True, slots=True)
 class Preserved:
-    """What is left of input dim i at the output: index b_i is known up to a block of `block`
-    elements, as floor(b_i / block) = the digit (a_j // output_block) % count of output dim j."""
+    """A digit of an input index that an output index still knows: (b_i // block) % count =
+    (a_j // output_block) % count, with j = `output_dim`. Below it there may be anything."""
 
     block: int
     output_dim: int
@@ -220,15 +220,31 @@ class Preserved:
     count: int
 
 
+@cache
+def surviving(mapping: AffineMap) -> tuple[tuple[Preserved, ...], ...]:
+    """For each input dim, the digits of its index that output indices know, outermost first."""
+    return tuple(_digits(index, mapping) for index in mapping.indices)
+
+
+def _digits(index: Expression, mapping: AffineMap) -> tuple[Preserved, ...]:
+    found: list[Preserved] = []
+    for position, term in enumerate(index.terms):
+        below = Expression(index.terms[position + 1 :], index.constant)
+        # not where the digits below overflow into this one, and not where the digit is free
+        if isinstance(term.source, int) and term.source < len(mapping.outputs) and _largest(below) < term.coefficient:
+            found.append(Preserved(term.coefficient, term.source, term.divisor, term.modulus))
+    return tuple(found)
+
+
 def preserved(mapping: AffineMap, ranks: int) -> tuple[Preserved | None, ...]:
     """CFP Eq. 2 for P = `ranks`: b_i = floor(a / d) * d + k, 0 <= k < d, (A / d) mod P = 0.
 
-    For each input dim, the finest digit of its index that an output index still knows, and that
+    For each input dim, the outermost digit of its index that an output index still knows and that
     divides among the ranks; None if there is none: splitting this dim of X would need communication
     on the way to Y. The subgraph preserves X's parallelism if none is None. Input dims that P does
     not divide could not be split to begin with; see `splittable`.
     """
-    return tuple(_block(index, mapping, ranks) for index in mapping.indices)
+    return tuple(next((p for p in digits if p.count % ranks == 0), None) for digits in surviving(mapping))
 
 
 def splittable(shape: Shape, ranks: int) -> tuple[int, ...]:
@@ -240,17 +256,6 @@ def preserves(mapping: AffineMap, ranks: int) -> bool:
     """Whether the map satisfies Eq. 2 along every dim of its input that divides among the ranks."""
     kept = preserved(mapping, ranks)
     return all(kept[d] is not None for d in splittable(mapping.inputs, ranks))
-
-
-def _block(index: Expression, mapping: AffineMap, ranks: int) -> Preserved | None:
-    """The topmost digits of b_i must be digits of one output dim; below them, anything."""
-    for position, term in enumerate(index.terms):
-        below = Expression(index.terms[position + 1 :], index.constant)
-        if not isinstance(term.source, int) or term.source >= len(mapping.outputs):
-            continue  # a part of the index that is free: the digit below it may still be split by period
-        if _largest(below) < term.coefficient and term.modulus % ranks == 0:
-            return Preserved(term.coefficient, term.source, term.divisor, term.modulus)
-    return None
 
 
 # ---- arithmetic of expressions -----------------------------------------------------------------------

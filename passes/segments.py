@@ -10,6 +10,7 @@ because one copy's program is stamped for all.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph import JointGraph, Node
-from .dependency import signatures
+from ..ops import rule_of
+from ..ops.rule import Call
+from .dependency import PERMUTE, RESHAPE, AffineMap, compose, dependency, identity, signatures
 
 Ints = npt.NDArray[np.int64]
 Copies = tuple[tuple[int, ...], ...]
@@ -119,6 +122,30 @@ def segments(graph: JointGraph) -> Segments:
     repeats.sort(key=lambda repeated: repeated.copies[0][0])
     inside = {i for repeated in repeats for copy in repeated.copies for i in copy}
     return Segments(repeats=tuple(repeats), rest=tuple(i for i in range(len(graph.nodes)) if i not in inside))
+
+
+def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
+    """The fine-grained dependency graph of the forward contractions among `nodes` (CFP section 4.1 and
+    Fig. 6), as a short hash: what they are, and by which affine maps each depends on the ones before
+    it. Equal for segments with the same parallel space, whatever trivial operators lie between."""
+    lines: list[str] = []
+    paths: dict[str, dict[tuple[int, AffineMap], None]] = {}
+    for i in (i for i in nodes if not graph.nodes[i].backward):
+        node, metas = graph.nodes[i], graph.metas
+        call = Call(node, tuple(metas[n] for n in node.inputs), tuple(metas[o] if o else None for o in node.outputs))
+        rule = None if node.op in (RESHAPE, PERMUTE) else rule_of(call)
+        if rule is not None and rule.contraction:
+            lines.append(f"{node.op} {', '.join(map(str, call.inputs))}")
+            for operand, name in enumerate(node.inputs):
+                lines += sorted(f"{operand} from {source}: {mapping}" for source, mapping in paths.get(name, {}))
+            output = node.outputs[0]
+            paths[output] = {(len(lines), identity(metas[output].shape)): None}
+        elif any(name in paths for name in node.inputs):
+            for output, maps in zip(node.outputs, dependency(call, rule), strict=True):
+                for name, here in zip(node.inputs, maps, strict=True):
+                    for source, mapping in paths.get(name, {}) if here is not None else ():
+                        paths.setdefault(output, {})[source, compose(here, mapping)] = None
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
 
 # ---- what is known of each node ------------------------------------------------------------------
@@ -386,7 +413,7 @@ def _align(facts: _Facts, copies: Sequence[Sequence[int]]) -> Repeated | int:
     if isinstance(results, int):
         return results
     return Repeated(
-        name=_name(facts.graph.nodes, copies),
+        name=_name(facts.graph, copies),
         copies=tuple(map(tuple, copies)),
         borders=tuple(roles.borders.values()),
         shared=tuple(roles.shared),
@@ -494,11 +521,13 @@ class _Roles:
         return tuple(zip(*aligned, strict=True)) if aligned else ((),) * self.count
 
 
-def _name(nodes: Sequence[Node], copies: Sequence[Sequence[int]]) -> str:
-    """The module path that all nodes of a copy share, with "*" where the copies differ."""
+def _name(graph: JointGraph, copies: Sequence[Sequence[int]]) -> str:
+    """The module path that all nodes of a copy share, with "*" where the copies differ; where modules
+    are unknown, the fingerprint."""
     paths = []
     for copy in copies:
-        modules = zip(*(nodes[i].module.split(".") for i in copy if nodes[i].module), strict=False)
+        modules = zip(*(graph.nodes[i].module.split(".") for i in copy if graph.nodes[i].module), strict=False)
         paths.append([names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, modules)])
     aligned = zip(*paths, strict=False)
-    return ".".join(names[0] if len(set(names)) == 1 else "*" for names in aligned) or "segment"
+    path = ".".join(names[0] if len(set(names)) == 1 else "*" for names in aligned)
+    return path or f"segment {fingerprint(graph, copies[0])}"
