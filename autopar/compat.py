@@ -310,12 +310,14 @@ def _spec(
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """A split of `dim` in `split_factor` contiguous pieces, each of them sharded over the mesh axis.
 
-    Seen on torch 2.13 with gloo, for a dim that no other axis splits by `_StridedShard`: `from_local`,
+    Seen on torch 2.12 and 2.13 with gloo, for a dim that no other axis splits by `_StridedShard`: `from_local`,
     `distribute_tensor`, `full_tensor` and `redistribute` to and from Shard and Replicate are right, beside a
     Shard of the same or another dim too; with one on each of two axes of the same dim it is not. AdamW and
     clipping by norm are right.
 
-    Distributed checkpoints are NOT: saving one alone on its dim raises ("overlapping chunks"), and
+    On torch 2.11 one alone on its dim cannot be redistributed or gathered at all: it raises ValueError.
+
+    Distributed checkpoints are NOT right: saving one alone on its dim raises ("overlapping chunks"), and
     loading into one gives wrong values silently, since a checkpoint takes the local tensor for one
     contiguous chunk. Redistribute to Shard before saving, and load into a Shard.
     """
