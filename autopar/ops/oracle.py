@@ -73,7 +73,7 @@ def check_rule(op: str, *args: Any, compare_values: bool = True, **kwargs: Any) 
     for mesh, cuts in _cuts(rule):
         if not all(is_legal(m.shape, _layout(rule, d, cuts), mesh) for d, m in _dims(rule, call)):
             continue
-        _check(call, rule, tensors, wholes if compare_values else None, mesh, cuts)
+        check_cuts(call, rule, tensors, mesh, cuts, wholes if compare_values else None)
         instances += 1
         for cut in cuts:
             if cut.factor is None:
@@ -165,14 +165,16 @@ def _dims(rule: OpRule, call: Call) -> Iterator[tuple[tuple[int | None, ...], Te
             yield dims, meta
 
 
-def _check(
+def check_cuts(
     call: Call,
     rule: OpRule,
     tensors: dict[str, torch.Tensor],
-    wholes: tuple[torch.Tensor | None, ...] | None,
     mesh: Shape,
     cuts: tuple[Cut, ...],
+    wholes: tuple[torch.Tensor | None, ...] | None = None,
 ) -> None:
+    """Run a call with each mesh axis doing its cut. Without the results of the op on the whole, only
+    their shapes are compared. Raises `RuleError`."""
     coordinates = list(itertools.product(*map(range, mesh)))
     layouts = [_layout(rule, dims, cuts, i) for i, dims in enumerate(rule.inputs)]
     results = [_output_layout(rule, i, cuts) if m else () for i, m in enumerate(call.outputs)]

@@ -1,0 +1,949 @@
+"""Every op rule, by brute force: the op on shards, put together, is the op on the whole.
+
+Each op of the table has an example here, drawn by hypothesis; an op without one fails. The hard cases
+stand below by hand, and the ops of captured models' graphs with the shapes they have there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autopar.graph import JointGraph, Node, Ref, TensorMeta, map_references, overload
+from autopar.ops import Call, Factor, OpRule, needs_no_rule, oracle, rule_of
+from autopar.ops.oracle import Recorder, Report, RuleError, check_rule, make_call
+from autopar.ops.rule import parameters
+from autopar.ops.table import TABLE
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Shape = Sequence[int]
+
+
+class Draw:
+    """Random shapes, numbers and tensors for an example."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        self.generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), label="seed"))
+
+    def one_of(self, *choices: Any) -> Any:
+        return self.data.draw(st.sampled_from(choices))
+
+    def size(self) -> int:
+        return self.one_of(4, 6, 3, 12, 1)
+
+    def sizes(self, count: int) -> list[int]:
+        return [self.size() for _ in range(count)]
+
+    def floats(self, *shape: int) -> torch.Tensor:
+        """Numbers of [-2, 2]."""
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64) * 4 - 2
+
+    def positive(self, *shape: int) -> torch.Tensor:
+        """Numbers of [0.1, 0.9], in the domain of every function."""
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64) * 0.8 + 0.1
+
+    def indices(self, size: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, size, shape, generator=self.generator)
+
+    def bools(self, *shape: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape, generator=self.generator).bool()
+
+    def broadcast(self, shape: Shape) -> list[int]:
+        """A shape that broadcasts to this one."""
+        kept = [1 if self.one_of(False, False, True) else size for size in shape]
+        return kept[self.one_of(0, 0, 1) :]
+
+
+Example = Callable[[Draw], Arguments]
+EXAMPLES: dict[str, Example] = {}
+
+
+def example(*ops: str) -> Callable[[Example], Example]:
+    """The decorated function draws arguments for these ops."""
+
+    def add(function: Example) -> Example:
+        for op in ops:
+            EXAMPLES[f"aten.{op}" if "." in op else f"aten.{op}.default"] = function
+        return function
+
+    return add
+
+
+# contractions
+
+
+@example("mm")
+def _mm(draw: Draw) -> Arguments:
+    m, k, n = draw.sizes(3)
+    return (draw.floats(m, k), draw.floats(k, n)), {}
+
+
+@example("bmm")
+def _bmm(draw: Draw) -> Arguments:
+    b, m, k, n = draw.sizes(4)
+    return (draw.floats(b, m, k), draw.floats(b, k, n)), {}
+
+
+@example("mv")
+def _mv(draw: Draw) -> Arguments:
+    m, k = draw.sizes(2)
+    return (draw.floats(m, k), draw.floats(k)), {}
+
+
+@example("dot")
+def _dot(draw: Draw) -> Arguments:
+    k = draw.size()
+    return (draw.floats(k), draw.floats(k)), {}
+
+
+@example("addmm")
+def _addmm(draw: Draw) -> Arguments:
+    m, k, n = draw.sizes(3)
+    scales = draw.one_of({}, {"beta": 2, "alpha": 3})
+    return (draw.floats(*draw.broadcast([m, n])), draw.floats(m, k), draw.floats(k, n)), scales
+
+
+@example("baddbmm")
+def _baddbmm(draw: Draw) -> Arguments:
+    b, m, k, n = draw.sizes(4)
+    scales = draw.one_of({}, {"beta": 0.5})
+    return (draw.floats(*draw.broadcast([b, m, n])), draw.floats(b, m, k), draw.floats(b, k, n)), scales
+
+
+@example("linear")
+def _linear(draw: Draw) -> Arguments:
+    k, n = draw.sizes(2)
+    bias = draw.one_of(None, draw.floats(n))
+    return (draw.floats(*draw.sizes(draw.one_of(1, 2)), k), draw.floats(n, k), bias), {}
+
+
+def _convolved(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[Any]]:
+    n, o = draw.one_of(2, 4), draw.one_of(4, 6)
+    groups, transposed = draw.one_of((1, False), (2, False), (1, True))
+    c = draw.one_of(4, 6)
+    space = draw.one_of([5], [5, 4])
+    kernel = [3] * len(space)
+    weight = [c, o // groups, *kernel] if transposed else [o, c // groups, *kernel]
+    ones, zeros = [1] * len(space), [0] * len(space)
+    rest = [draw.one_of(ones, [2] * len(space)), ones, ones, transposed, zeros, groups]
+    return draw.floats(n, c, *space), draw.floats(*weight), draw.one_of(draw.floats(o), None), rest
+
+
+@example("convolution")
+def _convolution(draw: Draw) -> Arguments:
+    source, weight, bias, rest = _convolved(draw)
+    return (source, weight, bias, *rest), {}
+
+
+@example("convolution_backward")
+def _convolution_backward(draw: Draw) -> Arguments:
+    source, weight, bias, rest = _convolved(draw)
+    gradient = torch.randn_like(torch.ops.aten.convolution(source, weight, None, *rest))
+    sizes = None if bias is None else [gradient.shape[1]]
+    return (gradient, source, weight, sizes, *rest, [True, True, bias is not None]), {}
+
+
+# attention
+
+
+def _attended(draw: Draw) -> tuple[list[torch.Tensor], bool, dict[str, Any]]:
+    b, h, q, k, d = draw.one_of(2, 4), draw.one_of(6, 4, 1), draw.one_of(6, 4), draw.one_of(6, 5), 4
+    causal = draw.one_of(False, True)
+    k = q if causal else k
+    mask = None if causal else draw.one_of(None, [q, k], [b, 1, q, k], [1, h, 1, k], [b, h, q, k])
+    tensors = [draw.floats(b, h, q, d), draw.floats(b, h, k, d), draw.floats(b, h, k, d)]
+    return tensors, causal, {"attn_mask": draw.floats(*mask)} if mask else {}
+
+
+@example("_scaled_dot_product_flash_attention_for_cpu")
+def _attention(draw: Draw) -> Arguments:
+    tensors, causal, mask = _attended(draw)
+    return (*tensors, 0.0, causal), mask
+
+
+@example("_scaled_dot_product_flash_attention_for_cpu_backward")
+def _attention_backward(draw: Draw) -> Arguments:
+    tensors, causal, mask = _attended(draw)
+    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, **mask)
+    return (torch.randn_like(output), *tensors, output, logsumexp, 0.0, causal), mask
+
+
+# embedding and losses
+
+
+@example("embedding")
+def _embedding(draw: Draw) -> Arguments:
+    v, d = draw.one_of(12, 6, 5), draw.size()
+    padding = draw.one_of(-1, 3)
+    return (draw.floats(v, d), draw.indices(v, *draw.sizes(draw.one_of(1, 2))), padding), {}
+
+
+@example("embedding_dense_backward")
+def _embedding_backward(draw: Draw) -> Arguments:
+    v, d = draw.one_of(12, 6, 5), draw.size()
+    indices = draw.indices(v, *draw.sizes(draw.one_of(1, 2)))
+    by_frequency = draw.one_of(False, False, True)
+    return (draw.floats(*indices.shape, d), indices, v, draw.one_of(-1, 3), by_frequency), {}
+
+
+@example("_softmax", "_log_softmax")
+def _softmax(draw: Draw) -> Arguments:
+    shape = draw.sizes(draw.one_of(1, 2, 3))
+    return (draw.floats(*shape) * 10, draw.one_of(-1, 0), False), {}
+
+
+@example("_softmax_backward_data", "_log_softmax_backward_data")
+def _softmax_backward(draw: Draw) -> Arguments:
+    shape, dim = draw.sizes(draw.one_of(1, 2, 3)), draw.one_of(-1, 0)
+    return (draw.floats(*shape), draw.floats(*shape).log_softmax(dim), dim, torch.float64), {}
+
+
+def _labelled(draw: Draw, flat: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
+    n, c = draw.one_of(8, 6, 12), draw.one_of(12, 6)
+    space = [] if flat else [2, 3]
+    ignored = draw.one_of(-100, 1)
+    target = draw.indices(c, n, *space)
+    target[: n // 2] = ignored  # a rank sees only ignored labels
+    weight = draw.one_of(None, None, draw.positive(c))
+    return draw.floats(n, c, *space).log_softmax(1), target, weight, draw.one_of(1, 2, 0), ignored
+
+
+def _nll(flat: bool) -> Example:
+    return lambda draw: (_labelled(draw, flat), {})
+
+
+def _nll_backward(op: str, flat: bool) -> Example:
+    def draw_arguments(draw: Draw) -> Arguments:
+        scores, target, weight, reduction, ignored = _labelled(draw, flat)
+        loss, total = overload(op)(scores, target, weight, reduction, ignored)
+        return (torch.randn_like(loss), scores, target, weight, reduction, ignored, total), {}
+
+    return draw_arguments
+
+
+example("nll_loss_forward")(_nll(True))
+example("nll_loss2d_forward")(_nll(False))
+example("nll_loss_backward")(_nll_backward("aten.nll_loss_forward.default", True))
+example("nll_loss2d_backward")(_nll_backward("aten.nll_loss2d_forward.default", False))
+
+
+@example("mse_loss", "smooth_l1_loss", "huber_loss")
+def _loss(draw: Draw) -> Arguments:
+    shape = draw.sizes(draw.one_of(1, 2))
+    return (draw.floats(*shape), draw.floats(*shape), draw.one_of(1, 0, 2)), {}
+
+
+@example("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward")
+def _loss_backward(draw: Draw) -> Arguments:
+    shape, reduction = draw.sizes(draw.one_of(1, 2)), draw.one_of(1, 0, 2)
+    gradient = draw.floats(*(shape if reduction == 0 else ()))
+    return (gradient, draw.floats(*shape), draw.floats(*shape), reduction), {}
+
+
+for _op in ("smooth_l1_loss_backward", "huber_loss_backward"):
+    EXAMPLES[f"aten.{_op}.default"] = lambda draw: ((*_loss_backward(draw)[0], 0.5), {})
+
+
+# norms
+
+
+@example("native_layer_norm")
+def _layer_norm(draw: Draw) -> Arguments:
+    batch, shape = draw.sizes(2), draw.sizes(draw.one_of(1, 2))
+    weights = draw.one_of((draw.floats(*shape), draw.floats(*shape)), (None, None))
+    return (draw.floats(*batch, *shape), shape, *weights, 1e-5), {}
+
+
+@example("native_layer_norm_backward")
+def _layer_norm_backward(draw: Draw) -> Arguments:
+    (source, shape, weight, bias, epsilon), _ = _layer_norm(draw)
+    output, mean, scale = torch.native_layer_norm(source, shape, weight, bias, epsilon)
+    mask = [True, weight is not None, bias is not None]
+    return (torch.randn_like(output), source, shape, mean, scale, weight, bias, mask), {}
+
+
+@example("_fused_rms_norm")
+def _rms_norm(draw: Draw) -> Arguments:
+    batch, shape = draw.sizes(2), draw.sizes(1)
+    return (draw.floats(*batch, *shape), shape, draw.one_of(draw.floats(*shape), None), 1e-5), {}
+
+
+@example("_fused_rms_norm_backward")
+def _rms_norm_backward(draw: Draw) -> Arguments:
+    (source, shape, weight, epsilon), _ = _rms_norm(draw)
+    output, scale = torch.ops.aten._fused_rms_norm(source, shape, weight, epsilon)
+    return (torch.randn_like(output), source, shape, scale, weight, [True, weight is not None]), {}
+
+
+@example("native_group_norm")
+def _group_norm(draw: Draw) -> Arguments:
+    n, c, space = draw.one_of(4, 6), 6, 5
+    weights = draw.one_of((draw.floats(c), draw.floats(c)), (None, None))
+    return (draw.floats(n, c, space), *weights, n, c, space, draw.one_of(2, 3), 1e-5), {}
+
+
+@example("native_group_norm_backward")
+def _group_norm_backward(draw: Draw) -> Arguments:
+    (source, weight, bias, *rest), _ = _group_norm(draw)
+    output, mean, scale = torch.native_group_norm(source, weight, bias, *rest)
+    mask = [True, weight is not None, weight is not None]
+    return (torch.randn_like(output), source, mean, scale, weight, *rest[:-1], mask), {}
+
+
+# reductions and what mixes elements along a dim
+
+
+@example("sum", "mean", "max", "min", "any", "all", "prod")
+def _reduced(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(draw.one_of(1, 2, 3))),), {}
+
+
+@example(
+    "sum.dim_IntList", "mean.dim", "amax", "amin", "any.dims", "all.dims", "logsumexp", "count_nonzero.dim_IntList"
+)
+@example("std.correction", "var.correction", "var_mean.correction", "linalg_vector_norm")
+def _reduced_dims(draw: Draw) -> Arguments:
+    dims = draw.one_of([-1], [0, 2], [1], [0, 1, 2])
+    return (draw.floats(*draw.sizes(3)), dims), {"keepdim": draw.one_of(True, False)}
+
+
+EXAMPLES["aten.linalg_vector_norm.default"] = lambda draw: ((draw.floats(4, 6), 2, [draw.one_of(0, 1)]), {})
+EXAMPLES["aten.count_nonzero.dim_IntList"] = lambda draw: ((draw.floats(4, 6), [draw.one_of(0, 1)]), {})
+for _op in ("std", "var", "var_mean"):
+    EXAMPLES[f"aten.{_op}.correction"] = lambda draw: ((draw.floats(4, 6), [draw.one_of(0, 1)]), {"correction": 1})
+
+
+@example("max.dim", "min.dim", "argmax", "argmin", "any.dim", "all.dim", "prod.dim_int")
+def _reduced_dim(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(3)), draw.one_of(-1, 0, 1), draw.one_of(True, False)), {}
+
+
+@example("histc")
+def _histogram(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(draw.one_of(1, 2))), 4, *draw.one_of((-2, 2), (0, 0))), {}
+
+
+@example("cumsum", "cumprod", "logcumsumexp", "_safe_softmax", "sort", "argsort")
+def _along(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(draw.one_of(2, 3))), draw.one_of(-1, 0)), {}
+
+
+@example("topk")
+def _topk(draw: Draw) -> Arguments:
+    return (draw.floats(4, draw.one_of(6, 3), 4), 2, draw.one_of(0, 1, -1)), {}
+
+
+@example("flip")
+def _flip(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(3)), draw.one_of([0], [-1, 1])), {}
+
+
+@example("roll")
+def _roll(draw: Draw) -> Arguments:
+    shifts, dims = draw.one_of(([1], [0]), ([2, 1], [-1, 1]), ([3], []))
+    return (draw.floats(*draw.sizes(3)), shifts, dims), {}
+
+
+@example("tril", "triu")
+def _triangle(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6, draw.one_of(6, 4)), draw.one_of(0, 1)), {}
+
+
+@example("constant_pad_nd")
+def _pad(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6, 4), draw.one_of([0, 1], [0, 0, 2, 1], [-1, 2]), draw.one_of(0.0, 1.5)), {}
+
+
+# parts and wholes
+
+
+def _window(draw: Draw, size: int) -> tuple[Any, Any, int]:
+    return draw.one_of(
+        (size // 3, 2 * size // 3, 1), (0, size // 2, 1), (-size // 3, 2**63 - 1, 1), (0, size, 2), (1, 2, 1)
+    )
+
+
+@example("slice.Tensor")
+def _slice(draw: Draw) -> Arguments:
+    dim = draw.one_of(0, 1, -1)
+    shape = [4, 4, 4]
+    shape[dim] = draw.one_of(12, 24)
+    return (draw.floats(*shape), dim, *_window(draw, shape[dim])), {}
+
+
+@example("slice_backward")
+def _slice_backward(draw: Draw) -> Arguments:
+    (whole, dim, *window), _ = _slice(draw)
+    return (torch.randn_like(torch.ops.aten.slice(whole, dim, *window)), list(whole.shape), dim, *window), {}
+
+
+@example("slice_scatter")
+def _slice_scatter(draw: Draw) -> Arguments:
+    (whole, dim, *window), _ = _slice(draw)
+    return (whole, torch.randn_like(torch.ops.aten.slice(whole, dim, *window)), dim, *window), {}
+
+
+@example("split.Tensor", "unsafe_split.Tensor")
+def _split(draw: Draw) -> Arguments:
+    return (draw.floats(4, 24, 6), *draw.one_of((8, 1), (12, -2), (16, 1), (2, 0), (2, -1))), {}
+
+
+@example("split_with_sizes", "unsafe_split_with_sizes")
+def _split_sizes(draw: Draw) -> Arguments:
+    return (draw.floats(4, 24), draw.one_of([12, 4, 8], [6, 18]), draw.one_of(1, -1)), {}
+
+
+@example("cat")
+def _cat(draw: Draw) -> Arguments:
+    dim = draw.one_of(0, 1, -1)
+    shapes = [[4, 6, 4] for _ in range(draw.one_of(2, 3))]
+    for shape in shapes:
+        shape[dim] = draw.one_of(4, 8, 12, 1)
+    tensors = [draw.floats(*shape) for shape in shapes]
+    return (draw.one_of(tensors, [tensors[0]] * 3), dim), {}
+
+
+@example("stack")
+def _stack(draw: Draw) -> Arguments:
+    shape = draw.sizes(2)
+    return ([draw.floats(*shape) for _ in range(3)], draw.one_of(0, 1, -1)), {}
+
+
+@example("select.int")
+def _select(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6, 4), draw.one_of(0, 1, -1), draw.one_of(2, -1)), {}
+
+
+@example("unbind.int")
+def _unbind(draw: Draw) -> Arguments:
+    return (draw.floats(4, 3, 6), draw.one_of(0, 1, -1)), {}
+
+
+@example("select_backward")
+def _select_backward(draw: Draw) -> Arguments:
+    (whole, dim, index), _ = _select(draw)
+    return (torch.randn_like(whole.select(dim, index)), list(whole.shape), dim, index), {}
+
+
+@example("select_scatter")
+def _select_scatter(draw: Draw) -> Arguments:
+    (whole, dim, index), _ = _select(draw)
+    return (whole, torch.randn_like(whole.select(dim, index)), dim, index), {}
+
+
+@example("expand")
+def _expand(draw: Draw) -> Arguments:
+    return (draw.floats(4, 1, draw.size()), draw.one_of([2, 4, 6, -1], [-1, 6, -1], [4, 4, 3, -1])), {}
+
+
+@example("repeat")
+def _repeat(draw: Draw) -> Arguments:
+    return (draw.floats(4, 1, 6), draw.one_of([2, 1, 4, 2], [3, 2, 1])), {}
+
+
+@example("permute")
+def _permute(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6, 3), draw.one_of([2, 0, 1], [0, -1, 1])), {}
+
+
+@example("new_zeros", "new_ones", "new_empty")
+def _new(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6), draw.sizes(2)), {}
+
+
+@example("new_full")
+def _new_full(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6), draw.sizes(2), 1.5), {}
+
+
+# indexing
+
+
+@example("index.Tensor")
+def _index(draw: Draw) -> Arguments:
+    indices = draw.one_of(
+        [draw.indices(4, 6)],
+        [None, draw.indices(6, 4, 1), draw.indices(4, 6)],
+        [None, None, draw.indices(4, 3, 4)],
+        [draw.indices(4, 6, 4), draw.indices(6, 1, 4), draw.indices(4)],
+    )
+    return (draw.floats(4, 6, 4), indices), {}
+
+
+@example("index_put")
+def _index_put(draw: Draw) -> Arguments:
+    indices, values = draw.one_of(
+        ([torch.arange(3)], draw.floats(3, 6, 4)),
+        ([None, torch.arange(4)], draw.floats(4, 4, 4)),
+        ([None, torch.arange(4)], draw.floats(1, 1)),
+        ([torch.arange(4), torch.arange(4)], draw.floats(4, 4)),
+    )
+    return (draw.floats(4, 6, 4), indices, values, draw.one_of(True, False)), {}
+
+
+@example("index_select")
+def _index_select(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6, 4), draw.one_of(0, 1, -1), draw.indices(4, 6)), {}
+
+
+@example("gather")
+def _gather(draw: Draw) -> Arguments:
+    index = draw.one_of([4, 12], [4, 6], [2, 6], [4, 1])
+    return (draw.floats(4, 6), 1, draw.indices(6, *index)), {}
+
+
+@example("scatter.src", "scatter_add")
+def _scatter(draw: Draw) -> Arguments:
+    index = torch.stack([torch.randperm(6, generator=draw.generator)[:4] for _ in range(6)])
+    return (draw.floats(draw.one_of(6, 12), 6), 1, index, draw.floats(6, 4)), {}
+
+
+@example("scatter.value")
+def _scatter_value(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6), 1, draw.indices(6, 4, 4), 1.5), {}
+
+
+# pointwise, by the schema
+
+
+@example("_to_copy")
+def _to_copy(draw: Draw) -> Arguments:
+    dtype = draw.one_of(torch.float32, torch.int64, torch.float64)
+    return (draw.floats(*draw.sizes(2)),), {"dtype": dtype}
+
+
+@example("where.self")
+def _where(draw: Draw) -> Arguments:
+    shape = draw.sizes(3)
+    values = [draw.floats(*shape), draw.floats(*draw.broadcast(shape))]
+    return (draw.bools(*draw.broadcast(shape)), *draw.one_of(values, values[::-1])), {}
+
+
+@example("masked_fill.Tensor")
+def _masked_fill(draw: Draw) -> Arguments:
+    shape = draw.sizes(3)
+    return (draw.floats(*shape), draw.bools(*draw.broadcast(shape)), draw.floats()), {}
+
+
+@example("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")
+def _arithmetic(draw: Draw) -> Arguments:
+    shape = draw.sizes(3)
+    one, other = draw.positive(*shape), draw.positive(*draw.broadcast(shape))
+    return draw.one_of((one, other), (other, one), (one, one), (one, 2.5)), {}
+
+
+@example("clamp")
+def _clamp(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(2)), *draw.one_of((-1.0, 1.0), (None, 1.0))), {}
+
+
+@example("clamp.Tensor")
+def _clamp_tensor(draw: Draw) -> Arguments:
+    shape = draw.sizes(2)
+    return (draw.floats(*shape), -draw.positive(*draw.broadcast(shape)), draw.positive(*draw.broadcast(shape))), {}
+
+
+def _pointwise(op: str) -> Example:
+    """An example of any pointwise op: operands after the first may be broadcast, unless the op is a
+    backward op."""
+    masks = {"mask", "condition"}
+
+    def draw_arguments(draw: Draw) -> Arguments:
+        shape = draw.sizes(draw.one_of(1, 2, 3))
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in parameters(op):
+            mine = draw.broadcast(shape) if args and "backward" not in op else shape
+            if parameter.type == "Tensor" and parameter.name == "value":
+                args.append(draw.positive())
+            elif parameter.type == "Tensor" and parameter.name in masks:
+                args.append(draw.bools(*(mine if args else shape)))
+            elif "Tensor" in parameter.type and ("bitwise" in op or "floor_divide" in op):
+                args.append(draw.indices(3, *mine) + 1)
+            elif "Tensor" in parameter.type:
+                args.append(draw.positive(*mine))
+            elif parameter.name == "rounding_mode":
+                kwargs["rounding_mode"] = draw.one_of("floor", "trunc")
+            elif parameter.default is None and parameter.type in ("Scalar", "float", "number"):
+                args.append(2 if "bitwise" in op or "floor_divide" in op else 0.4)
+            elif parameter.default is None and parameter.type == "bool":
+                args.append(False)
+        return tuple(args), kwargs
+
+    return draw_arguments
+
+
+NEEDS_CUDA = {
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_backward.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_efficient_attention_backward.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_cudnn_attention_backward.default",
+    "aten._fused_rms_norm_backward.default",
+}
+"""Ops without a CPU kernel: their rules are checked below by hand, and on a device where there is one."""
+
+
+@pytest.mark.parametrize("op", sorted(TABLE.keys() - NEEDS_CUDA))
+def test_rule_of_every_op(op: str) -> None:
+    """Whatever the rule allows is right, and it was tried: each factor and each linear set, in some
+    example of the op."""
+    draw_arguments = EXAMPLES[op] if op in EXAMPLES else _pointwise(op)
+    reports: list[tuple[Report, OpRule]] = []
+
+    @settings(
+        max_examples=6 if op in EXAMPLES else 2, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        args, kwargs = draw_arguments(Draw(data))
+        call, _ = make_call(op, args, kwargs)
+        rule = rule_of(call)
+        assert rule is not None
+        reports.append((check_rule(op, *args, compare_values="empty" not in op, **kwargs), rule))
+
+    check()
+    assert any(report.instances for report, _ in reports) or not any(rule.factors for _, rule in reports)
+    for report, rule in reports:
+        divisible = [f.name for f in rule.factors if any(f.size % n == 0 for n in (2, 3, 4))]
+        assert set(report.factors) == set(divisible)
+        assert bool(report.linear) == bool(rule.linear)
+
+
+# what the lines of the table mean
+
+
+def _call(op: str, *args: Any, **kwargs: Any) -> Call:
+    return make_call(op, args, kwargs)[0]
+
+
+def _rule(op: str, *args: Any, **kwargs: Any) -> OpRule:
+    rule = rule_of(_call(op, *args, **kwargs))
+    assert rule is not None
+    return rule
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def test_rule_of_a_matrix_product() -> None:
+    rule = _rule("aten.mm.default", _zeros(4, 6), _zeros(6, 8))
+    assert str(rule) == "m k, k n -> m n"
+    assert rule.factors == (Factor("m", 4, ("",)), Factor("n", 8, ("",)), Factor("k", 6, ("sum",)))
+    assert rule.linear == ((0,), (1,))
+    assert rule.flops == 2 * 4 * 6 * 8 and rule.contraction
+
+
+def test_a_dim_of_size_one_carries_nothing() -> None:
+    assert str(_rule("aten.mul.Tensor", _zeros(4, 1, 6), _zeros(6, 6))) == "d0 ! d2, d1 d2 -> d0 d1 d2"
+
+
+def test_the_pieces_of_a_fused_projection_are_split_together() -> None:
+    rule = _rule("aten.split.Tensor", _zeros(2, 24), 8, 1)
+    assert rule.factors[1] == Factor("d1", 8, ("", "", ""))
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "linear"),
+    [
+        ("aten.add.Tensor", (_zeros(4), _zeros(4)), ((0, 1),)),
+        ("aten.add.Tensor", (_zeros(4), 1.0), ()),
+        ("aten.mul.Tensor", (_zeros(4), _zeros(4)), ((0,), (1,))),
+        ("aten.mul.Tensor", (_zeros(4), 2.0), ((0,),)),
+        ("aten.mul.Tensor", (torch.ones(4),) * 2, ()),
+        ("aten.add.Tensor", (torch.ones(4),) * 2, ((0, 1),)),
+        ("aten.mm.default", (torch.ones(4, 4),) * 2, ()),
+        ("aten.addmm.default", (_zeros(4), _zeros(4, 4), _zeros(4, 4)), ((0, 1), (0, 2))),
+        ("aten.where.self", (_zeros(4).bool(), _zeros(4), _zeros(4)), ((1, 2),)),
+        ("aten.masked_fill.Scalar", (_zeros(4), _zeros(4).bool(), 0), ((0,),)),
+        ("aten.masked_fill.Scalar", (_zeros(4), _zeros(4).bool(), 1), ()),
+        ("aten.constant_pad_nd.default", (_zeros(4), (0, 1), -100.0), ()),
+        ("aten._to_copy.default", (_zeros(4),), ((0,),)),
+        ("aten.bitwise_and.Tensor", (_zeros(4).bool(), _zeros(4).bool()), ()),
+    ],
+)
+def test_what_an_op_is_linear_in(op: str, args: tuple[Any, ...], linear: tuple[tuple[int, ...], ...]) -> None:
+    assert _rule(op, *args).linear == linear
+
+
+def test_random_ops_have_no_rule_and_factories_need_none() -> None:
+    for op, args in (("aten.bernoulli.p", (_zeros(4), 0.5)), ("aten.native_dropout.default", (_zeros(4), 0.5, True))):
+        assert rule_of(_call(op, *args)) is None
+        assert not needs_no_rule(op)
+    assert not needs_no_rule("aten.randn.default")
+    assert needs_no_rule("aten.arange.default") and needs_no_rule("aten._assert_tensor_metadata.default")
+    assert _rule("aten.full.default", (4, 6), 1.0).factors == ()
+
+
+def test_attention_with_dropout_has_no_rule() -> None:
+    metas = (TensorMeta((2, 4, 6, 8), torch.float32),) * 3
+    outputs = (metas[0], TensorMeta((2, 4, 6), torch.float32), None, None, None, None, None, None, None)
+    for dropout, known in ((0.1, False), (0.0, True)):
+        arguments = (Ref("q"), Ref("k"), Ref("v"), dropout)
+        names = ("o", "l", *[""] * 7)
+        node = Node(op="aten._scaled_dot_product_flash_attention.default", args=arguments, outputs=names)
+        assert (rule_of(Call(node, metas, outputs)) is not None) == known
+
+
+def test_grouped_heads_of_attention_are_whole() -> None:
+    query, key = TensorMeta((2, 8, 6, 4), torch.float32), TensorMeta((2, 4, 6, 4), torch.float32)
+    node = Node(
+        op="aten._scaled_dot_product_flash_attention.default",
+        args=(Ref("q"), Ref("k"), Ref("k")),
+        outputs=("o", "l", *[""] * 7),
+    )
+    rule = rule_of(Call(node, (query, key, key), (query, TensorMeta((2, 8, 6), torch.float32), *[None] * 7)))
+    assert rule is not None
+    assert [f.name for f in rule.factors] == ["b", "q"]
+
+
+def test_queries_are_split_unless_the_mask_is_causal() -> None:
+    tensors = [_zeros(2, 4, 6, 8)] * 3
+    free = _rule("aten._scaled_dot_product_flash_attention_for_cpu.default", *tensors, 0.0, False)
+    causal = _rule("aten._scaled_dot_product_flash_attention_for_cpu.default", *tensors, 0.0, True)
+    assert [f.name for f in free.factors] == ["b", "h", "q"]
+    assert [f.name for f in causal.factors] == ["b", "h"]
+    assert free.flops == 4 * 2 * 4 * 6 * 6 * 8
+
+
+CUDA_RULES = {
+    "_scaled_dot_product_flash_attention_backward": (
+        ["grad_out", "query", "key", "value", "out", "logsumexp", None, None, 6, 6, 0.0, False, "seed", "seed"],
+        "b h q !, b h q !, b h ! !, b h ! !, b h q !, b h q, (), () -> b h q !, b h ! !, b h ! !",
+    ),
+    "_scaled_dot_product_efficient_attention_backward": (
+        ["grad_out", "query", "key", "value", "bias", "out", "logsumexp", "seed", "seed", 0.0, (True,) * 4],
+        "b h ! !, b h ! !, b h ! !, b h ! !, b ! ! !, b h ! !, b h !, (), () -> b h ! !, b h ! !, b h ! !, b ! ! !",
+    ),
+    "_scaled_dot_product_cudnn_attention_backward": (
+        ["grad_out", "query", "key", "value", "out", "logsumexp", "seed", "seed", "bias", None, None, 6, 6, 0.0, False],
+        "b h ! !, b h ! !, b h ! !, b h ! !, b h ! !, b h !, (), (), b ! ! ! -> b h ! !, b h ! !, b h ! !",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", CUDA_RULES)
+def test_rules_of_attention_on_cuda(op: str) -> None:
+    arguments, expected = CUDA_RULES[op]
+    whole = TensorMeta((2, 4, 6, 8), torch.float32)
+    metas = {
+        "logsumexp": TensorMeta((2, 4, 6), torch.float32),
+        "seed": TensorMeta((), torch.int64),
+        "bias": TensorMeta((2, 1, 6, 6), torch.float32),
+    }
+    outputs = [whole] * 3 + [metas["bias"]] * ("efficient" in op)
+    node = Node(
+        op=f"aten.{op}.default",
+        args=tuple(Ref(a) if isinstance(a, str) else a for a in arguments),
+        outputs=tuple(f"y{i}" for i in range(len(outputs))),
+    )
+    rule = rule_of(Call(node, tuple(metas.get(name, whole) for name in node.inputs), tuple(outputs)))
+    assert str(rule) == expected
+
+
+# the vocabulary split: what is communicated
+
+
+def _collectives(op: str, *args: Any, factors: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Reduction and shape of each all-reduce of an op with these factors split over four ranks."""
+    call = _call(op, *args)
+    rule = rule_of(call)
+    assert rule is not None
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    class Spy(Recorder):
+        def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
+            found.append((reduction, self.meta(value).shape))
+            return super().all_reduce(value, reduction, axis)
+
+    cuts = tuple(oracle.Cut(i, f.size) for name in factors for i, f in enumerate(rule.factors) if f.name == name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "Recorder", Spy)
+        oracle.check_cuts(call, rule, make_call(op, args, {})[1], (2,) * len(cuts), cuts)
+    return found
+
+
+def test_cross_entropy_with_the_vocabulary_split_never_gathers_logits() -> None:
+    tokens, classes = 8, 12
+    logits = torch.randn(tokens, classes, dtype=torch.float64)
+    target = torch.randint(0, classes, (tokens,))
+    scores = logits.log_softmax(1)
+    _, total = torch.ops.aten.nll_loss_forward(scores, target, None, 1, -100)
+    gradient = torch.ones((), dtype=torch.float64)
+
+    forward = _collectives("aten._log_softmax.default", logits, 1, False, factors=["c"])
+    assert forward == [("max", (tokens, 1)), ("sum", (tokens, 1))]
+    assert _collectives("aten._log_softmax_backward_data.default", logits, scores, 1, torch.float64, factors=["c"]) == [
+        ("sum", (tokens, 1))
+    ]
+    loss = ("aten.nll_loss_forward.default", scores, target, None, 1, -100)
+    assert _collectives(*loss, factors=["c"]) == []
+    assert _collectives(*loss, factors=["n"]) == [("sum", ())]
+    assert _collectives(*loss, factors=["n", "c"]) == [("sum", ())]
+    backward = ("aten.nll_loss_backward.default", gradient, scores, target, None, 1, -100, total)
+    assert _collectives(*backward, factors=["c"]) == []
+
+
+def test_a_mean_and_a_bias_are_shared_out_without_communication() -> None:
+    assert _collectives("aten.mean.default", torch.randn(4, 6), factors=["d0", "d1"]) == []
+    assert _collectives("aten.addmm.default", torch.randn(4), torch.randn(4, 6), torch.randn(6, 4), factors=["k"]) == []
+
+
+def test_labels_that_are_all_ignored_give_the_same_nan_on_all_ranks() -> None:
+    scores = torch.randn(4, 12).log_softmax(1)
+    check_rule("aten.nll_loss_forward.default", scores, torch.full((4,), -100), None, 1, -100)
+
+
+def test_half_precision_counts_tokens_exactly() -> None:
+    scores = torch.zeros(600, 2, dtype=torch.bfloat16)
+    report = check_rule("aten.nll_loss_forward.default", scores, torch.zeros(600, dtype=torch.long), None, 1, -100)
+    assert report.factors == ("n", "c")
+
+
+def test_softmax_in_half_precision_and_with_minus_infinity() -> None:
+    scores = torch.randn(4, 12)
+    scores[:, :6] = -torch.inf  # a rank's part may be masked as a whole
+    check_rule("aten._softmax.default", scores, 1, False)
+    check_rule("aten._log_softmax.default", scores.bfloat16(), 1, False)
+
+
+# the oracle
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda rule: OpRule(factors=rule.factors, inputs=((0, 2), (2, 1)), outputs=((0, 1),), linear=((0, 1),)),
+            r"aten.mm.default.*rule m k, k n -> m n: Partial operands \(0, 1\) on 2 ranks: output 0, the largest error",
+        ),
+        (
+            lambda rule: OpRule(
+                factors=(*rule.factors[:2], Factor("k", 6, ("max",))), inputs=rule.inputs, outputs=rule.outputs
+            ),
+            r"factor k of size 6 % 2 on 2 ranks: output 0, the largest error is",
+        ),
+        (
+            lambda rule: OpRule(factors=rule.factors, inputs=((0, None), (2, 1)), outputs=rule.outputs),
+            r"factor k of size 6 % 2 on 2 ranks: does not run on shards",
+        ),
+    ],
+)
+def test_the_oracle_finds_wrong_rules(
+    wrong: Callable[[OpRule], OpRule], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oracle, "rule_of", lambda call: wrong(rule_of(call)))  # type: ignore[arg-type]
+    with pytest.raises(RuleError, match=message):
+        check_rule("aten.mm.default", torch.randn(4, 6), torch.randn(6, 8))
+
+
+def test_the_oracle_refuses_ops_without_a_rule() -> None:
+    with pytest.raises(ValueError, match=r"aten\.bernoulli\.p has no rule"):
+        check_rule("aten.bernoulli.p", torch.rand(4), 0.5)
+
+
+# the ops of real models
+
+
+def _graph(name: str) -> JointGraph:
+    from autopar.passes.capture import capture
+
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ids = torch.randint(0, 12, (4, 6))
+    batch = {"input_ids": ids, "labels": ids}
+    if name == "GPT-2":
+        config = transformers.GPT2Config(
+            vocab_size=12, n_embd=12, n_layer=1, n_head=6, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            use_cache=False, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        return capture(transformers.GPT2LMHeadModel(config), (), batch).graph
+    if name == "Llama":
+        config = transformers.LlamaConfig(
+            vocab_size=12, hidden_size=12, intermediate_size=18, num_hidden_layers=1, num_attention_heads=6,
+            num_key_value_heads=3, max_position_embeddings=8, use_cache=False,
+        )  # fmt: skip
+        return capture(transformers.LlamaForCausalLM(config), (), batch).graph
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.GELU(), torch.nn.LayerNorm(12), torch.nn.Linear(12, 4))
+    model.train()
+    loss = torch.nn.MSELoss()
+    target = torch.randn(8, 4)
+    return capture(model, (torch.randn(8, 8),), {}, loss_fn=lambda output: loss(output, target)).graph
+
+
+@pytest.mark.parametrize("name", ["MLP", "GPT-2", "Llama"])
+def test_every_op_of_a_model(name: str) -> None:
+    """The graph is run on random inputs, and each op checked with the operands that it has there."""
+    graph = _graph(name)
+    generator = torch.Generator().manual_seed(0)
+    values: dict[str, torch.Tensor] = {}
+    for graph_input in graph.inputs:
+        meta = graph.metas[graph_input.name]
+        random = torch.randn(meta.shape, generator=generator)
+        values[graph_input.name] = (random if meta.dtype.is_floating_point else random.abs() * 3).to(meta.dtype)
+    seen: set[str] = set()
+    without = set()
+    for node in graph.nodes:
+        args, kwargs = _concrete(map_references((node.args, node.kwargs), values.__getitem__))
+        results = overload(node.op)(*args, **dict(kwargs))
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        values |= {n: result for n, result in zip(node.outputs, results, strict=True) if n}
+        call = Call(
+            node,
+            tuple(graph.metas[n] for n in node.inputs),
+            tuple(graph.metas[n] if n else None for n in node.outputs),
+        )
+        signature = str((node.op, map_references((node.args, node.kwargs), graph.metas.__getitem__)))
+        if rule_of(call) is None:
+            without.add(node.op)
+        elif signature not in seen:
+            seen.add(signature)
+            check_rule(node.op, *args, compare_values="empty" not in node.op, **dict(kwargs))
+    assert without <= {"aten.reshape.default"}, "reshape is an alias, and all others have a rule"
+    assert len(seen) > 10
+
+
+def _concrete(value: Any) -> Any:
+    return [_concrete(item) for item in value] if isinstance(value, tuple) else value
+
+
+# where there is a device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_on_cuda(kind: str, causal: bool) -> None:
+    query, key, value, gradient = (torch.randn(4, 4, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    middle: tuple[Any, ...] = (0.0, causal, False) if kind == "flash" else (None, True, 0.0, causal)
+    forward = f"aten._scaled_dot_product_{kind}_attention.default"
+    check_rule(forward, query, key, value, *middle)
+    output, logsumexp, *rest = overload(forward)(query, key, value, *middle)
+    if kind == "flash":
+        cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
+        back = (output, logsumexp, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset)
+    elif kind == "efficient":
+        back = (None, output, logsumexp, *rest, 0.0, [True, True, True, False], causal)
+    else:
+        cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
+        back = (output, logsumexp, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal)
+    check_rule(forward.replace("attention.", "attention_backward."), gradient, query, key, value, *back)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rms_norm_backward_on_cuda() -> None:
+    source, weight = torch.randn(4, 6, 64, device="cuda"), torch.randn(64, device="cuda")
+    output, scale = torch.ops.aten._fused_rms_norm(source, [64], weight, 1e-5)
+    gradient = torch.randn_like(output)
+    check_rule("aten._fused_rms_norm_backward.default", gradient, source, [64], scale, weight, [True, True])
