@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from autopar.passes.capture import capture
-from autopar.passes.segments import Repeated, Segments, segments
+from autopar.passes.segments import Repeated, Segments, fingerprint, segments
 from torch import nn
 
 from autopar.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
@@ -265,3 +265,27 @@ def test_projections_side_by_side_are_not_layers() -> None:
     nodes = [op("aten.mm.default", f"p{k}", "x", f"w{k}") for k in range(3)]
     nodes += [op("aten.add.Tensor", "s", "p0", "p1"), op("aten.mul.Tensor", "y", "s", "p2")]
     assert segments(hand(nodes, ["x", "w0", "w1", "w2"], ["y"])).repeats == ()
+
+
+def test_fingerprints_tell_segments_apart_by_how_their_contractions_depend() -> None:
+    def layer(reshaped: tuple[int, ...]) -> JointGraph:
+        meta = TensorMeta((4, 4), torch.float32)
+        nodes = [op("aten.mm.default", "m", "x", "w0"), op("aten.reshape.default", "r", "m", reshaped),
+                 op("aten.reshape.default", "f", "r", (4, 4)), op("aten.mm.default", "y", "f", "w1")]  # fmt: skip
+        if reshaped == (4, 4):
+            nodes[2] = op("aten.permute.default", "f", "r", (1, 0))
+        graph = hand(nodes, ["x", "w0", "w1"], ["y"])
+        metas = dict(graph.metas, r=TensorMeta(reshaped, meta.dtype))
+        return JointGraph(inputs=graph.inputs, nodes=graph.nodes, outputs=graph.outputs, metas=metas)
+
+    def of(graph: JointGraph) -> str:
+        return fingerprint(graph, range(len(graph.nodes)))
+
+    assert of(layer((2, 2, 4))) == of(layer((16,))), "there and back, by different ways"
+    assert of(layer((2, 2, 4))) != of(layer((4, 4))), "the same contractions, one dependency transposed"
+
+
+def test_copies_of_a_layer_have_one_fingerprint() -> None:
+    graph = gpt2()
+    (repeated,) = segments(graph).repeats
+    assert len({fingerprint(graph, copy) for copy in repeated.copies}) == 1
