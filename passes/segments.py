@@ -254,7 +254,7 @@ def _repeat(facts: _Facts, run: _Run, backward_runs: Sequence[_Run]) -> Repeated
     boundary."""
     ranked: list[tuple[tuple[float, ...], list[list[int]]]] = []
     for forward in _cuts(facts, run):
-        path = _shared_path(facts.graph.nodes, forward[0][0])
+        path = _shared_path(facts.graph.nodes, forward[len(forward) // 2][0])
         for copies in _with_backward(facts, forward, backward_runs):
             first = min(len(copies) // 2, len(copies) - 2)
             probe = _align(facts, copies[first : first + 2])
@@ -311,16 +311,18 @@ def _with_backward(facts: _Facts, forward: Sequence[range], backward_runs: Seque
     """Propose copies: forward intervals, each with the interval of backward nodes that read what it
     saved. Autograd runs backward in reverse order of forward, so copy k owns the k-th last interval."""
     owner = {i: k for k, interval in enumerate(forward) for i in interval}
-    readers = _owned_inputs(facts, forward, owner)
-    votes = {run: list(_votes(facts, run, owner, readers)) for run in backward_runs}
-    voted = [run for run in backward_runs if votes[run]]
-    if not voted:
+    votes = list(_votes(facts, owner, _owned_inputs(facts, forward, owner)))
+    if not votes:
         yield [list(interval) for interval in forward]
         return
-    most = max(len(votes[run]) for run in voted)
-    run = min((run for run in voted if len(votes[run]) * 10 >= most * 9), key=lambda run: (run.period, run.start))
+    agreed = {run: _agreement(run, len(forward), votes) for run in backward_runs}
+    most = max((agree.max() for agree in agreed.values()), default=0)
+    fitting = [run for run in backward_runs if agreed[run].max() * 10 >= most * 9]
+    if not fitting:
+        return
+    run = min(fitting, key=lambda run: (run.period, run.start))
     crossing = _crossing(facts, run.start, run.stop, len(facts.graph.nodes))
-    for top in _tops(run, len(forward), votes[run], crossing)[:CUTS_TRIED]:
+    for top in _tops(run, len(forward), agreed[run], crossing)[:CUTS_TRIED]:
         copies = []
         for k, interval in enumerate(forward):
             low, high = top - (k + 1) * run.period, top - k * run.period
@@ -341,10 +343,10 @@ def _owned_inputs(facts: _Facts, forward: Sequence[range], owner: dict[int, int]
     return {name: k for name, k in owned.items() if k >= 0}
 
 
-def _votes(facts: _Facts, run: _Run, owner: dict[int, int], inputs: dict[str, int]) -> Iterator[tuple[int, int]]:
+def _votes(facts: _Facts, owner: dict[int, int], inputs: dict[str, int]) -> Iterator[tuple[int, int]]:
     """(backward node, copy): the node reads a value that copy saved, or a parameter of it. Values
     that forward nodes of other copies read too are borders and say nothing."""
-    for i in range(run.start, run.stop):
+    for i in range(facts.middle, len(facts.operands)):
         for name in facts.operands[i]:
             if name in inputs:
                 yield i, inputs[name]
@@ -354,27 +356,28 @@ def _votes(facts: _Facts, run: _Run, owner: dict[int, int], inputs: dict[str, in
                     yield i, copy
 
 
-def _tops(run: _Run, count: int, votes: Sequence[tuple[int, int]], crossing: Ints) -> list[int]:
+def _agreement(run: _Run, count: int, votes: Sequence[tuple[int, int]]) -> Ints:
+    """For each end run.start + c of copy 0's backward interval, how many votes it agrees with."""
+    agree = np.zeros(run.length + count * run.period + 3, dtype=np.int64)
+    voters = np.array([vote for vote in votes if run.start <= vote[0] < run.stop], dtype=np.int64).reshape(-1, 2)
+    # end - 1 - node must lie in [copy * period, (copy + 1) * period)
+    low = voters[:, 0] + voters[:, 1] * run.period + 1 - run.start
+    np.add.at(agree, low, 1)
+    np.add.at(agree, np.minimum(low + run.period, len(agree) - 1), -1)
+    return np.cumsum(agree)
+
+
+def _tops(run: _Run, count: int, agree: Ints, crossing: Ints) -> list[int]:
     """Ends of copy 0's backward interval, best first: fewest votes against and fewest tensors across."""
-    period = run.period
-    ends = run.stop + count * period + 2
-    agree = np.zeros(ends - run.start + 1, dtype=np.int64)
-    for i, copy in votes:
-        # top - 1 - i must lie in [copy * period, (copy + 1) * period)
-        low = i + copy * period + 1 - run.start
-        agree[low] += 1
-        agree[min(low + period, len(agree) - 1)] -= 1
-    agree = np.cumsum(agree)
-    good = np.flatnonzero(agree * 2 >= agree.max()).tolist()
+    most = int(agree.max())
     ranked: list[tuple[float, float, int, int]] = []
-    for offset in good:
-        cuts = [offset - k * period for k in range(count + 1)]
+    for end in np.flatnonzero(agree * 2 >= most).tolist():
+        cuts = [end - k * run.period for k in range(count + 1)]
         inside = [k for k in range(count) if cuts[k] <= run.length and cuts[k + 1] >= 0]
-        if len(inside) < 2:
-            continue
-        number, size = crossing[[cuts[k] for k in inside[1:]]].mean(axis=0).tolist()
-        against = (len(votes) - int(agree[offset])) / count
-        ranked.append((number + against, size, -len(inside), offset + run.start))
+        if len(inside) >= 2:
+            number, size = crossing[[cuts[k] for k in inside[1:]]].mean(axis=0).tolist()
+            against = (most - int(agree[end])) / count
+            ranked.append((number + against, size, -len(inside), end + run.start))
     return [top for *_, top in sorted(ranked)]
 
 

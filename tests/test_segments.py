@@ -289,3 +289,16 @@ def test_copies_of_a_layer_have_one_fingerprint() -> None:
     graph = gpt2()
     (repeated,) = segments(graph).repeats
     assert len({fingerprint(graph, copy) for copy in repeated.copies}) == 1
+
+
+def test_layers_that_alternate_in_what_they_share_repeat_in_pairs() -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=32, sliding_window=4, use_cache=False)  # fmt: skip
+    batch = {"input_ids": tokens(2, 8), "labels": tokens(2, 8)}
+    graph = capture(transformers.Gemma2ForCausalLM(config), (), batch).graph
+    found = segments(graph)
+    check(graph, found)
+    (repeated,) = found.repeats
+    assert repeated.count == 3 and len(repeated.borders) == 2
+    assert len(repeated.shared) == 4, "cos, sin, and the masks of full and of sliding attention"
