@@ -928,7 +928,8 @@ def test_attention_on_cuda(kind: str, causal: bool) -> None:
     middle: tuple[Any, ...] = (0.0, causal, False) if kind == "flash" else (None, True, 0.0, causal)
     forward = f"aten._scaled_dot_product_{kind}_attention.default"
     check_rule(forward, query, key, value, *middle)
-    output, logsumexp, *rest = overload(forward)(query, key, value, *middle)
+    output, logsumexp, *rest = tuple(overload(forward)(query, key, value, *middle))
+    back: tuple[Any, ...]
     if kind == "flash":
         cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
         back = (output, logsumexp, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset)

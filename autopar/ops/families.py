@@ -6,6 +6,7 @@ Each function takes what the table's line says and returns the function from a c
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -465,7 +466,7 @@ def attention(text: str, *, products: int, linear: Linear = ()) -> Rule:
     untouched = ("",) * len(text.split("->")[1].split(","))
     reductions = {name: untouched for name in "bhq"} if products == 2 else None
     free = from_template(text, linear=linear, flops=flops, reductions=reductions)
-    causal = from_template(text.replace(" q ", " q! "), linear=linear, flops=flops, reductions=reductions)
+    causal = from_template(re.sub(r"\bq\b", "q!", text), linear=linear, flops=flops, reductions=reductions)
 
     def rule(call: Call) -> OpRule | None:
         if call.argument("dropout_p"):

@@ -116,14 +116,14 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # attention: query, key, value, mask -> output, logsumexp, and what random numbers need
     **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(attention(
-        "b h q d!, b h k! d!, b h k! e!, ...b h q k! -> b h q e!, b h q ", products=2))),
+        "b h q d!, b h k! d!, b h k! e!, ...b h q k! -> b h q e!, b h q", products=2))),
     **_aten("_scaled_dot_product_flash_attention_for_cpu_backward", Entry(attention(
-        "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q , ...b h q k! -> b h q d!, b h k! d!, b h k! e!",
+        "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, ...b h q k! -> b h q d!, b h k! d!, b h k! e!",
         products=5, linear=FIRST))),
     **_aten("_scaled_dot_product_flash_attention", Entry(attention(
-        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q , *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2))),
+        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2))),
     **_aten("_scaled_dot_product_flash_attention_backward", Entry(attention(
-        "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q , *r!, *r!, *r!, *r!"
+        "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, *r!, *r!, *r!, *r!"
         " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length)),
     # its logsumexp is padded along the queries
     **_aten("_scaled_dot_product_efficient_attention", Entry(attention(
