@@ -101,12 +101,12 @@ def local_stride(layout: Layout, mesh: Shape, axis: int) -> int:
     period / n of its split, without the digits that other axes took from below it."""
     split = layout[axis]
     assert isinstance(split, Split)
-    stride = split.period // mesh[axis]
+    stride = local = split.period // mesh[axis]
     for other, (placement, ranks) in enumerate(zip(layout, mesh, strict=True)):
-        if other != axis and isinstance(placement, Split) and placement.dim == split.dim and placement.period <= stride:
-            # below the digit, since digits are disjoint
-            stride //= ranks
-    return stride
+        below = isinstance(placement, Split) and placement.dim == split.dim and placement.period <= stride
+        if other != axis and below:
+            local //= ranks
+    return local
 
 
 @lru_cache(maxsize=None)

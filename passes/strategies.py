@@ -348,6 +348,26 @@ def _signature(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where a digit travels: the factors of operators (by id of the site), and the splits of roots."""
+
+    factors: Mapping[int, Mapping[tuple[int, int], None]]
+    splits: Mapping[str, Mapping[Split, None]]
+
+    def choices(self, site: Site) -> tuple[AxisChoice, ...]:
+        """The choices of an operator that split by the digit."""
+        return tuple(("S", number, period) for number, period in self.factors.get(id(site), {}))
+
+
+def reached(space: Space, ranks: int, starts: Sequence[tuple[str, Split]]) -> Reached:
+    """Where the given splits of roots lead, along operators and views that preserve them."""
+    fixpoint = _Fixpoint(space, ranks)
+    for root, split in starts:
+        fixpoint.digit(root, split)
+    return Reached(fixpoint.seeds, fixpoint.digits)
+
+
 class _Fixpoint:
     """Which digits each root may be split by on an axis of `ranks`, and so which choices a site has."""
 
@@ -385,7 +405,7 @@ class _Fixpoint:
         if site.kind in ("parameter", "input"):
             assert site.meta is not None
             for dim, size in enumerate(site.meta.shape):
-                self._digit(site.name, Split(dim, size))
+                self.digit(site.name, Split(dim, size))
         elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
             for number, factor in enumerate(rule.factors):
                 self._factor(site, number, factor.size)
@@ -411,13 +431,13 @@ class _Fixpoint:
                 if carried == number:
                     layout = to_root(read.alias.steps, (Split(dim, period),), (self.ranks,))
                     if layout is not None:
-                        self._digit(read.alias.root, layout[0])
+                        self.digit(read.alias.root, layout[0])
         for name, dims in zip(site.makes, rule.outputs, strict=True):
             for dim, carried in enumerate(dims):
                 if name and carried == number:
-                    self._digit(name, Split(dim, period))
+                    self.digit(name, Split(dim, period))
 
-    def _digit(self, root: str, split: Placement) -> None:
+    def digit(self, root: str, split: Placement) -> None:
         """A root may be split so: so may the sites that make or read it."""
         assert isinstance(split, Split)
         shape = self.space.metas[root].shape
@@ -439,18 +459,18 @@ class _Fixpoint:
                 there = layout[0]
                 assert isinstance(there, Split)
                 if site.kind == "border":
-                    self._digit(site.name, there)
+                    self.digit(site.name, there)
                 elif site.rule is not None:
                     number = site.rule.inputs[position][there.dim]
                     if number is not None:
                         self._factor(site, number, there.period)
         for twin in self.twins.get(root, ()):
-            self._digit(twin, split)
+            self.digit(twin, split)
         for site in self.borders.get(root, ()):
             for read in site.reads:
                 layout = to_root(read.alias.steps, (split,), (self.ranks,))
                 if layout is not None:
-                    self._digit(read.alias.root, layout[0])
+                    self.digit(read.alias.root, layout[0])
 
     def _linear(self, site: Site) -> Iterator[int]:
         """Linear sets worth taking: those that pass on every operand as a partial sum (an add of two
@@ -476,18 +496,17 @@ class _Fixpoint:
                 yield ("S", number, period)
             for number in self._linear(site):
                 yield ("P", number)
-        elif site.kind in ("parameter", "input", "border"):
+        elif site.kind == "border":
             for split in self.digits.get(site.name, ()):
                 yield ("S", split.dim, split.period)
-            if site.kind == "border":
-                yield ("P",)
-        elif site.kind == "output" and not site.module.startswith("mutation"):
-            (read,) = site.reads
-            for split in self.digits.get(read.alias.root, ()):
-                layout = from_root(read.alias.steps, (split,), (self.ranks,))
-                if layout is not None:
-                    assert isinstance(layout[0], Split)
-                    yield ("S", layout[0].dim, layout[0].period)
+            yield ("P",)
+        elif site.meta is not None and not site.module.startswith("mutation"):
+            # What the user holds is a DTensor: contiguous shards, which can be gathered and checkpointed.
+            names = site.makes if site.makes else [site.reads[0].alias.root]
+            if site.kind in ("parameter", "input") or self.digits.get(names[0]):
+                for dim, size in enumerate(site.meta.shape):
+                    if size > 1 and size % self.ranks == 0:
+                        yield ("S", dim, size)
 
 
 def _stored_layout(space: Space, meta: TensorMeta, choice: SiteChoice) -> Layout | None:
