@@ -5,7 +5,7 @@ so a preset is never a second implementation of anything. Axes named like "tp", 
 carry tensor parallelism; on other axes a tensor-parallel preset is data parallel. On a mesh without
 such a name the last axis carries it.
 
-- `dp`: every operator that can split the batch does; parameters are replicated.
+- `ddp`: every operator that can split the batch does; parameters are replicated.
 - `fsdp`: the same, with parameters sharded at rest, gathered before use, and again in backward.
 - `megatron`: every contraction with a weight splits a dim of it, attention its heads, embedding and
   head the vocabulary; the residual stream is replicated.
@@ -182,7 +182,7 @@ def _splits_weight(site: Site, weights: list[int], factor: int) -> bool:
 AxisRule = Callable[[_Context, Site, int], tuple[AxisChoice, ...]]
 
 PRESETS: Mapping[str, tuple[AxisRule, AxisRule | None]] = {
-    "dp": (partial(_data, shard=False), None),
+    "ddp": (partial(_data, shard=False), None),
     "fsdp": (partial(_data, shard=True), None),
     "megatron": (partial(_data, shard=False), partial(_tensor, by_sequence=False)),
     "megatron_sp": (partial(_data, shard=False), partial(_tensor, by_sequence=True)),

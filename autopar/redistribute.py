@@ -171,15 +171,19 @@ class Redistributor:
             kind = "all_to_all"
         return Step(kind, axis, before, after, max(put, got))
 
+    def link_seconds(self, step: Step, bucket_share: float = 1.0) -> float:
+        """Seconds that a step spends on links; 0 for a local one."""
+        if step.kind == "slice":
+            return 0.0
+        link = self.links[step.axis]
+        shared = Link(link.ranks, link.bytes_per_second, link.latency_seconds * bucket_share)
+        return collective_seconds(step.kind, step.bytes, shared)
+
     def step_seconds(self, step: Step, bucket_share: float = 1.0) -> float:
         """Seconds of one step: the collective, and the local copies that put chunks in order."""
-        put, got = step.bytes, step.bytes
         if step.kind == "slice":
             # reading and writing the part that is kept
-            return 2 * step.bytes / self.mesh[step.axis] / self.device.memory_bytes_per_second
-        link = self.links[step.axis]
-        seconds = collective_seconds(
-            step.kind, step.bytes, Link(link.ranks, link.bytes_per_second, link.latency_seconds * bucket_share)
-        )
-        copies = 0 if step.kind == "all_reduce" else put + got
-        return seconds + copies / self.device.memory_bytes_per_second
+            moved = 2 * step.bytes / self.mesh[step.axis]
+        else:
+            moved = 0 if step.kind == "all_reduce" else 2 * step.bytes
+        return self.link_seconds(step, bucket_share) + moved / self.device.memory_bytes_per_second

@@ -21,7 +21,7 @@ from .passes.strategies import KEEP, REGATHER, WHOLE, Site, SiteChoice, Space
 from .problem import Infeasible, Problem, Score, Solution
 from .solve import solve
 
-JOINT_OPTIONS_MOST = 40
+JOINT_OPTIONS_MOST = 8
 """A space whose sites have no more joint options than this is solved as one problem."""
 
 RANDOM_STARTS = 2

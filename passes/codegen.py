@@ -18,8 +18,8 @@ from ..ops import localize
 from ..program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from ..redistribute import Step
 from .collapse import PERMUTE, RESHAPE, Steps, from_root
-from .emit import expansion
-from .problem import BUCKET_BYTES, Assignment
+from .emit import OPERAND, expansion
+from .problem import Assignment, bucket_share
 from .strategies import REGATHER, Option, Site, Space, border_name, needs_expansion, splits_of
 
 
@@ -58,7 +58,8 @@ class _Writer:
     wanted: dict[str, tuple[set[Layout], set[Layout]]] = field(default_factory=dict)
     global_meta: dict[str, TensorMeta] = field(default_factory=dict)
     sources: dict[tuple[str, bool], dict[Layout, tuple[Layout, tuple[Step, ...]]]] = field(default_factory=dict)
-    bucketed: set[str] = field(default_factory=set)
+    shares: dict[str, float] = field(default_factory=dict)
+    """Root -> its share of a collective's latency, as the problem priced it."""
     borders: dict[str, Placed] = field(default_factory=dict)
     """Border name -> the site that reads the value behind it."""
     context: tuple[str, str] = ("", "")
@@ -68,10 +69,6 @@ class _Writer:
     def write(self) -> Program:
         placed = list(self._place())
         for item in placed:
-            if item.site.kind == "parameter":
-                # what travels in buckets, as the problem priced it
-                self.bucketed.add(item.name(item.site.name))
-                self.bucketed.update(item.name(read.alias.root) for read in item.site.reads)
             for root, layout in zip(item.site.makes, item.option.makes, strict=True):
                 if root:
                     name = item.name(root)
@@ -81,6 +78,15 @@ class _Writer:
             for read, layout in zip(item.site.reads, item.option.reads, strict=True):
                 early, late = self.wanted.setdefault(item.name(read.alias.root), (set(), set()))
                 (late if read.backward else early).add(layout)
+        readers: dict[str, list[Site]] = {}
+        for item in placed:
+            for read in item.site.reads:
+                readers.setdefault(item.name(read.alias.root), []).append(item.site)
+        for item in placed:
+            for root in item.site.makes:
+                if root:
+                    name = item.name(root)
+                    self.shares[name] = bucket_share(self.global_meta[name], item.site, readers.get(name, ()))
         inputs: dict[str, Layout] = {}
         outputs: dict[str, Placed] = {}
         gradients: dict[str, list[Placed]] = {}
@@ -212,15 +218,12 @@ class _Writer:
             early, late = self.wanted[root]
             wanted = (late if phase else early) if policy == REGATHER else early | late
             meta, (produced, _) = self.global_meta[root], self.produced[root]
-            share = self._share(root, meta)
+            share = self.shares[root]
             acquired = self.space.redistributor.acquire(meta.shape, meta.dtype, produced, frozenset(wanted), share)
             if acquired is None:
                 raise ValueError(f"{root} is made as {produced} and cannot be had as {sorted(map(str, wanted))}")
             self.sources[key] = {a.layout: (a.source, a.route.steps) for a in acquired}
         return self.sources[key]
-
-    def _share(self, root: str, meta: TensorMeta) -> float:
-        return min(1.0, meta.bytes / BUCKET_BYTES) if root in self.bucketed else 1.0
 
     def _view(self, root: str, steps: Steps, layout: Layout, phase: int) -> str:
         """The local value of a view of a root whose layout is `layout`."""
@@ -288,7 +291,7 @@ class _Writer:
         call = item.site.call
         assert call is not None
         emission = expansion(call, splits, local_inputs, local_outputs, self.space.mesh)
-        names = dict(zip(call.node.inputs, operands, strict=True))
+        names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
         for result, root in zip(emission.results, item.site.makes, strict=True):
             if root:
                 assert result is not None, f"the expansion of {call.node.op} makes no {root}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,7 +77,6 @@ class LocalEmitter:
         return tuple(Ref(name) for name in names)
 
 
-@lru_cache(maxsize=4096)
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta, ...]:
     """Metas of an op's outputs from its arguments, with `TensorMeta`s in the place of tensors."""
 
@@ -103,6 +101,10 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
+OPERAND = "operand_{}"
+"""Name, inside an expansion, of the op's i-th tensor operand."""
+
+
 def expansion(
     call: Call,
     splits: tuple[tuple[str, tuple[int, ...]], ...],
@@ -110,13 +112,14 @@ def expansion(
     local_outputs: tuple[Shape | None, ...],
     mesh: Shape,
 ) -> Emission:
-    """The local program of an op whose split factor `expands`, as a value of its own."""
-    names = call.node.inputs
-    metas = {
-        name: TensorMeta(shape, meta.dtype) for name, shape, meta in zip(names, local_inputs, call.inputs, strict=True)
-    }
+    """The local program of an op whose split factor `expands`, as a value of its own. Every operand has
+    a name of its own, also where the op reads one tensor twice."""
+    shapes = zip(local_inputs, call.inputs, strict=True)
+    metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
     counter = iter(range(1 << 30))
     emitter = LocalEmitter(mesh, metas, lambda hint: f"{hint}_{next(counter)}")
-    args, kwargs = localize(call, local_inputs, local_outputs)
+    feed = iter(range(len(local_inputs)))
+    arguments = map_references(localize(call, local_inputs, local_outputs), lambda _: Ref(OPERAND.format(next(feed))))
+    args, kwargs = arguments
     results = expand(emitter, call, args, kwargs, dict(splits), local_outputs)
     return Emission(tuple(emitter.instructions), metas, tuple(r.name if r is not None else None for r in results))

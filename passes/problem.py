@@ -161,8 +161,7 @@ class ProblemBuilder:
             for reader, at in positions.items()
         )
         kept = not site.backward and any(sites[reader].reads[p].backward for reader, at in positions.items() for p in at)
-        is_gradient = any(sites[reader].kind == "parameter" for reader in positions)
-        share = min(1.0, meta.bytes / BUCKET_BYTES) if is_parameter or is_gradient else 1.0
+        share = bucket_share(meta, site, [sites[reader] for reader in positions])
         key = (meta, produced, wanted, kept, is_parameter, share)
         if key not in self.tables:
             self.tables[key] = self._table(meta, produced, wanted, kept, is_parameter, share)
@@ -236,6 +235,12 @@ class ProblemBuilder:
             held = layouts - {produced} if is_parameter else layouts
             size = sum(math.prod(local_shape(shape, layout, mesh)) * meta.dtype.itemsize for layout in held)
         return sum(a.route.seconds for a in acquired), float(size)
+
+
+def bucket_share(meta: TensorMeta, maker: Site, readers: Sequence[Site]) -> float:
+    """The share of a collective's latency that a tensor pays: parameters and gradients travel in buckets."""
+    bucketed = maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
+    return min(1.0, meta.bytes / BUCKET_BYTES) if bucketed else 1.0
 
 
 def _policy(site: Site, option: Option) -> str:

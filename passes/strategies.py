@@ -31,7 +31,7 @@ from ..graph import JointGraph, Node, TensorMeta
 from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, nest
 from ..ops import localize, rule_of
 from ..ops.rule import Call, OpRule
-from ..redistribute import Redistributor
+from ..redistribute import Redistributor, collective_seconds
 from .collapse import Alias, Roots, from_root, is_view, to_root
 from .emit import Emission, expansion
 from .segments import Repeated, Segments
@@ -671,8 +671,6 @@ def _op_seconds(
 
 def emission_seconds(space: Space, emission: Emission) -> float:
     """Seconds of an expansion's local program: its ops bound by memory, its collectives by links."""
-    from ..redistribute import collective_seconds
-
     device = space.cluster.device
     seconds = 0.0
     for instruction in emission.instructions:

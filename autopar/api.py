@@ -1,0 +1,386 @@
+"""The verbs: `plan`, `parallelize`, `compare`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .cluster import Cluster, named_cluster
+from .layout import Layout, Split
+from .passes.account import account, parameter_layouts
+from .passes.blocks import blocks
+from .passes.bucket import bucket
+from .passes.capture import Captured, capture
+from .passes.codegen import codegen
+from .passes.problem import Assignment, parse_choice, str_choice
+from .passes.segments import Segments, segments
+from .passes.strategies import Region, Space, strategies
+from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .presets import PRESETS, preset
+from .program import Program
+from .search import Found, Search
+from .solve import SOLVERS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .runtime.module import ParallelModule
+
+logger = logging.getLogger("autopar")
+
+COSTS = ("analytical",)
+
+
+def plan(
+    model: nn.Module,
+    mesh_shape: Mapping[str, int],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    solver: str = "ilp",
+    cost: str = "analytical",
+    cluster: str | Cluster | None = None,
+    memory_limit_bytes: float | None = None,
+) -> Plan:
+    """The plan for a model on a mesh, without devices and without a process group.
+
+    `mesh_shape` maps axis names to sizes, outermost first. `args` and `kwargs` are the global example
+    inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
+    is "ilp", "dp" (dynamic programming), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
+    "megatron", "megatron_sp". `cluster` is a name or a `Cluster`;
+    `memory_limit_bytes` bounds what a rank holds.
+
+    Raises ValueError for what cannot be planned: the message says what was given and what to change.
+    """
+    return Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster).plan(
+        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes
+    )
+
+
+def compare(
+    model: nn.Module,
+    mesh_shape: Mapping[str, int],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    solvers: Sequence[str] = ("ilp", "ddp", "fsdp", "megatron", "megatron_sp"),
+    cost: str = "analytical",
+    cluster: str | Cluster | None = None,
+    memory_limit_bytes: float | None = None,
+) -> Comparison:
+    """Plans of several solvers and presets side by side; the model is captured once.
+
+    Arguments as for `plan`. A solver that finds nothing (no plan keeps the limit, a preset that does
+    not fit the batch) has its error in the place of a plan.
+    """
+    planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster)
+    for solver in solvers:
+        _check_solver(solver)
+    results: dict[str, Plan | str] = {}
+    for solver in solvers:
+        try:
+            results[solver] = planner.plan(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes)
+        except ValueError as error:
+            results[solver] = str(error)
+    return Comparison(results)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    solver: str = "ilp",
+    cost: str = "analytical",
+    cluster: str | Cluster | None = None,
+    memory_limit_bytes: float | None = None,
+    plan: Plan | None = None,
+) -> ParallelModule:
+    """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
+
+    To be called by every rank of the mesh, with the same model and the same global example inputs.
+    The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then
+    write the same program. Arguments as for `autopar.plan`. A model on meta must be given values
+    with `materialize` before its first step.
+
+    Raises ValueError, the same on every rank, for what cannot be planned or run.
+    """
+    from .runtime.agree import on_first_rank, raise_together
+    from .runtime.module import ParallelModule
+
+    error: ValueError | None = None
+    planner = None
+    try:
+        planner = Planner(model, mesh_of(mesh), args, kwargs, loss_fn=loss_fn, cluster=cluster, device_type=mesh.device_type)
+        if plan is not None:
+            planner.check(plan)
+    except ValueError as found:
+        error = found
+    raise_together(error, mesh)
+    assert planner is not None
+    if plan is None:
+        made = planner.plan
+        plan = on_first_rank(lambda: made(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes), mesh)
+    program = None
+    try:
+        program = planner.program(plan)
+    except ValueError as found:
+        error = found
+    raise_together(error, mesh)
+    assert program is not None
+    return ParallelModule(model, planner.captured, program, plan, mesh)
+
+
+def mesh_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Axis name -> size of a torch mesh. Raises ValueError for a mesh without axis names."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"the mesh of shape {tuple(mesh.shape)} has no axis names: make it with "
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        )
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+class Planner:
+    """Captures a model once, and plans and writes programs for it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh_shape: Mapping[str, int],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        loss_fn: Callable[[Any], torch.Tensor] | None = None,
+        cluster: str | Cluster | None = None,
+        device_type: str | None = None,
+    ) -> None:
+        _check_mesh(mesh_shape)
+        self.mesh = dict(mesh_shape)
+        self.model_name = type(model).__name__
+        self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
+        self.seconds: dict[str, float] = {}
+        """Seconds that each step took, for the benchmarks."""
+        self.captured: Captured = self._timed(
+            "capture", lambda: capture(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+        )
+        graph = self.captured.graph
+        self.segments: Segments = self._timed("segments", lambda: segments(graph))
+        self.space: Space = self._timed(
+            "strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments)
+        )
+        if self.space.without_rule:
+            ops = ", ".join(f"{count} x {op}" for op, count in self.space.without_rule.items())
+            logger.warning("replicated, since the op has no rule: %s", ops)
+
+    def _timed(self, name: str, function: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = function()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        return result
+
+    def plan(
+        self, *, solver: str = "ilp", cost: str = "analytical", memory_limit_bytes: float | None = None
+    ) -> Plan:
+        """Raises ValueError for an unknown solver or cost, and where nothing keeps the limit."""
+        _check_solver(solver)
+        if cost not in COSTS:
+            raise ValueError(f"unknown cost {cost!r}; known: {', '.join(COSTS)}")
+        if memory_limit_bytes is not None and not memory_limit_bytes > 0:
+            raise ValueError(f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, or None")
+        allowed = None
+        if solver in PRESETS:
+            groups = self._timed("blocks", lambda: blocks(self.captured.graph, max(self.space.mesh)))
+            allowed = preset(self.space, groups, solver)
+        search = Search(self.space, solver if solver in SOLVERS else "dp", memory_limit_bytes, logger.info)
+        found: Found = self._timed("search", lambda: search.run(allowed))
+        return self.describe(found, solver, cost)
+
+    def describe(self, found: Found, solver: str, cost: str) -> Plan:
+        """The plan that an assignment is."""
+        space, assignment = self.space, found.assignment
+        return Plan(
+            model=self.model_name,
+            graph=graph_digest(self.captured.graph),
+            mesh=dict(self.mesh),
+            cluster=self.cluster.name,
+            solver=solver,
+            cost=cost,
+            decisions={name: str_choice(choice) for name, choice in assignment.rest.items()},
+            segments=tuple(
+                Segment(name=repeat.name, runs=_runs(copies))
+                for repeat, copies in zip(space.repeats, assignment.copies, strict=True)
+            ),
+            parameters={
+                name: ParameterPlan(
+                    at_rest=_placements(space, name, rest), in_use=tuple(_placements(space, name, u) for u in uses), gather=gather
+                )
+                for name, rest, uses, gather in parameter_layouts(space, assignment)
+            },
+            inputs={
+                site.module: _texts(option.makes[0], site.meta.shape, space.mesh)
+                for site in space.rest.sites.values()
+                if site.kind == "input" and site.meta is not None
+                if (option := space.option(site, assignment.rest[site.name])) is not None
+            },
+            account=account(space, assignment),
+            objective_seconds=found.score.objective,
+            lower_bound_seconds=found.lower_bound,
+            solve_seconds=found.seconds,
+            without_rule=dict(space.without_rule),
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Raises ValueError where a plan is for another mesh or another model."""
+        if dict(plan.mesh) != self.mesh or list(plan.mesh) != list(self.mesh):
+            raise ValueError(f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {self.mesh}: plan again for it")
+        if plan.graph != graph_digest(self.captured.graph):
+            raise ValueError(
+                f"the plan is for another model or other input shapes ({plan.model}, graph {plan.graph}); this is "
+                f"{self.model_name}, graph {graph_digest(self.captured.graph)}: plan again for it"
+            )
+
+    def assignment(self, plan: Plan) -> Assignment:
+        """A plan's decisions. Raises ValueError for a site that is missing, unknown or cannot do as told."""
+        self.check(plan)
+        space = self.space
+        if [s.name for s in plan.segments] != [r.name for r in space.repeats]:
+            raise ValueError(
+                f"the plan has segments {[s.name for s in plan.segments]}, the model {[r.name for r in space.repeats]}"
+            )
+        copies = []
+        for segment, region, repeat in zip(plan.segments, space.bodies, space.repeats, strict=True):
+            runs = [(run.count, self._read(region, run.decisions)) for run in segment.runs]
+            if sum(count for count, _ in runs) != repeat.count:
+                raise ValueError(f"segment {segment.name} has {repeat.count} copies, the plan's runs do not add up to it")
+            copies.append(tuple(decisions for count, decisions in runs for _ in range(count)))
+        return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies))
+
+    def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+        missing, extra = region.sites.keys() - decisions.keys(), decisions.keys() - region.sites.keys()
+        if missing or extra:
+            raise ValueError(
+                f"the plan does not fit {region.name}: missing {sorted(missing)[:3] or 'none'}, "
+                f"unknown {sorted(extra)[:3] or 'none'}"
+            )
+        read = {}
+        for name, site in region.sites.items():
+            try:
+                choice = parse_choice(decisions[name])
+            except ValueError as error:
+                raise ValueError(f"{site.kind} {name} ({site.module}): {error}") from error
+            if len(choice) != len(self.space.whole(site)) or self.space.option(site, choice) is None:
+                words = [str_choice(c) for axis in site.choices.values() for c in [axis]]
+                raise ValueError(
+                    f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; "
+                    f"choices on an axis: {', '.join(dict.fromkeys(words))}"
+                )
+            read[name] = choice
+        return read
+
+    def program(self, plan: Plan) -> Program:
+        """The program that runs a plan, with its collectives in buckets.
+
+        Raises ValueError where the plan does not fit the model or the mesh, or contradicts itself.
+        """
+        assignment = self.assignment(plan)
+        program = self._timed("codegen", lambda: codegen(self.space, assignment))
+        return self._timed("bucket", lambda: bucket(program))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Solver -> plan, or the reason why there is none. Prints as a table, best first."""
+
+    results: Mapping[str, Plan | str]
+
+    @property
+    def best(self) -> str:
+        """The solver with the least predicted step time. Raises ValueError if none found a plan."""
+        plans = {name: p for name, p in self.results.items() if isinstance(p, Plan)}
+        if not plans:
+            raise ValueError(f"no solver found a plan: {dict(self.results)}")
+        return min(plans, key=lambda name: plans[name].objective_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: p.to_json() if isinstance(p, Plan) else {"error": p} for name, p in self.results.items()}
+
+    def __str__(self) -> str:
+        from .plan import _bytes, _seconds, _table
+
+        plans = sorted(
+            ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].objective_seconds
+        )
+        rows = [("solver", "step", "compute", "communication", "copies", "optimizer", "memory", "sent", "solve", "gap")]
+        for name, p in plans:
+            a = p.account
+            sent = sum(c.bytes for c in a.collectives)
+            parts = (a.seconds, a.compute_seconds, a.communication_seconds, a.copy_seconds, a.optimizer_seconds)
+            gap = "-" if p.gap is None else f"{p.gap:.1%}"
+            rows.append((name, *map(_seconds, parts), _bytes(a.bytes), _bytes(sent), f"{p.solve_seconds:.2f} s", gap))
+        lines = _table(rows)
+        lines += [f"{name}: no plan: {p}" for name, p in self.results.items() if isinstance(p, str)]
+        return "\n".join(lines)
+
+
+def _check_mesh(mesh_shape: Mapping[str, int]) -> None:
+    if not isinstance(mesh_shape, Mapping) or not mesh_shape:
+        raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, such as {{'dp': 2, 'tp': 4}}")
+    for axis, size in mesh_shape.items():
+        if not isinstance(axis, str) or not axis.isidentifier():
+            raise ValueError(f"mesh axis name {axis!r} is no identifier")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"mesh axis {axis!r} has size {size!r}: give a whole number of ranks, at least 1")
+
+
+def _check_solver(solver: str) -> None:
+    if solver not in SOLVERS and solver not in PRESETS:
+        raise ValueError(
+            f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}"
+        )
+
+
+def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[Run, ...]:
+    runs: list[tuple[int, Mapping[str, tuple[Any, ...]]]] = []
+    for decisions in copies:
+        if runs and runs[-1][1] == decisions:
+            runs[-1] = (runs[-1][0] + 1, decisions)
+        else:
+            runs.append((1, decisions))
+    return tuple(
+        Run(count=count, decisions={name: str_choice(choice) for name, choice in decisions.items()})
+        for count, decisions in runs
+    )
+
+
+def _placements(space: Space, parameter: str, layout: Layout) -> tuple[str, ...]:
+    return _texts(layout, space.graph.metas[space.graph.parameters[parameter]].shape, space.mesh)
+
+
+def _texts(layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[str, ...]:
+    """Placements as people write them: S(0) for contiguous shards."""
+    texts = []
+    owned: dict[int, int] = {}
+    for placement, ranks in zip(layout, mesh, strict=True):
+        if isinstance(placement, Split):
+            left = shape[placement.dim] // owned.get(placement.dim, 1)
+            contiguous = placement.period == left
+            owned[placement.dim] = owned.get(placement.dim, 1) * ranks
+            texts.append(f"S({placement.dim})" if contiguous else f"S({placement.dim}%{placement.period})")
+        else:
+            texts.append(str(placement))
+    return tuple(texts)
+
+
+__all__ = ["Comparison", "Planner", "compare", "mesh_of", "parallelize", "plan"]

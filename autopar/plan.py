@@ -1,0 +1,206 @@
+"""A plan: where every value lives on the mesh, what that costs, and why.
+
+It is what a solver's choice looks like to people: printable, editable JSON, and enough to make the
+program again for the same model and mesh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .graph import JointGraph
+from .passes.account import Account, Collective
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """One parameter: what a rank stores of it, in which layouts it is used, and whether what was
+    gathered for forward is kept for backward or gathered again. Placements are texts, one per mesh
+    axis: R, S(dim), or S(dim%period) for a periodic split."""
+
+    at_rest: tuple[str, ...]
+    in_use: tuple[tuple[str, ...], ...]
+    gather: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`count` consecutive copies of a repeated segment that decide alike."""
+
+    count: int
+    decisions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    name: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
+    `passes.problem.str_choice`, one for each mesh axis. All else describes it. `graph` is the digest
+    of the joint graph that it was made for."""
+
+    model: str
+    graph: str
+    mesh: Mapping[str, int]
+    cluster: str
+    solver: str
+    cost: str
+    decisions: Mapping[str, str]
+    segments: tuple[Segment, ...]
+    parameters: Mapping[str, ParameterPlan]
+    inputs: Mapping[str, tuple[str, ...]]
+    account: Account
+    objective_seconds: float
+    lower_bound_seconds: float
+    solve_seconds: float
+    without_rule: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one training step, optimizer included."""
+        return self.account.seconds
+
+    @property
+    def bytes(self) -> int:
+        """Predicted bytes that a rank holds between forward and backward."""
+        return self.account.bytes
+
+    @property
+    def gap(self) -> float | None:
+        """Proven relative distance from the optimum of what was searched; None where nothing was proved."""
+        if not self.lower_bound_seconds:
+            return None
+        return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Raises ValueError where the file is no plan."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no plan: it is not JSON ({error})") from error
+        return Plan.from_json(data, str(path))
+
+    @staticmethod
+    def from_json(data: Any, source: str = "the plan") -> Plan:
+        """Raises ValueError where a field is missing or not what it should be."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"{source} is no plan of format {FORMAT} (found {found!r}): make it with Plan.save")
+        try:
+            account = dict(data["account"])
+            account["collectives"] = tuple(Collective(**c) for c in account["collectives"])
+            return Plan(
+                model=data["model"],
+                graph=data["graph"],
+                mesh=dict(data["mesh"]),
+                cluster=data["cluster"],
+                solver=data["solver"],
+                cost=data["cost"],
+                decisions=dict(data["decisions"]),
+                segments=tuple(
+                    Segment(
+                        name=s["name"],
+                        runs=tuple(Run(count=r["count"], decisions=dict(r["decisions"])) for r in s["runs"]),
+                    )
+                    for s in data["segments"]
+                ),
+                parameters={
+                    name: ParameterPlan(
+                        at_rest=tuple(p["at_rest"]), in_use=tuple(map(tuple, p["in_use"])), gather=p["gather"]
+                    )
+                    for name, p in data["parameters"].items()
+                },
+                inputs={name: tuple(p) for name, p in data["inputs"].items()},
+                account=Account(**account),
+                objective_seconds=data["objective_seconds"],
+                lower_bound_seconds=data["lower_bound_seconds"],
+                solve_seconds=data["solve_seconds"],
+                without_rule=dict(data["without_rule"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        account, axes = self.account, list(self.mesh)
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
+        gap = "" if self.gap is None else f", gap {self.gap:.1%}"
+        lines = [
+            f"plan of {self.model} on mesh {mesh} of {self.cluster}, by {self.solver} ({self.solve_seconds:.2f} s{gap})",
+            f"predicted step {_seconds(account.seconds)}: compute {_seconds(account.compute_seconds)}, "
+            f"communication {_seconds(account.communication_seconds)}, local copies {_seconds(account.copy_seconds)}, "
+            f"optimizer {_seconds(account.optimizer_seconds)}",
+            f"predicted memory of a rank {_bytes(account.bytes)}: parameters {_bytes(account.parameter_bytes)}, gradients "
+            f"{_bytes(account.gradient_bytes)}, optimizer {_bytes(account.optimizer_bytes)}, "
+            f"activations {_bytes(account.activation_bytes)}",
+            "",
+        ]
+        rows = [("collective", "axis", "count", "bytes", "seconds")]
+        rows += [(c.kind, c.axis, str(c.count), _bytes(c.bytes), _seconds(c.seconds)) for c in account.collectives]
+        lines += [*_table(rows), ""]
+        rows_ = [("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")]
+        for names, p in _grouped(self.parameters):
+            use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
+            gathered = any(layout != p.at_rest for layout in p.in_use)
+            rows_.append((names, *p.at_rest, *use, p.gather if gathered else ""))
+        lines += _table(rows_)
+        lines += ["", *_table([("input", *axes), *((name, *p) for name, p in self.inputs.items())])]
+        if self.without_rule:
+            ops = ", ".join(f"{count} x {op}" for op, count in self.without_rule.items())
+            lines += ["", f"replicated, since the op has no rule: {ops}"]
+        return lines
+
+
+def graph_digest(graph: JointGraph) -> str:
+    """The same for two captures of the same model with the same input shapes."""
+    return hashlib.sha256(str(graph).encode()).hexdigest()[:16]
+
+
+def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ParameterPlan]]:
+    """Parameters that differ only in numbers of their paths, and are planned alike, in one row."""
+    groups: dict[tuple[str, ParameterPlan], list[str]] = {}
+    for name, plan in parameters.items():
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        groups.setdefault((pattern, plan), []).append(name)
+    rows = []
+    for (pattern, plan), names in groups.items():
+        rows.append((names[0] if len(names) == 1 else f"{pattern} ({len(names)})", plan))
+    return rows
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:.3f} s"
+    return f"{value * 1e3:.3f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:.0f} B"

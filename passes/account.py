@@ -1,0 +1,236 @@
+"""Account: what an assignment costs, item by item.
+
+The sum of the items is the solver's objective; the collectives listed are those that codegen writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..layout import Layout, local_shape
+from ..program import COLLECTIVES
+from ..redistribute import collective_seconds
+from .emit import Emission, expansion
+from .problem import Assignment, Decisions, ProblemBuilder, bucket_share
+from .strategies import OPTIMIZER_STATES, REGATHER, Option, Region, Site, Space, needs_expansion, splits_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """`count` collectives of one kind on one mesh axis, of `bytes` in all: each counts the larger of
+    what a rank puts in and gets out."""
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Seconds of one step and bytes of one rank.
+
+    `compute_seconds` are the local operators, `copy_seconds` local slices and the reordering of
+    chunks, `communication_seconds` the collectives (nothing is assumed to overlap),
+    `optimizer_seconds` an AdamW step. Bytes: parameters at rest, their gradients, two AdamW moments,
+    and what forward keeps for backward.
+    """
+
+    compute_seconds: float
+    communication_seconds: float
+    copy_seconds: float
+    optimizer_seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds + self.copy_seconds + self.optimizer_seconds
+
+    @property
+    def bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+def account(space: Space, assignment: Assignment) -> Account:
+    """What the objective is made of."""
+    total = _Tally(space)
+    total.region(space.rest, assignment.rest, 1)
+    for region, copies in zip(space.bodies, assignment.copies, strict=True):
+        same: dict[int, tuple[Decisions, int]] = {}
+        for decisions in copies:
+            key = next((k for k, (other, _) in same.items() if other == decisions), len(same))
+            same[key] = (decisions, same.get(key, (decisions, 0))[1] + 1)
+        for decisions, count in same.values():
+            total.region(region, decisions, count)
+    return total.account()
+
+
+class _Tally:
+    def __init__(self, space: Space) -> None:
+        self.space, self.builder = space, ProblemBuilder(space)
+        self.compute = self.copies = self.communication = self.optimizer = 0.0
+        self.parameters = self.gradients = self.states = self.activations = 0
+        self.kinds: dict[tuple[str, str], list[float]] = {}
+
+    def region(self, region: Region, decisions: Decisions, count: int) -> None:
+        options: dict[str, Option] = {}
+        for name, site in region.sites.items():
+            option = self.space.option(site, decisions[name])
+            if option is None:
+                raise ValueError(f"{site.kind} {name} ({site.module}) cannot take {decisions[name]}")
+            options[name] = option
+            self._site(site, option, count)
+        wanted: dict[str, list[tuple[Site, Layout, bool]]] = {}
+        makers: dict[str, tuple[Site, Layout, str]] = {}
+        for name, site in region.sites.items():
+            option = options[name]
+            for root, layout in zip(site.makes, option.makes, strict=True):
+                if root:
+                    policy = option.choice[-1] if site.kind == "parameter" else ""
+                    makers[root] = (site, layout, policy)
+            for read, layout in zip(site.reads, option.reads, strict=True):
+                wanted.setdefault(read.alias.root, []).append((site, layout, read.backward))
+        for root, readers in wanted.items():
+            self._tensor(root, makers[root], readers, count)
+
+    def _site(self, site: Site, option: Option, count: int) -> None:
+        if site.kind == "parameter":
+            assert site.meta is not None
+            local = math.prod(local_shape(site.meta.shape, option.makes[0], self.space.mesh)) * site.meta.dtype.itemsize
+            self.parameters += count * local
+            self.optimizer += count * option.seconds
+            if site.reads:
+                self.gradients += count * local
+                self.states += count * local * OPTIMIZER_STATES
+            return
+        emission = self._emission(site, option)
+        if emission is None:
+            self.compute += count * option.seconds
+            return
+        inside = 0.0
+        for instruction in emission.instructions:
+            if kind := instruction.collective:
+                size = max(emission.metas[n].bytes for n in (*instruction.inputs, *instruction.outputs))
+                axis = instruction.args[-1]
+                seconds = collective_seconds(kind, size, self.space.redistributor.links[axis])
+                self._collective(kind, axis, count, size, seconds)
+                inside += seconds
+        self.compute += count * (option.seconds - inside)
+
+    def _emission(self, site: Site, option: Option) -> Emission | None:
+        rule, call = site.rule, site.call
+        if rule is None or call is None or not needs_expansion(rule, option.choice):
+            return None
+        mesh = self.space.mesh
+        return expansion(call, splits_of(rule, option.choice), *local_shapes(site, option, self.space), mesh)
+
+    def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:
+        entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])
+        entry[0] += count
+        entry[1] += count * size
+        entry[2] += count * seconds
+        self.communication += count * seconds
+
+    def _tensor(
+        self, root: str, maker: tuple[Site, Layout, str], readers: list[tuple[Site, Layout, bool]], count: int
+    ) -> None:
+        site, produced, policy = maker
+        meta = self.space.metas[root]
+        is_parameter = site.kind == "parameter"
+        share = bucket_share(meta, site, [reader for reader, _, _ in readers])
+        redistributor = self.space.redistributor
+        phases: tuple[tuple[bool, ...], ...] = ((False,), (True,)) if policy == REGATHER else ((False, True),)
+        for phase in phases:
+            layouts = frozenset(layout for _, layout, late in readers if late in phase)
+            acquired = redistributor.acquire(meta.shape, meta.dtype, produced, layouts, share)
+            if acquired is None:
+                raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
+            for step in (step for item in acquired for step in item.route.steps):
+                whole = redistributor.step_seconds(step, share)
+                moving = redistributor.link_seconds(step, share)
+                self.copies += count * (whole - moving)
+                if step.kind in COLLECTIVES:
+                    self._collective(step.kind, step.axis, count, step.bytes, moving)
+        wanted = [(layout, late and is_parameter) for _, layout, late in readers]
+        kept = not site.backward and any(late for _, _, late in readers)
+        cost = self.builder.cost(meta, produced, policy, wanted, kept=kept, is_parameter=is_parameter, share=share)
+        assert cost is not None
+        self.activations += count * int(cost[1])
+
+    def account(self) -> Account:
+        return Account(
+            compute_seconds=self.compute,
+            communication_seconds=self.communication,
+            copy_seconds=self.copies,
+            optimizer_seconds=self.optimizer,
+            parameter_bytes=self.parameters,
+            gradient_bytes=self.gradients,
+            optimizer_bytes=self.states,
+            activation_bytes=self.activations,
+            collectives=tuple(
+                Collective(kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
+                for (kind, axis), (count, size, seconds) in sorted(self.kinds.items())
+            ),
+        )
+
+
+def local_shapes(site: Site, option: Option, space: Space):  # type: ignore[no-untyped-def]
+    """Local shapes of an operator's operands (as it reads them) and results."""
+    from .collapse import from_root
+
+    assert site.call is not None
+    inputs = []
+    for read, layout, meta in zip(site.reads, option.reads, site.call.inputs, strict=True):
+        here = from_root(read.alias.steps, layout, space.mesh)
+        assert here is not None
+        inputs.append(local_shape(meta.shape, here, space.mesh))
+    outputs = tuple(
+        None if meta is None else local_shape(meta.shape, layout, space.mesh)
+        for meta, layout in zip(site.call.outputs, option.makes, strict=True)
+    )
+    return tuple(inputs), outputs
+
+
+def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], str]]:
+    """(parameter, at rest, in use, "keep" or "regather") of every parameter, in the graph's order."""
+    found: dict[str, tuple[Layout, tuple[Layout, ...], str]] = {}
+    for region, decisions, rename in _placements(space, assignment):
+        uses: dict[str, dict[Layout, None]] = {}
+        for name, site in region.sites.items():
+            option = space.option(site, decisions[name])
+            assert option is not None
+            for read, layout in zip(site.reads, option.reads, strict=True):
+                uses.setdefault(read.alias.root, {})[layout] = None
+        for name, site in region.sites.items():
+            if site.kind == "parameter":
+                option = space.option(site, decisions[name])
+                assert option is not None
+                found[rename.get(name, name)] = (option.makes[0], tuple(uses.get(name, ())), option.choice[-1])
+    for i in space.graph.inputs:
+        if i.role == "parameter":
+            yield (i.target, *found[i.name])
+
+
+def _placements(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, Mapping[str, str]]]:
+    yield space.rest, assignment.rest, {}
+    for repeat, region, copies in zip(space.repeats, space.bodies, assignment.copies, strict=True):
+        for k, decisions in enumerate(copies):
+            yield region, decisions, dict(zip(repeat.own[0], repeat.own[k], strict=True))
+
+
+def count_collectives(items: list[tuple[str, str, int]]) -> Mapping[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> (count, bytes), from `Program.collectives()`."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for kind, axis, size in items:
+        counts[kind, axis] += 1
+        sizes[kind, axis] += size
+    return {key: (counts[key], sizes[key]) for key in sorted(counts)}
