@@ -244,7 +244,7 @@ class _Builder:
         home = self.space.roots.home[repeat.copies[0][0]]
         sites = [self._input(name, home) for name in repeat.own[0]]
         for name in self._shared_roots(set(repeat.shared)):
-            sites.append(Site(name=name, kind="shared", makes=(name,), meta=self.graph.metas[name]))
+            sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.graph.metas[name]))
         sites += self._ops(repeat.copies[0], home=home, whole=frozenset())
         left, right = [], []
         for border in repeat.borders:
