@@ -8,23 +8,23 @@ split the same dim own disjoint digits, so the order in which they were split is
 and every axis can be changed without looking at the others. A rank holds its elements in ascending
 order.
 
-A `Layout` is a tuple with one placement for each mesh axis. All periods are global.
+A `Layout` is a tuple with one placement for each mesh axis. All periods are global. Placements are
+named tuples, since planning hashes them millions of times.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """Along one mesh axis, `dim` is cut: index i belongs to rank (i mod period) // (period / n)."""
 
     dim: int
@@ -34,16 +34,14 @@ class Split:
         return f"S({self.dim}%{self.period})"
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(NamedTuple):
     """Every rank of the axis holds the whole."""
 
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(NamedTuple):
     """The value is the reduction ("sum", "max", "min") of what the ranks of the axis hold."""
 
     reduction: str = "sum"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
 import torch
@@ -66,6 +67,12 @@ def collective_seconds(kind: str, size: float, link: Link) -> float:
     return rounds * (size / n / link.bytes_per_second + link.latency_seconds)
 
 
+@lru_cache(maxsize=None)
+def _rank(shape: Shape, layout: Layout, mesh: Shape) -> tuple[int, str]:
+    """The largest first; the text decides ties, so that the order is the same in every process."""
+    return -math.prod(local_shape(shape, layout, mesh)), " ".join(map(str, layout))
+
+
 class Redistributor:
     """Prices and plans redistributions on one mesh of one cluster. Its answers depend only on its
     arguments; they are remembered for the life of the object."""
@@ -110,7 +117,7 @@ class Redistributor:
         there = [produced]
         found: list[Acquired] = []
         rest = [layout for layout in wanted if layout != produced]
-        rest.sort(key=lambda layout: (-math.prod(local_shape(shape, layout, self.mesh)), str(layout)))
+        rest.sort(key=lambda layout: _rank(shape, layout, self.mesh))
         for layout in rest:
             best: Acquired | None = None
             for source in there:

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 
 from .passes.problem import Allowed, Assignment, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, WHOLE, Site, SiteChoice, Space
@@ -171,17 +171,18 @@ class Search:
     def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[int]) -> tuple[Assignment, Score]:
         current = {name: list(choices) for name, choices in start.items()}
         best: tuple[Assignment, Score] | None = None
-        while True:
-            previous = best
-            for axis in order:
-                allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
-                assignment, solution, _ = self.solve(allowed)
-                if best is None or solution.score.objective < best[1].objective:
-                    best = assignment, solution.score
-                current = taken(self.space, assignment)
-            assert best is not None
-            if previous is not None and best[1].objective >= previous[1].objective * (1 - 1e-6):
+        unchanged = 0
+        for axis in cycle(order):
+            allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
+            assignment, solution, _ = self.solve(allowed)
+            current = taken(self.space, assignment)
+            if best is None or solution.score.objective < best[1].objective * (1 - 1e-6):
+                best, unchanged = (assignment, solution.score), 0
+            unchanged += 1
+            if unchanged == len(order):
+                # every other axis was tried since the last gain, from what is now fixed
                 return best
+        raise AssertionError("a mesh has axes")
 
     def _free(self, site: Site, choices: Iterable[SiteChoice], axis: int) -> list[SiteChoice]:
         """The choices with one axis free."""
