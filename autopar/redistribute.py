@@ -173,8 +173,8 @@ class Redistributor:
         else:
             assert isinstance(here, Split) and isinstance(there, Split)
             n = self.mesh[axis]
-            if here.dim == there.dim and not (there.period <= here.period // n or here.period <= there.period // n):
-                return None  # the two digits overlap: not an exchange of equal parts
+            if here.dim == there.dim and (here.period // n) % there.period and (there.period // n) % here.period:
+                return None  # the two digits overlap or interleave: not an exchange of equal parts
             kind = "all_to_all"
         return Step(kind, axis, before, after, max(put, got))
 
