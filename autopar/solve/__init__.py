@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from autopar.problem import Problem, Solution
 from autopar.solve.dp import solve_dp
+from autopar.solve.elimination import TooWide
 from autopar.solve.exhaustive import solve_exhaustive
 from autopar.solve.ilp import solve_ilp
 
 SOLVERS = {"dp": solve_dp, "ilp": solve_ilp, "exhaustive": solve_exhaustive}
 
-__all__ = ["SOLVERS", "solve", "solve_dp", "solve_exhaustive", "solve_ilp"]
+__all__ = ["SOLVERS", "TooWide", "solve", "solve_dp", "solve_exhaustive", "solve_ilp"]
 
 
 def solve(problem: Problem, solver: str = "dp", *, bytes_limit: float | None = None) -> Solution:
