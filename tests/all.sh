@@ -1,19 +1,26 @@
 #!/usr/bin/env bash
-# Sets everything up, then lints, checks types and runs all tests. Arguments go to pytest.
+# Sets everything up, then lints, checks types and runs all tests; fails if any of them does. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
 bin=$PWD/.venv/bin
+failed=""
 
 echo "== ruff"
-"$bin/ruff" check .
+"$bin/ruff" check . || failed+=" ruff"
 
 echo "== mypy"
-# The three folders are one package, which mypy sees only if they lie as one.
+# The three folders are one package; mypy sees it only where they lie as one.
 rm -rf build/typing
 mkdir -p build/typing/autopar
 ln -s "$PWD"/autopar/* "$PWD/passes" "$PWD/runtime" build/typing/autopar/
-(cd build/typing && "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar)
+(cd build/typing && "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar) || failed+=" mypy"
 
 echo "== pytest"
-"$bin/python" -m pytest "$@"
+"$bin/python" -m pytest "$@" || failed+=" pytest"
+
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi
+echo "all passed"
