@@ -383,6 +383,9 @@ class _Writer:
             cut = reshape(local, (*shape[: after.dim], above, n, stride, *shape[after.dim + 1 :]))
             part_shape = (*shape[: after.dim], above, stride, *shape[after.dim + 1 :])
             part = emit("aten.select.int", (Ref(cut), after.dim + 1, RankIndex(((axis, 1),))), part_shape)
+            if math.prod(part_shape[: after.dim + 1]) > 1:
+                # kernels such as CPU layer norm's backward read operands as if they were contiguous
+                part = emit("aten.contiguous.default", (Ref(part),), part_shape)
             return reshape(part, (*shape[: after.dim], above * stride, *shape[after.dim + 1 :]))
         if step.kind == "all_gather":
             assert isinstance(before, Split)
