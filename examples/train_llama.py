@@ -146,8 +146,8 @@ def train(model: nn.Module, batches: list[Batch], console: Console, name: str) -
 @contextmanager
 def progress(console: Console, name: str, steps: int) -> Iterator[Callable[[list[float]], None]]:
     """A bar with the mean loss of the last ten steps, or ten lines where there is no terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+    texts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
+    with Progress(*texts, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, total=steps, loss="")
 
         def advance(losses: list[float]) -> None:
