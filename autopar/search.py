@@ -10,21 +10,27 @@ against a lower bound of the whole.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, product
 
 from .passes.problem import Allowed, Assignment, ProblemBuilder
-from .passes.strategies import KEEP, REGATHER, WHOLE, Site, SiteChoice, Space
-from .problem import Infeasible, Problem, Score, Solution
-from .solve import solve
+from .layout import Split
+from .passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space, reached
+from .problem import Infeasible, Score, Solution
+from .solve import TooWide, solve
 
 JOINT_OPTIONS_MOST = 8
 """A space whose sites have no more joint options than this is solved as one problem."""
 
-RANDOM_STARTS = 2
+POOL_ROUNDS = 3
+
+GAIN = 1e-6
+"""Relative improvement below which a descent or a pool counts as standing still."""
+
+DESCENT_SOLVER = "dp"
+"""Steps of a descent are many and small; the solver that was asked for solves the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +79,11 @@ class Search:
         self.sites = unique_sites(space)
         self.solves = 0
 
-    def solve(self, allowed: Allowed) -> tuple[Assignment, Solution, Problem]:
+    def solve(self, allowed: Allowed, solver: str) -> tuple[Assignment, Solution]:
         problem, decoder = self.builder.build(allowed)
         self.solves += 1
-        solution = solve(problem, self.solver, bytes_limit=self.bytes_limit)
-        return decoder.decode(solution.choice), solution, problem
+        solution = solve(problem, solver, bytes_limit=self.bytes_limit)
+        return decoder.decode(solution.choice), solution
 
     def run(self, allowed: Allowed | None = None) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`.
@@ -95,7 +101,7 @@ class Search:
             if sum(1 for n in space.mesh if n > 1) <= 1 or largest <= JOINT_OPTIONS_MOST:
                 allowed = {n: joint(space, self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
         if allowed is not None:
-            assignment, solution, _ = self.solve(allowed)
+            assignment, solution = self.solve(allowed, self.solver)
             bound, score = solution.lower_bound, solution.score
         else:
             assignment, score = self._descend_all()
@@ -123,18 +129,14 @@ class Search:
             if best is None or score.objective < best[1].objective:
                 best = assignment, score
 
-        generator = random.Random(0)
-        starts: list[tuple[str, Mapping[str, list[SiteChoice]], list[int]]] = [("whole", whole, axes)]
-        if len(axes) > 1:
-            starts.append(("whole, fastest axis first", whole, axes[::-1]))
-        for number in range(RANDOM_STARTS):
-            chosen = self._random(generator)
-            starts.append((f"random {number}", chosen, axes))
-        infeasible: Infeasible | None = None
+        starts = [("whole, slowest axis first", whole, axes), ("whole, fastest axis first", whole, axes[::-1])]
+        starts.append(("batch on every axis", self._batch(), axes))
+        infeasible: ValueError | None = None
         for label, start, order in starts:
             try:
                 assignment, score = self._descend(start, order)
-            except Infeasible as error:
+            except (Infeasible, TooWide) as error:
+                self.log(f"descent from {label}: {error}")
                 infeasible = error
                 continue
             self.log(f"descent from {label}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
@@ -142,30 +144,39 @@ class Search:
         if best is None:
             assert infeasible is not None
             raise infeasible
-        for _ in range(3):
-            assignment, solution, _ = self.solve({name: list(choices) for name, choices in pool.items()})
+        for _ in range(POOL_ROUNDS):
+            try:
+                assignment, solution = self.solve({n: list(choices) for n, choices in pool.items()}, self.solver)
+            except TooWide as error:
+                self.log(f"pool of {sum(map(len, pool.values()))} options: {error}")
+                break
             self.log(f"pool of {sum(map(len, pool.values()))} options: {solution.score.seconds * 1e3:.3f} ms")
             previous = best[1].objective
             note(assignment, solution.score)
-            if solution.score.objective >= previous * (1 - 1e-9):
+            if solution.score.objective >= previous * (1 - GAIN):
                 break
-            assignment, score = self._descend(taken(space, assignment), axes)
-            note(assignment, score)
+            note(*self._descend(taken(space, assignment), axes))
         return best
 
-    def _random(self, generator: random.Random) -> dict[str, list[SiteChoice]]:
+    def _batch(self) -> dict[str, list[SiteChoice]]:
+        """Every site splits by the batch on as many axes as it can, the first ones first."""
+        space = self.space
+        inputs = [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]
+        starts = [(site.name, Split(0, site.meta.shape[0])) for site in inputs if site.meta]
+        by_batch = {ranks: reached(space, ranks, starts) for ranks in set(space.mesh) if ranks > 1}
         chosen = {}
         for name, site in self.sites.items():
-            whole = self.space.whole(site)
-            options = [whole]
-            if site.kind not in ("border", "output"):
-                per_axis = [axis_choices(self.space, site, axis) for axis in range(len(self.space.mesh))]
-                for _ in range(3):
-                    guess = (*(generator.choice(c) for c in per_axis), *whole[len(per_axis) :])
-                    if self.space.option(site, guess) is not None and not _partial(guess):
-                        options = [guess]
-                        break
-            chosen[name] = options
+            choice = space.whole(site)
+            for axis, ranks in enumerate(space.mesh):
+                if ranks > 1 and site.kind in ("op", "border"):
+                    splits = by_batch[ranks].splits.get(name, {})
+                    along = by_batch[ranks].choices(site) or tuple(("S", s.dim, s.period) for s in splits)
+                    for option in along:
+                        wider = (*choice[:axis], option, *choice[axis + 1 :])
+                        if option in site.choices[ranks] and space.option(site, wider) is not None:
+                            choice = wider
+                            break
+            chosen[name] = [choice]
         return chosen
 
     def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[int]) -> tuple[Assignment, Score]:
@@ -174,9 +185,9 @@ class Search:
         unchanged = 0
         for axis in cycle(order):
             allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
-            assignment, solution, _ = self.solve(allowed)
+            assignment, solution = self.solve(allowed, DESCENT_SOLVER)
             current = taken(self.space, assignment)
-            if best is None or solution.score.objective < best[1].objective * (1 - 1e-6):
+            if best is None or solution.score.objective < best[1].objective * (1 - GAIN):
                 best, unchanged = (assignment, solution.score), 0
             unchanged += 1
             if unchanged == len(order):
@@ -200,10 +211,6 @@ def _count(per_axis: list[tuple]) -> int:  # type: ignore[type-arg]
     for choices in per_axis:
         total *= len(choices)
     return total
-
-
-def _partial(choice: SiteChoice) -> bool:
-    return any(part[0] == "P" for part in choice if part != KEEP)
 
 
 def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
