@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -72,12 +73,17 @@ def _compile(problem: Problem, keep: tuple[int, ...]) -> Compiled:
 
 
 def grid(sizes: Sequence[int]) -> Ints:
-    """All joint states [variable, state], the last variable fastest."""
-    return np.indices((*sizes, 1)).reshape(len(sizes) + 1, -1)[:-1]
+    """All joint states [variable, state], the last variable fastest. Any number of variables: an
+    ndarray with an axis for each would end at 64."""
+    states = np.empty((len(sizes), math.prod(sizes)), dtype=np.int64)
+    rest = np.arange(math.prod(sizes), dtype=np.int64)
+    for variable in reversed(range(len(sizes))):
+        rest, states[variable] = np.divmod(rest, sizes[variable])
+    return states
 
 
 def ravel(states: Sequence[Ints], sizes: Sequence[int]) -> Ints:
-    """The inverse of `_grid`: the index of joint states."""
+    """The inverse of `grid`: the index of joint states."""
     index = np.zeros(states[0].shape if states else (1,), dtype=np.int64)
     for state, size in zip(states, sizes, strict=True):
         index = index * size + state
