@@ -41,6 +41,26 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
 }
 """Public functions that call the same overload with the same arguments for less: 0.8 us instead of 1.4."""
 
+OWN_MEMORY = frozenset(
+    {
+        "aten.add.Tensor",
+        "aten.bmm.default",
+        "aten.cat.default",
+        "aten.clone.default",
+        "aten.div.Tensor",
+        "aten.embedding.default",
+        "aten.embedding_dense_backward.default",
+        "aten.mm.default",
+        "aten.mul.Tensor",
+        "aten.sum.dim_IntList",
+        "collective.all_gather",
+        "collective.all_reduce",
+        "collective.all_to_all",
+        "collective.reduce_scatter",
+    }
+)
+"""Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Executable:
@@ -128,8 +148,14 @@ class _Writer:
             lines.append("    arguments.clear()")
         if unused := list(dict.fromkeys(a for a in arguments if a not in last and a not in kept)):
             lines.append(f"    del {', '.join(map(self.local, unused))}")
+        own: set[str] = set()  # values whose memory nothing else reads any more
         for i, instruction in enumerate(instructions):
-            lines.append("    " + self.call(instruction))
+            dies = {used for used in instruction.inputs if last[used] == i and used not in kept}
+            lines.append("    " + self.call(instruction, in_place=bool(dies & own)))
+            if instruction.op in OWN_MEMORY or (len(instruction.inputs) == 1 and dies & own):
+                own.update(instruction.outputs)
+            if instruction.op not in OWN_MEMORY:
+                own.difference_update(set(instruction.inputs) - dies)  # a view of it may outlive it
             made = [output for output in instruction.outputs if output]
             dead = [used for used in dict.fromkeys(instruction.inputs) if last[used] == i and used not in kept]
             dead += [output for output in made if output not in last and output not in kept]
@@ -138,33 +164,34 @@ class _Writer:
                 lines.append(f"    del {', '.join('_' if d == '_' else self.local(d) for d in dead)}")
         return lines
 
-    def call(self, instruction: Instruction) -> str:
+    def call(self, instruction: Instruction, in_place: bool) -> str:
         outputs = ", ".join(self.local(name) if name else "_" for name in instruction.outputs)
         if len(instruction.outputs) == 1 and _returns_tuple(instruction.op):
             outputs = f"[{outputs}]"
-        return f"{outputs} = {self.expression(instruction)}"
+        return f"{outputs} = {self.expression(instruction, in_place)}"
 
-    def expression(self, instruction: Instruction) -> str:
+    def expression(self, instruction: Instruction, in_place: bool) -> str:
         op = instruction.op
         if op == "collective.wait":
             return (
                 f"{self.bind('wait', functional_collectives().wait_tensor.default)}({self.value(instruction.args[0])})"
             )
         if kind := instruction.collective:
-            return self.collective(kind, instruction)
+            return self.collective(kind, instruction, in_place)
         values = [self.value(argument) for argument in instruction.args]
         values += [f"{key}={self.value(value)}" for key, value in instruction.kwargs]
         function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or overload(op))
         return f"{function}({', '.join(values)})"
 
-    def collective(self, kind: str, instruction: Instruction) -> str:
+    def collective(self, kind: str, instruction: Instruction, in_place: bool) -> str:
         functional = functional_collectives()
         x, axis = self.value(instruction.args[0]), instruction.args[-1]
         ranks, group = self.program.mesh[axis], self.groups[axis]
         assert group is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
         if kind == "all_reduce":
-            reduction = instruction.args[1]
-            return f"{self.bind(kind, functional.all_reduce.default)}({x}, {reduction!r}, {group!r})"
+            function = self.bind("all_reduce_", functional.all_reduce_.default) if in_place else None
+            function = function or self.bind(kind, functional.all_reduce.default)
+            return f"{function}({x}, {instruction.args[1]!r}, {group!r})"
         if kind == "all_gather":
             return f"{self.bind(kind, functional.all_gather_into_tensor.default)}({x}, {ranks}, {group!r})"
         if kind == "reduce_scatter":
