@@ -1,0 +1,79 @@
+"""What the README and the examples say runs as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def block(with_text: str) -> str:
+    (found,) = (b for b in BLOCKS if with_text in b)
+    return found
+
+
+def torchrun(*arguments: str | Path, folder: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    result = subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_training_as_in_the_readme(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block("init_device_mesh"))
+    printed = torchrun("train.py", folder=tmp_path)
+    assert "plan of LlamaForCausalLM on mesh dp=2, tp=2" in printed
+    assert "def forward(" in printed
+
+
+def test_planning_as_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shorter = block("dgx-h100").replace("num_hidden_layers=32", "num_hidden_layers=3")
+    exec(compile(shorter, "README.md", "exec"), {})
+    assert autopar.Plan.load("plan.json").cluster == "dgx-h100"
+
+
+def test_comparing_as_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block("autopar.compare"), "README.md", "exec"), {})
+    solvers = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert solvers[0] == "ilp" and len(solvers) == 5
+
+
+def test_the_training_example_equals_one_process() -> None:
+    small = ["--steps", "3", "--batch", "4", "--sequence", "16", "--solver", "megatron"]
+    last = torchrun("examples/train_llama.py", *small, folder=ROOT).splitlines()[-1]
+    found = re.search(r"relative difference: loss (\S+), parameters (\S+);", last)
+    assert found is not None, last
+    assert float(found[1]) < 1e-5 and float(found[2]) < 1e-4
+
+
+def test_the_training_example_says_how_to_start_it() -> None:
+    alone = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "examples/train_llama.py"]
+    result = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "torchrun --standalone --nproc-per-node 4 examples/train_llama.py" in result.stderr
+
+
+def test_the_walkthrough_ends_with_equal_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples/walkthrough.py"), run_name="__main__")
+    found = re.search(r"loss (\S+), eager (\S+); gradients differ by (\S+)", capsys.readouterr().out)
+    assert found is not None
+    assert found[1] == found[2] and float(found[3]) < 1e-5
