@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from autopar.passes.capture import Captured
-from autopar.runtime.simulate import simulate_step
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.passes.capture import Captured
 from autopar.program import Program
+from autopar.runtime.simulate import simulate_step
 
 BATCH, SEQUENCE, VOCABULARY = 8, 8, 64
 
@@ -174,7 +174,10 @@ def assert_same(found: Step, expected: Step, tolerance: float = 1e-5) -> None:
     """Every output and every gradient, relative to the largest element of the expected one."""
     assert found.outputs.keys() == expected.outputs.keys()
     assert found.gradients.keys() == expected.gradients.keys()
-    for what, ours, theirs in (("output", found.outputs, expected.outputs), ("gradient", found.gradients, expected.gradients)):
+    for what, ours, theirs in (
+        ("output", found.outputs, expected.outputs),
+        ("gradient", found.gradients, expected.gradients),
+    ):
         for name in theirs:
             assert_close(ours[name], theirs[name], f"{what} {name}", tolerance)
 
