@@ -37,13 +37,23 @@ class Assignment:
     copies: tuple[tuple[Decisions, ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """What a `problem.Tensor` is but for its name and its variables."""
+
+    produced: tuple[int, ...]
+    wanted: tuple[tuple[int, ...], ...]
+    costs: dict[tuple[int, int], tuple[float, float]]
+    free: dict[int, int]
+
+
 class ProblemBuilder:
     """Builds problems over one space. Tables are remembered by what they depend on, so that layers of
     one structure, and solves that differ on one axis, share them."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.tables: dict[Any, tuple[tuple[int, ...], tuple[tuple[int, ...], ...], dict[Any, Any]]] = {}
+        self.tables: dict[Any, _Table] = {}
         self.twins = _twins(space)
 
     def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
@@ -165,9 +175,15 @@ class ProblemBuilder:
         key = (meta, produced, wanted, kept, is_parameter, share)
         if key not in self.tables:
             self.tables[key] = self._table(meta, produced, wanted, kept, is_parameter, share)
-        codes, masks, costs = self.tables[key]
+        table = self.tables[key]
         return Tensor(
-            name=root, producer=maker, produced=codes, consumers=tuple(positions), wanted=masks, costs=costs
+            name=root,
+            producer=maker,
+            produced=table.produced,
+            consumers=tuple(positions),
+            wanted=table.wanted,
+            costs=table.costs,
+            free=table.free,
         )
 
     def _table(
@@ -178,7 +194,7 @@ class ProblemBuilder:
         kept: bool,
         is_parameter: bool,
         share: float,
-    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], dict[tuple[int, int], tuple[float, float]]]:
+    ) -> _Table:
         made: dict[tuple[Layout, str], int] = {}
         items: dict[tuple[Layout, bool], int] = {}
         codes = tuple(made.setdefault(p, len(made)) for p in produced)
@@ -197,7 +213,16 @@ class ProblemBuilder:
                 cost = self.cost(meta, layout, policy, chosen, kept=kept, is_parameter=is_parameter, share=share)
                 if cost is not None:
                     costs[code, union] = cost
-        return codes, masks, costs
+        free = {
+            code: sum(1 << bit for bit, (there, _) in enumerate(by_bit) if self._is_free(meta, layout, there))
+            for (layout, _), code in made.items()
+        }
+        return _Table(produced=codes, wanted=masks, costs=costs, free=free)
+
+    def _is_free(self, meta: TensorMeta, produced: Layout, wanted: Layout) -> bool:
+        """Whether a layout is had by local slices alone."""
+        route = self.space.redistributor.route(meta.shape, meta.dtype, produced, wanted)
+        return route is not None and all(step.kind == "slice" for step in route.steps)
 
     def cost(
         self,
