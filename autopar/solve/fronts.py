@@ -179,9 +179,10 @@ class ProblemFronts:
     def _kept(self, keep: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """The variables to keep while the prices are swept: borders, and all others that the work allows."""
         variables = self.problem.variables
-        if math.prod(len(v.options) for v in variables) <= ALL_STATES:
-            return tuple(range(len(variables))), True
         wide = {*keep, *(v for repeat in self.problem.repeats for v in (*repeat.left, *repeat.right))}
+        if math.prod(len(v.options) for v in variables) <= ALL_STATES:
+            # one option is no decision, and an array has no axes for hundreds of them
+            return tuple(sorted(wide.union(v for v, x in enumerate(variables) if len(x.options) > 1))), True
         states = math.prod(len(variables[v].options) for v in wide)
         budget = SWEEP_ENTRIES / (len(self._pricing.weights) * len(variables))
         if self.problem.repeats or keep:
