@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, product
 
+from .bound import lower_bound_seconds
 from .passes.problem import Allowed, Assignment, ProblemBuilder
 from .layout import Split
 from .passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space, reached
@@ -105,7 +106,8 @@ class Search:
             bound, score = solution.lower_bound, solution.score
         else:
             assignment, score = self._descend_all()
-            bound = 0.0
+            bound = lower_bound_seconds(space)
+            self.log(f"lower bound {bound * 1e3:.3f} ms")
         return Found(
             assignment=assignment,
             score=score,

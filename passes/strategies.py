@@ -119,10 +119,14 @@ class Space:
     metas: Mapping[str, TensorMeta]
     rest: Region
     bodies: tuple[Region, ...]
-    repeats: tuple[Repeated, ...]
+    segments: Segments
     rest_borders: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
     without_rule: Mapping[str, int]
     """Op -> how many nodes have no rule and are replicated."""
+
+    @property
+    def repeats(self) -> tuple[Repeated, ...]:
+        return self.segments.repeats
 
     def regions(self) -> Iterator[Region]:
         yield self.rest
@@ -167,7 +171,7 @@ def strategies(graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster, seg
         metas=metas,
         rest=Region(name="rest", sites={}),
         bodies=(),
-        repeats=segments.repeats,
+        segments=segments,
         rest_borders=(),
         without_rule={},
     )
