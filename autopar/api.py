@@ -205,7 +205,7 @@ class Planner:
             allowed = preset(self.space, groups, solver)
         search = Search(self.space, solver if solver in SOLVERS else "dp", memory_limit_bytes, logger.info)
         found: Found = self._timed("search", lambda: search.run(allowed))
-        return self.describe(found, solver, cost)
+        return self._timed("describe", lambda: self.describe(found, solver, cost))
 
     def describe(self, found: Found, solver: str, cost: str) -> Plan:
         """The plan that an assignment is."""
