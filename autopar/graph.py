@@ -8,9 +8,9 @@ printable and stampable.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -73,7 +73,7 @@ class Node:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors that it reads, in the order of its arguments, repeats included."""
-        return tuple(references(self.args)) + tuple(references(tuple(v for _, v in self.kwargs)))
+        return (*references(self.args), *references(self.kwargs))
 
     def __str__(self) -> str:
         arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs]
@@ -139,13 +139,18 @@ class JointGraph:
         return "\n".join(lines)
 
 
-def references(value: Any) -> Iterator[str]:
+def references(value: Any) -> list[str]:
     """The names referred to in an argument, in order."""
     if isinstance(value, Ref):
-        yield value.name
-    elif isinstance(value, tuple):
+        return [value.name]
+    found: list[str] = []
+    if isinstance(value, tuple):
         for item in value:
-            yield from references(item)
+            if isinstance(item, Ref):
+                found.append(item.name)
+            elif isinstance(item, tuple):
+                found += references(item)
+    return found
 
 
 def map_references(value: Any, function: Callable[[str], Any]) -> Any:
@@ -157,8 +162,9 @@ def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     return value
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(op: str) -> Callable[..., Any]:
     """The callable behind "namespace.name.overload"."""
     namespace, name, kind = op.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), kind)
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), kind)
+    return found

@@ -58,7 +58,7 @@ class Instruction:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(references(self.args)) + tuple(references(tuple(v for _, v in self.kwargs)))
+        return (*references(self.args), *references(self.kwargs))
 
     @property
     def collective(self) -> str | None:
@@ -135,7 +135,8 @@ class Program:
         outputs = [o for o in self.outputs if o.role != "gradient"]
         for o in outputs:
             lines.append(f"    # {o.role} {o.target} = {o.name}: {o.meta} {describe(o.layout, self.axes)}")
-        lines.append(f"    return ({''.join(f'{o.name}, ' for o in outputs)}), ({''.join(f'{s}, ' for s in self.saved)})")
+        made, saved = ("".join(f"{name}, " for name in names) for names in ((o.name for o in outputs), self.saved))
+        lines.append(f"    return ({made}), ({saved})")
         lines.append("")
         tangents = [i.name for i in self.inputs if i.role == "tangent"]
         lines.append(f"def backward({', '.join([*self.saved, *tangents])}):")
