@@ -10,16 +10,17 @@ against a lower bound of the whole.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, product
 
 from .bound import lower_bound_seconds
-from .passes.problem import Allowed, Assignment, ProblemBuilder
 from .layout import Split
+from .passes.problem import Allowed, Assignment, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space, reached
-from .problem import Infeasible, Score, Solution
+from .problem import Infeasible, Problem, Score, evaluate
 from .solve import TooWide, solve
 
 JOINT_OPTIONS_MOST = 8
@@ -29,6 +30,11 @@ POOL_ROUNDS = 3
 
 GAIN = 1e-6
 """Relative improvement below which a descent or a pool counts as standing still."""
+
+PRICE_MOST = 1e5
+"""Prices of memory are tried up to this many times (seconds of the cheapest plan / its bytes)."""
+
+PRICE_BISECTIONS = 4
 
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
@@ -48,6 +54,15 @@ class Found:
     @property
     def gap(self) -> float:
         return max(0.0, 1 - self.lower_bound / self.score.objective) if self.score.objective else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """An assignment with its true score, and a bound on the problem that it was found in."""
+
+    assignment: Assignment
+    score: Score
+    lower_bound: float
 
 
 def unique_sites(space: Space) -> dict[str, Site]:
@@ -80,11 +95,13 @@ class Search:
         self.sites = unique_sites(space)
         self.solves = 0
 
-    def solve(self, allowed: Allowed, solver: str) -> tuple[Assignment, Solution]:
+    def solve(self, allowed: Allowed, solver: str, *, price: float = 0.0, bytes_limit: float | None = None) -> Solved:
+        """The exact optimum of seconds + price * bytes over the allowed options."""
         problem, decoder = self.builder.build(allowed)
         self.solves += 1
-        solution = solve(problem, solver, bytes_limit=self.bytes_limit)
-        return decoder.decode(solution.choice), solution
+        solution = solve(_priced(problem, price) if price else problem, solver, bytes_limit=bytes_limit)
+        score = evaluate(problem, solution.choice) if price else solution.score
+        return Solved(decoder.decode(solution.choice), score, solution.lower_bound)
 
     def run(self, allowed: Allowed | None = None) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`.
@@ -102,63 +119,118 @@ class Search:
             if sum(1 for n in space.mesh if n > 1) <= 1 or largest <= JOINT_OPTIONS_MOST:
                 allowed = {n: joint(space, self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
         if allowed is not None:
-            assignment, solution = self.solve(allowed, self.solver)
-            bound, score = solution.lower_bound, solution.score
+            options = allowed
+            best = self.solve(options, self.solver)
+            if self._is_over(best):
+                best = self._within_limit(best, lambda price, _: self.solve(options, DESCENT_SOLVER, price=price))
         else:
-            assignment, score = self._descend_all()
+            best = self._descend_all()
             bound = lower_bound_seconds(space)
             self.log(f"lower bound {bound * 1e3:.3f} ms")
+            if self._is_over(best):
+                best = self._within_limit(best, self._descend_priced)
+            best = replace(best, lower_bound=bound)
         return Found(
-            assignment=assignment,
-            score=score,
-            lower_bound=bound,
+            assignment=best.assignment,
+            score=best.score,
+            lower_bound=best.lower_bound,
             seconds=time.perf_counter() - started,
             solves=self.solves,
         )
 
-    def _descend_all(self) -> tuple[Assignment, Score]:
-        space = self.space
+    def _is_over(self, found: Solved) -> bool:
+        return self.bytes_limit is not None and found.score.bytes > self.bytes_limit
+
+    def _within_limit(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
+        """The best that keeps the limit: solves at rising prices of memory fill a pool of options, in
+        which the limit is then kept exactly, layers of one structure mixing their options.
+
+        The lower bound is Lagrange's, over the prices that were tried.
+        """
+        assert self.bytes_limit is not None
+        limit, score = self.bytes_limit, cheapest.score
+        unit = score.seconds / score.bytes
+        tried: list[tuple[float, Solved]] = [(0.0, cheapest)]
+        price, fits = 0.02 * unit, None
+        while fits is None and price <= PRICE_MOST * unit:
+            tried.append((price, solve_at(price, tried[-1][1])))
+            fits = None if self._is_over(tried[-1][1]) else price
+            price *= 5
+        if fits is None:
+            smallest = min(found.score.bytes for _, found in tried)
+            raise Infeasible(
+                f"no choice fits in {limit:.0f} bytes: the smallest needs {smallest:.0f} bytes; "
+                f"give more memory, more ranks or a smaller batch"
+            )
+        below, above = tried[-2][0], fits
+        for _ in range(PRICE_BISECTIONS):
+            middle = math.sqrt(below * above) if below else above / 5
+            tried.append((middle, solve_at(middle, tried[-1][1])))
+            below, above = (middle, above) if self._is_over(tried[-1][1]) else (below, middle)
+        bound = max(
+            (f.lower_bound if p == 0 else f.score.seconds + p * (f.score.bytes - limit)) for p, f in tried
+        )
+        pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
+        for _, found in tried:
+            for name, choices in taken(self.space, found.assignment).items():
+                pool[name].update(dict.fromkeys(choices))
+        kept = [found for _, found in tried if not self._is_over(found)]
+        try:
+            kept.append(self.solve({n: list(c) for n, c in pool.items()}, self.solver, bytes_limit=limit))
+        except TooWide as error:
+            self.log(f"pool under the limit: {error}")
+        best = min(kept, key=lambda found: found.score.objective)
+        self.log(f"within {limit / 2**20:.0f} MiB: {best.score.seconds * 1e3:.3f} ms, {best.score.bytes / 2**20:.0f} MiB")
+        return replace(best, lower_bound=min(bound, best.score.objective))
+
+    def _axes(self) -> list[int]:
+        """Axes of more than one rank, the slowest first."""
+        links = self.space.redistributor.links
+        wide = [axis for axis, ranks in enumerate(self.space.mesh) if ranks > 1]
+        return sorted(wide, key=lambda axis: links[axis].bytes_per_second)
+
+    def _descend_priced(self, price: float, start: Solved) -> Solved:
+        return self._descend(taken(self.space, start.assignment), self._axes(), price)
+
+    def _descend_all(self) -> Solved:
+        space, axes = self.space, self._axes()
         whole = {name: [space.whole(site)] for name, site in self.sites.items()}
-        by_speed = sorted(range(len(space.mesh)), key=lambda a: space.redistributor.links[a].bytes_per_second)
-        axes = [a for a in by_speed if space.mesh[a] > 1]
-        best: tuple[Assignment, Score] | None = None
+        found: list[Solved] = []
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
 
-        def note(assignment: Assignment, score: Score) -> None:
-            nonlocal best
-            for name, choices in taken(space, assignment).items():
+        def note(solved: Solved) -> None:
+            found.append(solved)
+            for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
-            if best is None or score.objective < best[1].objective:
-                best = assignment, score
 
-        starts = [("whole, slowest axis first", whole, axes), ("whole, fastest axis first", whole, axes[::-1])]
-        starts.append(("batch on every axis", self._batch(), axes))
-        infeasible: ValueError | None = None
+        starts = [
+            ("whole, slowest axis first", whole, axes),
+            ("whole, fastest axis first", whole, axes[::-1]),
+            ("batch on every axis", self._batch(), axes),
+        ]
         for label, start, order in starts:
             try:
-                assignment, score = self._descend(start, order)
-            except (Infeasible, TooWide) as error:
-                self.log(f"descent from {label}: {error}")
-                infeasible = error
-                continue
-            self.log(f"descent from {label}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
-            note(assignment, score)
-        if best is None:
-            assert infeasible is not None
-            raise infeasible
-        for _ in range(POOL_ROUNDS):
-            try:
-                assignment, solution = self.solve({n: list(choices) for n, choices in pool.items()}, self.solver)
+                note(self._descend(start, order))
             except TooWide as error:
-                self.log(f"pool of {sum(map(len, pool.values()))} options: {error}")
+                self.log(f"descent from {label}: {error}")
+                continue
+            score = found[-1].score
+            self.log(f"descent from {label}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
+        if not found:
+            raise TooWide("no descent could be solved by elimination: give a mesh with fewer axes")
+        for _ in range(POOL_ROUNDS):
+            previous = min(solved.score.objective for solved in found)
+            size = sum(map(len, pool.values()))
+            try:
+                note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver))
+            except TooWide as error:
+                self.log(f"pool of {size} options: {error}")
                 break
-            self.log(f"pool of {sum(map(len, pool.values()))} options: {solution.score.seconds * 1e3:.3f} ms")
-            previous = best[1].objective
-            note(assignment, solution.score)
-            if solution.score.objective >= previous * (1 - GAIN):
+            self.log(f"pool of {size} options: {found[-1].score.seconds * 1e3:.3f} ms")
+            if found[-1].score.objective >= previous * (1 - GAIN):
                 break
-            note(*self._descend(taken(space, assignment), axes))
-        return best
+            note(self._descend(taken(space, found[-1].assignment), axes))
+        return min(found, key=lambda solved: solved.score.objective)
 
     def _batch(self) -> dict[str, list[SiteChoice]]:
         """Every site splits by the batch on as many axes as it can, the first ones first."""
@@ -181,16 +253,20 @@ class Search:
             chosen[name] = [choice]
         return chosen
 
-    def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[int]) -> tuple[Assignment, Score]:
+    def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[int], price: float = 0.0) -> Solved:
         current = {name: list(choices) for name, choices in start.items()}
-        best: tuple[Assignment, Score] | None = None
+        best: Solved | None = None
         unchanged = 0
+
+        def objective(solved: Solved) -> float:
+            return solved.score.objective + price * solved.score.bytes
+
         for axis in cycle(order):
             allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
-            assignment, solution = self.solve(allowed, DESCENT_SOLVER)
-            current = taken(self.space, assignment)
-            if best is None or solution.score.objective < best[1].objective * (1 - GAIN):
-                best, unchanged = (assignment, solution.score), 0
+            solved = self.solve(allowed, DESCENT_SOLVER, price=price)
+            current = taken(self.space, solved.assignment)
+            if best is None or objective(solved) < objective(best) * (1 - GAIN):
+                best, unchanged = solved, 0
             unchanged += 1
             if unchanged == len(order):
                 # every other axis was tried since the last gain, from what is now fixed
@@ -206,6 +282,20 @@ class Search:
                 for policy in policies(site, self.bytes_limit):
                     found[(*choice[:axis], option, *choice[axis + 1 : width], *policy)] = None
         return [c for c in found if self.space.option(site, c) is not None]
+
+
+def _priced(problem: Problem, price: float) -> Problem:
+    """The problem with memory paid for in seconds."""
+    return Problem(
+        variables=tuple(
+            replace(v, seconds=tuple(s + price * b for s, b in zip(v.seconds, v.bytes, strict=True)))
+            for v in problem.variables
+        ),
+        tensors=tuple(
+            replace(t, costs={state: (s + price * b, b) for state, (s, b) in t.costs.items()}) for t in problem.tensors
+        ),
+        repeats=tuple(replace(r, body=_priced(r.body, price)) for r in problem.repeats),
+    )
 
 
 def _count(per_axis: list[tuple]) -> int:  # type: ignore[type-arg]
