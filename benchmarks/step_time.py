@@ -114,7 +114,7 @@ def variants(settings: Settings, batch: Mapping[str, Any]) -> dict[str, tuple[An
     fully_shard(sharded, mesh=mesh)
     made["FSDP2"] = (sharded, part)
     tensor_parallel = model()
-    styles = {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
+    styles: dict[str, Any] = {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         styles[name] = ColwiseParallel
     for layer in tensor_parallel.model.layers:

@@ -27,7 +27,7 @@ from ..program import Instruction, Program
 logger = logging.getLogger("autopar")
 
 LIMIT_BYTES = 25 * 2**20
-ALONE_BYTES = 2**20
+ALONE_BYTES = 2**18
 WAIT = "collective.wait"
 LAYOUT = frozenset({"aten.contiguous.default", "aten.permute.default", "aten.reshape.default", "aten.select.int"})
 """Local ops of one tensor that codegen puts around collectives."""
@@ -240,8 +240,8 @@ class _Lazy:
     def schedule(self) -> list[tuple[int, _Bucket]]:
         """(index of the instruction before which it starts, bucket), in the order of starting.
 
-        A bucket starts once what is needed before it leaves room in `limit_bytes`, at the latest
-        when the bucket before it is first read.
+        A bucket starts as early as `limit_bytes` hold it and all that are started and not yet read;
+        at the latest when the bucket before it is first read.
         """
         needed = self._needed()
         height = self._heights()
@@ -257,12 +257,10 @@ class _Lazy:
             joints.sort(key=lambda j: need[id(j)])
             for number, joint in enumerate(joints):
                 ahead, first = joint.bytes, number - 1
-                while first > 0 and ahead + joints[first].bytes <= self.writer.limit_bytes:
+                while first >= 0 and ahead + joints[first].bytes <= self.writer.limit_bytes:
                     ahead += joints[first].bytes
                     first -= 1
                 time = need[id(joints[first])] if first >= 0 else 0
-                if first <= 0 and ahead <= self.writer.limit_bytes:
-                    time = 0
                 starts.append((time, -level, joint))
                 for member in joint.members:
                     self.buckets[member.outputs[0]] = joint
@@ -348,9 +346,9 @@ class _Tail:
             name = instruction.outputs[0]
             movable = instruction.op in LAYOUT or instruction.op == WAIT
             movable |= instruction.collective in ("all_reduce", "reduce_scatter")
-            if movable and (name in gradients or name in readers):
-                if all(reader.outputs[0] in only for reader in readers.get(name, ())):
-                    only.add(name)
+            used = name in gradients or name in readers
+            if movable and used and all(reader.outputs[0] in only for reader in readers.get(name, ())):
+                only.add(name)
         self.levels: dict[str, int] = {}
         for instruction in instructions:
             name = instruction.outputs[0]

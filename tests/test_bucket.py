@@ -1,0 +1,267 @@
+"""Bucketing changes how many collectives there are, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import api
+from autopar.api import Planner
+from autopar.graph import Ref, TensorMeta
+from autopar.layout import REPLICATE, Split
+from autopar.passes.bucket import bucket
+from autopar.passes.codegen import codegen
+from autopar.program import Instruction, Program, ProgramInput, ProgramOutput
+from autopar.runtime.simulate import Simulated, simulate_step
+from tests.ranks import run
+
+BYTES = 4
+PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
+
+
+def program(text: str, shapes: dict[str, tuple[int, ...]], **names: Any) -> Program:
+    """A program on 2 ranks, one instruction a line: `y = collective.all_reduce x sum 0`, `y = aten.mul.Tensor x x`.
+    A line of dashes divides forward from backward. `names`: parameters, saved, outputs, gradients."""
+
+    def instruction(line: str) -> Instruction:
+        output, _, call = line.partition(" = ")
+        op, *arguments = call.split()
+        args = tuple(int(a) if a.isdigit() else a if a == "sum" else Ref(a) for a in arguments)
+        return Instruction(op=op, args=args, outputs=(output,))
+
+    halves = [[instruction(line.strip()) for line in half.strip().splitlines()] for half in text.split("---")]
+    metas = {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()}
+
+    def whole(name: str) -> TensorMeta:
+        return TensorMeta((2 * shapes[name][0], *shapes[name][1:]), torch.float32)
+
+    split = {name: (Split(0, 2 * shapes[name][0]),) for name in names.get("parameters", ())}
+    inputs = [ProgramInput(name=n, role="parameter", target=n, meta=whole(n), layout=split[n]) for n in split]
+    inputs.append(ProgramInput(name="x", role="input", target="x", meta=metas["x"], layout=(REPLICATE,)))
+    outputs = [
+        ProgramOutput(name=n, role=role, target=n, meta=metas[n], layout=(REPLICATE,))
+        for role, key in (("output", "outputs"), ("gradient", "gradients"))
+        for n in names.get(key, ())
+    ]
+    return Program(
+        axes=("dp",),
+        mesh=(2,),
+        inputs=tuple(inputs),
+        forward=tuple(halves[0]),
+        backward=tuple(halves[1]) if len(halves) > 1 else (),
+        saved=names.get("saved", ()),
+        outputs=tuple(outputs),
+        metas=metas,
+    )
+
+
+def ops(instructions: tuple[Instruction, ...]) -> list[str]:
+    return [i.op.removeprefix("collective.").split(".")[-2 if i.op.startswith("aten") else -1] for i in instructions]
+
+
+def reductions() -> Program:
+    return program(
+        """y = aten.neg.default x
+        ---
+        a = aten.mul.Tensor x x
+        a1 = collective.all_reduce a sum 0
+        a2 = collective.wait a1
+        b = aten.add.Tensor a x
+        b1 = collective.all_reduce b sum 0
+        b2 = collective.wait b1
+        c = aten.neg.default b
+        c1 = collective.all_reduce c sum 0
+        c2 = collective.wait c1""",
+        dict.fromkeys(("x", "y", "a", "a1", "a2", "b", "b1", "b2", "c", "c1", "c2"), (4,)),
+        saved=("x",),
+        outputs=("y",),
+        gradients=("a2", "b2", "c2"),
+    )
+
+
+def gathers() -> Program:
+    names = [f"{p}{i}" for p in ("p", "q", "r") for i in ("", 1, 2)]
+    shapes = {n: (2,) if n in ("p", "p1", "q", "r") else (4,) for n in (*names, "x", "y", "z", "w")}
+    text = """y = aten.neg.default x
+        p1 = collective.all_gather p 0
+        p2 = collective.wait p1
+        z = aten.mul.Tensor y p2
+        q1 = collective.all_gather q 0
+        q2 = collective.wait q1
+        w = aten.mul.Tensor z q2
+        r1 = collective.all_gather r 0
+        r2 = collective.wait r1
+        o = aten.mul.Tensor w r2"""
+    shapes.update(p1=(4,), o=(4,))
+    return program(text, shapes, parameters=("p", "q", "r"), outputs=("o",))
+
+
+def test_reductions_of_gradients_are_one_started_after_the_last_producer() -> None:
+    found = ops(bucket(reductions()).backward)
+    assert found[:3] == ["mul", "add", "neg"]
+    assert found[3:] == ["reshape"] * 3 + ["cat", "all_reduce", "wait", "split_with_sizes"] + ["reshape"] * 3
+
+
+def test_a_full_bucket_is_started_at_once_and_waited_for_at_the_end() -> None:
+    found = ops(bucket(reductions(), limit_bytes=2 * 4 * BYTES).backward)
+    assert found.index("all_reduce") > found.index("neg") > found.index("add")
+    assert found.count("all_reduce") == 2
+    alone = ops(bucket(reductions(), alone_bytes=1).backward)
+    assert alone == ["mul", "all_reduce", "add", "all_reduce", "neg", "all_reduce", "wait", "wait", "wait"]
+
+
+def test_a_reduction_that_more_than_gradients_need_stays_and_is_waited_for_late() -> None:
+    given = reductions()
+    extra = Instruction(op="aten.add.Tensor", args=(Ref("c"), Ref("a2")), outputs=("d",))
+    given = replace(
+        given,
+        backward=(*given.backward, extra),
+        metas={**given.metas, "d": given.metas["a"]},
+        outputs=(*given.outputs, replace(given.outputs[-1], name="d", target="d")),
+    )
+    found = ops(bucket(given).backward)
+    assert found[:5] == ["mul", "all_reduce", "add", "neg", "wait"]
+    assert found.count("all_reduce") == 2
+
+
+def test_gathers_start_ahead_of_first_use_but_not_all_at_once() -> None:
+    assert ops(bucket(gathers(), alone_bytes=1).forward)[:4] == ["all_gather"] * 3 + ["neg"]
+    tight = ops(bucket(gathers(), limit_bytes=2 * 4 * BYTES, alone_bytes=1).forward)
+    assert tight == ["all_gather", "all_gather", "neg", "all_gather", "wait", "mul", "wait", "mul", "wait", "mul"]
+    joined = ops(bucket(gathers()).forward)
+    assert joined.count("all_gather") == joined.count("wait") == 1
+
+
+@pytest.mark.parametrize("make", [reductions, gathers])
+@pytest.mark.parametrize("limit_bytes", [1, 32, 2**20])
+@pytest.mark.parametrize("alone_bytes", [1, 2**20])
+def test_small_programs_compute_the_same(make: Any, limit_bytes: int, alone_bytes: int) -> None:
+    given = make()
+    wholes = {i.target: torch.randn(i.meta.shape) for i in given.inputs}
+    assert_same(
+        simulate_step(given, wholes, wholes), simulate_step(bucket(given, limit_bytes, alone_bytes), wholes, wholes)
+    )
+
+
+def test_it_says_what_it_changed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "autopar"):
+        bucket(reductions())
+    assert "bucket: 3 all_reduce -> 1" in caplog.text
+
+
+def test_bucketing_twice_changes_nothing_more() -> None:
+    once = bucket(reductions())
+    assert bucket(once).collectives() == once.collectives()
+
+
+# --- real models
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(  # type: ignore[no-any-return]
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            use_cache=False,
+        )
+    )
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def bytes_by_kind(program: Program) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for kind, axis, size in program.collectives():
+        found[kind, axis] += size
+    return found
+
+
+def assert_same(one: Simulated, other: Simulated) -> None:
+    for field in ("outputs", "mutations", "gradients"):
+        first, second = getattr(one, field), getattr(other, field)
+        assert first.keys() == second.keys()
+        for name in first:
+            assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=["4", "2x2"])
+def test_models_compute_the_same_bit_for_bit_with_the_same_bytes(mesh: dict[str, int]) -> None:
+    model, inputs = llama(), batch()
+    planner = Planner(model, mesh, kwargs=inputs)
+    given = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    given.update(planner.captured.constants)
+    for preset in PRESETS:
+        plain = codegen(planner.space, planner.assignment(planner.plan(solver=preset)))
+        values = {f"kwargs.{key}": value for key, value in inputs.items()}
+        expected = simulate_step(plain, given, values)
+        for limits in ({}, {"limit_bytes": 20_000}, {"limit_bytes": 20_000, "alone_bytes": 6_000}, {"alone_bytes": 1}):
+            bucketed = bucket(plain, **limits)
+            assert bytes_by_kind(bucketed) == bytes_by_kind(plain), (preset, limits)
+            assert_same(simulate_step(bucketed, given, values), expected)
+
+
+def test_data_parallel_gradients_are_one_collective() -> None:
+    planner = Planner(llama(), {"dp": 4}, kwargs=batch())
+    found = planner.program(planner.plan(solver="ddp"))
+    assert sum(i.collective is not None for i in found.backward) == 1
+    sharded = planner.program(planner.plan(solver="fsdp"))
+    assert Counter(i.collective for i in sharded.backward if i.collective) == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def gradients_on_a_rank(preset: str) -> dict[str, float]:
+    """Differences from plain eager, relative: of gradients after one backward and after two, and of the norm."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, inputs = llama(), batch()
+    parallel = api.parallelize(model, mesh, kwargs=inputs, solver=preset)
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def difference() -> float:
+        pairs = zip(model.parameters(), parallel.parameters(), strict=True)
+        return max(float((whole(q.grad) - p.grad).norm() / p.grad.norm()) for p, q in pairs)
+
+    def step(set_to_none: bool) -> None:
+        for module in (model, parallel):
+            module.zero_grad(set_to_none=set_to_none)
+            module(**inputs).loss.backward()
+
+    found = {}
+    step(True)
+    found["once"] = difference()
+    for module in (model, parallel):
+        module(**inputs).loss.backward()
+    found["twice"] = difference()
+    step(False)
+    step(False)
+    found["zeroed"] = difference()
+    norms = [whole(nn.utils.clip_grad_norm_(module.parameters(), 0.1)) for module in (model, parallel)]
+    found["norm"] = float(abs(norms[1] - norms[0]) / norms[0])
+    found["clipped"] = difference()
+    return found
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fsdp"])
+def test_gradients_that_share_a_bucket_add_up_zero_and_clip_on_their_own(preset: str) -> None:
+    for found in run(2, gradients_on_a_rank, preset, timeout_seconds=120.0):
+        assert found == {key: pytest.approx(0.0, abs=1e-5) for key in found}
