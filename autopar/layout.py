@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def describe(layout: Layout, axes: Sequence[str] | None = None) -> str:
     return " ".join(f"{axis}:{placement}" for axis, placement in zip(axes, layout, strict=True))
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_legal(shape: Shape, layout: Layout, mesh: Shape) -> bool:
     """Whether every split is even and no two axes claim the same digit of a dim."""
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -76,14 +77,14 @@ def is_legal(shape: Shape, layout: Layout, mesh: Shape) -> bool:
             spans.setdefault(placement.dim, []).append((period // ranks, period))
     for digits in spans.values():
         digits.sort()
-        for (_, below), (above, _) in zip(digits, digits[1:], strict=False):
+        for (_, below), (above, _) in pairwise(digits):
             # the inner digit's period must divide the outer digit's stride, or they interleave
             if above % below:
                 return False
     return True
 
 
-@lru_cache(maxsize=None)
+@cache
 def local_shape(shape: Shape, layout: Layout, mesh: Shape) -> Shape:
     """Shape of what one rank holds."""
     local = list(shape)
@@ -93,7 +94,7 @@ def local_shape(shape: Shape, layout: Layout, mesh: Shape) -> Shape:
     return tuple(local)
 
 
-@lru_cache(maxsize=None)
+@cache
 def local_stride(layout: Layout, mesh: Shape, axis: int) -> int:
     """How many consecutive local indices of the split dim lie inside one digit of `axis`: the
     period / n of its split, without the digits that other axes took from below it."""
@@ -107,7 +108,7 @@ def local_stride(layout: Layout, mesh: Shape, axis: int) -> int:
     return local
 
 
-@lru_cache(maxsize=None)
+@cache
 def nest(wanted: Layout, mesh: Shape) -> Layout:
     """Resolve axes that ask for the same digit: the first in mesh order takes it, the next takes
     what is left below, as DTensor does with [Shard(0), Shard(0)]."""
@@ -194,9 +195,10 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
     for coordinate, local in shards.items():
         if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
             continue  # replicas are equal; the first speaks for all
+        empty = first.new_empty(shape)
         index = torch.meshgrid(
             *(
-                torch.arange(size, device=first.device)[_owned_before(first.new_empty(shape), layout, mesh, coordinate, len(mesh), dim)]
+                torch.arange(size, device=first.device)[_owned_before(empty, layout, mesh, coordinate, len(mesh), dim)]
                 for dim, size in enumerate(shape)
             ),
             indexing="ij",

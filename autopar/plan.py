@@ -146,16 +146,17 @@ class Plan:
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
         gap = "" if self.gap is None else f", gap {self.gap:.1%}"
         lines = [
-            f"plan of {self.model} on mesh {mesh} of {self.cluster}, by {self.solver} ({self.solve_seconds:.2f} s{gap})",
+            f"plan of {self.model} on mesh {mesh} of {self.cluster}, by {self.solver} "
+            f"({self.solve_seconds:.2f} s{gap})",
             f"predicted step {_seconds(account.seconds)}: compute {_seconds(account.compute_seconds)}, "
             f"communication {_seconds(account.communication_seconds)}, local copies {_seconds(account.copy_seconds)}, "
             f"optimizer {_seconds(account.optimizer_seconds)}",
-            f"predicted memory of a rank {_bytes(account.bytes)}: parameters {_bytes(account.parameter_bytes)}, gradients "
-            f"{_bytes(account.gradient_bytes)}, optimizer {_bytes(account.optimizer_bytes)}, "
+            f"predicted memory of a rank {_bytes(account.bytes)}: parameters {_bytes(account.parameter_bytes)}, "
+            f"gradients {_bytes(account.gradient_bytes)}, optimizer {_bytes(account.optimizer_bytes)}, "
             f"activations {_bytes(account.activation_bytes)}",
             "",
         ]
-        rows = [("collective", "axis", "count", "bytes", "seconds")]
+        rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]
         rows += [(c.kind, c.axis, str(c.count), _bytes(c.bytes), _seconds(c.seconds)) for c in account.collectives]
         lines += [*_table(rows), ""]
         rows_ = [("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")]

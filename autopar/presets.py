@@ -85,7 +85,9 @@ class _Context:
                         ]
                     for name, dims in zip(site.makes, site.rule.outputs, strict=True):
                         starts += [
-                            (name, Split(dim, factor.size)) for dim, carried in enumerate(dims) if name and carried == number
+                            (name, Split(dim, factor.size))
+                            for dim, carried in enumerate(dims)
+                            if name and carried == number
                         ]
         return starts
 

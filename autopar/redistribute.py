@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import count
 
 import torch
@@ -67,7 +67,7 @@ def collective_seconds(kind: str, size: float, link: Link) -> float:
     return rounds * (size / n / link.bytes_per_second + link.latency_seconds)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _rank(shape: Shape, layout: Layout, mesh: Shape) -> tuple[int, str]:
     """The largest first; the text decides ties, so that the order is the same in every process."""
     return -math.prod(local_shape(shape, layout, mesh)), " ".join(map(str, layout))
@@ -131,8 +131,8 @@ class Redistributor:
         return tuple(found)
 
     def _search(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucket_share: float) -> Route | None:
-        for before, after in zip(source, target, strict=True):
-            if isinstance(after, Partial) and before != after:
+        for here, there in zip(source, target, strict=True):
+            if isinstance(there, Partial) and here != there:
                 return None
         ticket = count()
         queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), source, ())]

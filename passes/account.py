@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..layout import Layout, local_shape
+from ..layout import Layout, Shape, local_shape
 from ..program import COLLECTIVES
 from ..redistribute import collective_seconds
+from .collapse import from_root
 from .emit import Emission, expansion
 from .problem import Assignment, Decisions, ProblemBuilder, bucket_share
 from .strategies import OPTIMIZER_STATES, REGATHER, Option, Region, Site, Space, needs_expansion, splits_of
@@ -129,8 +130,8 @@ class _Tally:
         rule, call = site.rule, site.call
         if rule is None or call is None or not needs_expansion(rule, option.choice):
             return None
-        mesh = self.space.mesh
-        return expansion(call, splits_of(rule, option.choice), *local_shapes(site, option, self.space), mesh)
+        inputs, outputs = local_shapes(site, option, self.space)
+        return expansion(call, splits_of(rule, option.choice), inputs, outputs, self.space.mesh)
 
     def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:
         entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])
@@ -182,10 +183,10 @@ class _Tally:
         )
 
 
-def local_shapes(site: Site, option: Option, space: Space):  # type: ignore[no-untyped-def]
+def local_shapes(
+    site: Site, option: Option, space: Space
+) -> tuple[tuple[Shape, ...], tuple[Shape | None, ...]]:
     """Local shapes of an operator's operands (as it reads them) and results."""
-    from .collapse import from_root
-
     assert site.call is not None
     inputs = []
     for read, layout, meta in zip(site.reads, option.reads, site.call.inputs, strict=True):

@@ -583,11 +583,12 @@ class _Conversion:
         if not args or not isinstance(args[0], fx.Node) or self.metas.get(self._name(args[0])) != meta:
             return False
         if target in (aten.expand.default, aten.slice.Tensor):
-            return target is aten.expand.default or len(args) < 5 or args[4] == 1
+            return target is aten.expand.default or len(args) < 5 or bool(args[4] == 1)
         if len(args) < 2 or node.kwargs or isinstance(args[1], fx.Node):
             return False
         # not add(x, 0), which turns -0.0 into 0.0
-        return target in (aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor) and args[1] == 1
+        keeps_with_one = (aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor)
+        return target in keeps_with_one and bool(args[1] == 1)
 
     def _reshape(self, node: fx.Node, meta: TensorMeta) -> None:
         source = self._name(node.args[0])

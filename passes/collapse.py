@@ -8,7 +8,7 @@ its root to layouts of what is read (`layout.reshape_split`), and codegen runs i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from ..graph import JointGraph, Node
 from ..layout import Layout, Shape, is_legal, permute_layout, reshape_layout
@@ -63,7 +63,7 @@ class Roots:
             value = source
 
 
-@lru_cache(maxsize=None)
+@cache
 def to_root(steps: Steps, layout: Layout, mesh: Shape) -> Layout | None:
     """The root's layout that gives the view this layout, or None."""
     current: Layout | None = layout
@@ -79,7 +79,7 @@ def to_root(steps: Steps, layout: Layout, mesh: Shape) -> Layout | None:
     return current
 
 
-@lru_cache(maxsize=None)
+@cache
 def from_root(steps: Steps, layout: Layout, mesh: Shape) -> Layout | None:
     """The view's layout when its root has this one, or None."""
     current: Layout | None = layout

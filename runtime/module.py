@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from autopar.passes.capture import Captured
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
 from autopar.layout import Layout, Partial, Replicate, Shape, describe, local_shape
+from autopar.passes.capture import Captured
 from autopar.program import Program, ProgramInput, ProgramOutput
 
 from .agree import all_equal, coordinate_of, exchange, process_groups, raise_together

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 import transformers
-from autopar.passes.blocks import BlockDim, Blocks, ParallelBlock, blocks
-from autopar.passes.capture import capture
 from torch import nn
 from torch.nn import functional as F
 
 from autopar.graph import JointGraph, Ref, map_references, overload
+from autopar.passes.blocks import BlockDim, Blocks, ParallelBlock, blocks
+from autopar.passes.capture import capture
 
 
 def check(graph: JointGraph, found: Blocks) -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from autopar.passes.capture import Captured, CaptureError, capture
 from torch import nn
 
 from autopar import compat
 from autopar.graph import JointGraph, TensorMeta, map_references, overload
+from autopar.passes.capture import Captured, CaptureError, capture
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,6 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.graph import Node, Ref, TensorMeta
+from autopar.ops import rule_of
+from autopar.ops.rule import Call
 from autopar.passes.dependency import (
     AffineMap,
     Expression,
@@ -19,12 +25,6 @@ from autopar.passes.dependency import (
     preserves,
     reshape,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from autopar.graph import Node, Ref, TensorMeta
-from autopar.ops import rule_of
-from autopar.ops.rule import Call
 
 Index = tuple[int, ...]
 

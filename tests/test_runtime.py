@@ -14,12 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from autopar.passes.capture import capture
-from autopar.runtime.agree import exchange, on_first_rank, process_groups, raise_together
-from autopar.runtime.execute import compile
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.placements import is_gatherable, local_slice, placements_of
-from autopar.runtime.simulate import coordinates, simulate_step
 from ranks import outcomes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +23,13 @@ from torch.distributed.tensor import Replicate as Replicate_
 from autopar.compat import local_tensor
 from autopar.graph import Ref, TensorMeta
 from autopar.layout import Layout, Replicate, Split, is_legal, local_shape, shard
+from autopar.passes.capture import capture
 from autopar.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.runtime.agree import exchange, on_first_rank, process_groups, raise_together
+from autopar.runtime.execute import compile
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.placements import is_gatherable, local_slice, placements_of
+from autopar.runtime.simulate import coordinates, simulate_step
 
 R = Replicate()
 

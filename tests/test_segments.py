@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from autopar.passes.capture import capture
-from autopar.passes.segments import Repeated, Segments, fingerprint, segments
 from torch import nn
 
 from autopar.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.passes.capture import capture
+from autopar.passes.segments import Repeated, Segments, fingerprint, segments
 
 
 def check(graph: JointGraph, found: Segments) -> None:
