@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .cluster import Cluster, named_cluster
+from .graph import JointGraph, Node, overload
 from .layout import Layout, Split
 from .passes.account import account, parameter_layouts
 from .passes.blocks import blocks
@@ -176,6 +177,7 @@ class Planner:
             "capture", lambda: capture(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
         )
         graph = self.captured.graph
+        _check_random(graph)
         self.segments: Segments = self._timed("segments", lambda: segments(graph))
         self.space: Space = self._timed(
             "strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments)
@@ -349,6 +351,32 @@ def _check_solver(solver: str) -> None:
         raise ValueError(
             f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}"
         )
+
+
+def _check_random(graph: JointGraph) -> None:
+    """Raises ValueError for operators that draw random numbers: ranks would draw masks of their own."""
+    found = {node.module or "(no module)": node.op for node in graph.nodes if _draws(node)}
+    if found:
+        shown = ", ".join(f"{module} ({op})" for module, op in list(found.items())[:5])
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ValueError(
+            f"random operators cannot be made parallel yet, and the model has them in {shown}{more}: "
+            f"set dropout to 0 in the model's configuration, or call eval() first"
+        )
+
+
+def _draws(node: Node) -> bool:
+    """Whether a node draws random numbers: its operator may, and no probability of 0 says that it does not."""
+    function = overload(node.op)
+    if torch.Tag.nondeterministic_seeded not in function.tags:  # type: ignore[attr-defined]
+        return False
+    given = dict(node.kwargs)
+    for position, parameter in enumerate(function._schema.arguments):  # type: ignore[attr-defined]
+        default = parameter.default_value if parameter.has_default_value() else None
+        value = node.args[position] if position < len(node.args) else given.get(parameter.name, default)
+        if parameter.name in ("p", "dropout_p") and isinstance(value, int | float) and value == 0:
+            return False
+    return True
 
 
 def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[Run, ...]:
