@@ -208,6 +208,12 @@ class Eager(nn.Module):
         return output if self.loss_fn is None else self.loss_fn(output)
 
 
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """With an epsilon above the rounding of gradients that are zero by arithmetic, such as that of
+    attention's key bias: AdamW would scale that up to steps of full size."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-5)
+
+
 def train(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -221,7 +227,7 @@ def train(
     for step in steps:
         args, kwargs = case.batch(step)
         loss = loss_of(module(*args, **kwargs))
-        losses.append(float(loss))
+        losses.append(loss.item())
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), clip)
