@@ -1,0 +1,369 @@
+"""What cannot be done is refused in words that say what to change, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import Case, case
+from ranks import outcomes
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import autopar
+from autopar.plan import Plan
+
+pytest.importorskip("transformers")
+
+
+def plan(made: Case, mesh: dict[str, int] | None = None, **options: Any) -> Plan:
+    options = {"loss_fn": made.loss_fn, "solver": "ddp", **options}
+    return autopar.plan(made.model, {"a": 2} if mesh is None else mesh, made.args, made.kwargs, **options)
+
+
+def refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def mlp() -> Case:
+    return case("mlp with loss_fn")
+
+
+# --------------------------------------------------------------------------------------------- options
+
+
+def test_an_unknown_solver() -> None:
+    message = refused(plan, mlp(), solver="simplex")
+    assert "unknown solver 'simplex'" in message and "ilp" in message and "megatron_sp" in message
+
+
+def test_an_unknown_solver_to_compare() -> None:
+    made = mlp()
+    assert "unknown solver 'simplex'" in refused(
+        autopar.compare, made.model, {"a": 2}, made.args, loss_fn=made.loss_fn, solvers=["dp", "simplex"]
+    )
+
+
+def test_an_unknown_cost() -> None:
+    message = refused(plan, mlp(), cost="guessed")
+    assert "unknown cost 'guessed'" in message and "analytical" in message
+
+
+def test_an_unknown_cluster() -> None:
+    message = refused(plan, mlp(), cluster="basement")
+    assert "unknown cluster 'basement'" in message and "dgx-h100" in message
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({}, "give axis names with sizes"),
+        ((2, 2), "give axis names with sizes"),
+        ({"a": 0}, "has size 0"),
+        ({"a": 2.0}, "has size 2.0"),
+        ({"a": True}, "has size True"),
+        ({"a b": 2}, "'a b' is no identifier"),
+        ({1: 2}, "1 is no identifier"),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_is_none(mesh: Any, message: str) -> None:
+    assert message in refused(plan, mlp(), mesh=mesh)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fsdp", "megatron", "megatron_sp"])
+def test_a_batch_that_does_not_divide(preset: str) -> None:
+    message = refused(plan, mlp(), mesh={"dp": 3, "tp": 1}, solver=preset)
+    assert f"preset '{preset}' splits the batch by 3 (dp=3" in message and "batch of 8" in message
+    assert "multiple of 3" in message
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan")])
+def test_a_memory_limit_that_is_none(limit: float) -> None:
+    assert "give a positive number of bytes" in refused(plan, mlp(), memory_limit_bytes=limit)
+
+
+@pytest.mark.parametrize("solver", ["ilp", "dp"])
+def test_a_memory_limit_that_nothing_fits(solver: str) -> None:
+    """The message says the smallest that would do, and that does."""
+    made = mlp()
+    message = refused(plan, made, mesh={"a": 4}, solver=solver, memory_limit_bytes=1000)
+    assert "1000" in message
+    smallest = max(float(word.strip(".,;:()")) for word in message.split() if word.strip(".,;:()").isdigit())
+    assert plan(made, mesh={"a": 4}, solver=solver, memory_limit_bytes=smallest).bytes <= smallest
+    refused(plan, made, mesh={"a": 4}, solver=solver, memory_limit_bytes=0.99 * smallest)
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_trainable_parameters_that_nothing_uses() -> None:
+    message = refused(plan, Case(model=Unused(), batch=models.vectors, loss_fn=models.mean_square))
+    assert "idle.weight" in message and "idle.bias" in message and "requires_grad_(False)" in message
+
+
+@pytest.mark.parametrize(
+    ("made", "where"),
+    [
+        (lambda: Case(model=models.gpt2(resid_pdrop=0.1), batch=models.tokens), "transformer.h.0"),
+        (lambda: Case(model=models.gpt2(attn_pdrop=0.1), batch=models.tokens), "transformer.h.1.attn"),
+        (lambda: Case(model=models.llama(attention_dropout=0.1), batch=models.tokens), "layers.1.self_attn"),
+        (lambda: Case(model=nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5)), batch=models.vectors), "in 1 "),
+        (lambda: Case(model=nn.Sequential(nn.Linear(16, 8), nn.RReLU()), batch=models.vectors), "in 1 "),
+    ],
+    ids=["residual dropout", "attention dropout", "llama's attention dropout", "dropout", "randomised relu"],
+)
+def test_random_operators(made: Callable[[], Case], where: str) -> None:
+    message = refused(plan, made())
+    assert where in message and "set dropout to 0" in message
+
+
+def test_dropout_in_evaluation_is_none() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5)).eval()
+    assert plan(Case(model=model, batch=models.vectors)).parameters
+
+
+# ------------------------------------------------------------------------------------------ plan files
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    plan(mlp()).save(path)
+    return path
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(format=0), "no plan of format 1 (found 0)"),
+        (lambda data: data.pop("decisions"), "KeyError 'decisions'"),
+        (lambda data: data.update(decisions=3), "is no plan"),
+        (lambda data: data.update(decisions=["R"]), "is no plan"),
+        (lambda data: data.update(mesh="a=2"), "is no plan"),
+        (lambda data: data["account"].pop("collectives"), "KeyError 'collectives'"),
+        (lambda data: data["account"].update(surprise=1), "surprise"),
+        (lambda data: data.update(segments=[{"name": "x"}]), "KeyError 'runs'"),
+        (lambda data: data.update(parameters={"w": 3}), "is no plan"),
+    ],
+    ids=str,
+)
+def test_a_corrupt_plan(file: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    edit(file, change)
+    found = refused(Plan.load, file)
+    assert message in found and str(file) in found
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"plan"', "null", "\x00"], ids=repr)
+def test_a_file_that_is_no_plan(file: Path, text: str) -> None:
+    file.write_text(text)
+    assert f"{file} is no plan" in refused(Plan.load, file)
+
+
+def test_a_file_of_bytes(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\x00\x01")
+    assert f"{file} is no plan" in refused(Plan.load, file)
+
+
+# ------------------------------------------------------------------------------------------ real ranks
+# Every one of these runs on two gloo ranks, and every rank must raise the same words.
+
+RANKS = 2
+
+
+def everywhere(function: Callable[..., Any], *args: Any) -> str:
+    found = outcomes(RANKS, function, *args, timeout_seconds=120.0)
+    for outcome in found:
+        assert isinstance(outcome.error, ValueError), f"{outcome.error!r}\n{outcome.traceback}"
+    messages = {str(outcome.error) for outcome in found}
+    assert len(messages) == 1, messages
+    return messages.pop()
+
+
+def axes(shape: tuple[int, ...] = (RANKS,), names: tuple[str, ...] | None = ("a",)) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def parallelized(**options: Any) -> None:
+    made = mlp()
+    mesh = options.pop("mesh", None)
+    autopar.parallelize(
+        made.model, axes() if mesh is None else mesh, made.args, **{"loss_fn": made.loss_fn, "solver": "ddp", **options}
+    )
+
+
+def without_names() -> None:
+    parallelized(mesh=axes(names=None))
+
+
+def test_a_mesh_without_names() -> None:
+    assert "has no axis names" in everywhere(without_names)
+
+
+def with_unknown_solver() -> None:
+    parallelized(solver="simplex")
+
+
+def test_an_unknown_solver_on_ranks() -> None:
+    assert "unknown solver 'simplex'" in everywhere(with_unknown_solver)
+
+
+def with_little_memory() -> None:
+    parallelized(solver="dp", memory_limit_bytes=1000)
+
+
+def test_little_memory_on_ranks() -> None:
+    assert "1000" in everywhere(with_little_memory)
+
+
+def with_odd_batch() -> None:
+    made = mlp()
+    autopar.parallelize(made.model, axes(), (torch.randn(7, 16),), loss_fn=made.loss_fn, solver="ddp")
+
+
+def test_an_odd_batch_on_ranks() -> None:
+    assert "batch of 7 does not divide" in everywhere(with_odd_batch)
+
+
+def with_plan_of_another_mesh() -> None:
+    parallelized(plan=plan(mlp(), mesh={"a": 4}))
+
+
+def test_a_plan_of_another_mesh() -> None:
+    message = everywhere(with_plan_of_another_mesh)
+    assert "the plan is for mesh {'a': 4}" in message and "this mesh is {'a': 2}" in message
+
+
+def with_plan_of_another_axis() -> None:
+    parallelized(plan=plan(mlp(), mesh={"b": 2}))
+
+
+def test_a_plan_of_another_axis() -> None:
+    assert "the plan is for mesh {'b': 2}" in everywhere(with_plan_of_another_axis)
+
+
+def with_plan_of_another_model() -> None:
+    parallelized(plan=plan(case("gpt2")))
+
+
+def test_a_plan_of_another_model() -> None:
+    message = everywhere(with_plan_of_another_model)
+    assert "another model or other input shapes (GPT2LMHeadModel" in message
+
+
+def with_an_edited_plan() -> None:
+    good = plan(mlp())
+    name = next(name for name in good.decisions if "0_weight" in name)
+    data = {**good.to_json(), "decisions": {**good.decisions, name: "S0%5 keep"}}
+    parallelized(plan=Plan.from_json(data))
+
+
+def test_an_edited_plan_on_ranks() -> None:
+    assert "cannot take 'S0%5 keep'" in everywhere(with_an_edited_plan)
+
+
+def with_a_plan_on_one_rank() -> None:
+    rank = torch.distributed.get_rank()
+    parallelized(plan=plan(mlp()) if rank == 0 else None, solver="ddp")
+
+
+def with_different_plans() -> None:
+    rank = torch.distributed.get_rank()
+    parallelized(plan=plan(mlp(), solver="ddp" if rank else "fsdp"))
+
+
+def test_ranks_with_different_plans() -> None:
+    assert "the ranks have different" in everywhere(with_different_plans)
+
+
+def with_different_models() -> None:
+    torch.manual_seed(torch.distributed.get_rank())
+    autopar.parallelize(nn.Linear(16, 8), axes(), (torch.ones(8, 16),), loss_fn=torch.sum, solver="ddp")
+
+
+def test_ranks_with_different_weights() -> None:
+    assert "the ranks have different values for 'weight'" in everywhere(with_different_models)
+
+
+def called_with(*args: Any, **kwargs: Any) -> None:
+    made = case("gpt2")
+    module = autopar.parallelize(made.model, axes(), kwargs=made.kwargs, solver="ddp")
+    module(*args, **kwargs)
+
+
+IDS, LABELS = models.tokens(0)[1].values()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"input_ids": IDS[:4], "labels": LABELS}, "input kwargs.input_ids is int64[4, 8]"),
+        ({"input_ids": IDS, "labels": LABELS.int()}, "input kwargs.labels is int32[8, 8]"),
+        ({"input_ids": IDS}, "kwargs.labels"),
+        ({"input_ids": IDS, "labels": LABELS, "attention_mask": torch.ones(8, 8)}, "kwargs.attention_mask"),
+        ({"input_ids": IDS, "labels": 3}, "input kwargs.labels is 3"),
+        ({"input_ids": IDS, "labels": LABELS.to("meta")}, "kwargs.labels"),
+    ],
+    ids=["shape", "dtype", "missing", "extra", "no tensor", "device"],
+)
+def test_a_call_with_other_inputs(kwargs: dict[str, Any], message: str) -> None:
+    assert message in everywhere(_called, kwargs)
+
+
+def _called(kwargs: dict[str, Any]) -> None:
+    called_with(**kwargs)
+
+
+def called_with_other_data_on_each_rank() -> None:
+    args, kwargs = models.tokens(torch.distributed.get_rank())
+    called_with(*args, **kwargs)
+
+
+def test_ranks_with_different_batches() -> None:
+    message = everywhere(called_with_other_data_on_each_rank)
+    assert "differs between ranks" in message and "DTensor" in message
+
+
+def meta_and_called() -> None:
+    with torch.device("meta"):
+        model = models.mlp()
+    module = autopar.parallelize(model, axes(), (torch.ones(8, 16),), loss_fn=models.mean_square, solver="ddp")
+    module(torch.ones(8, 16))
+
+
+def test_a_call_before_materialize() -> None:
+    assert "call materialize(" in everywhere(meta_and_called)
+
+
+def larger_mesh_than_the_world() -> None:
+    try:
+        mesh = axes((4,))
+    except RuntimeError as error:  # torch's own check, where it makes one
+        raise ValueError(f"torch: {error}") from error
+    parallelized(mesh=mesh)
+
+
+def test_a_mesh_that_does_not_match_the_world() -> None:
+    assert "world" in everywhere(larger_mesh_than_the_world).lower()

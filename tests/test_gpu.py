@@ -1,0 +1,89 @@
+"""Parity on CUDA: one rank with NCCL, and four gloo ranks that share one GPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from models import Case, assert_same, case
+from ranks import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import autopar
+
+pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(600),
+]
+
+STEPS = range(20)
+
+
+def on_cuda(made: Case) -> Case:
+    """The same weights and batches, on the GPU, multiplied in full precision."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    def batch(step: int) -> Any:
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), made.batch(step))
+
+    return Case(model=copy.deepcopy(made.model).cuda(), batch=batch, loss_fn=made.loss_fn)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def step_and_train(name: str, mesh: dict[str, int], solver: str) -> dict[str, Any]:
+    """One step, its gradients, and the parameters of 20 AdamW steps, of the parallel module."""
+    made = on_cuda(case(name))
+    device_mesh = init_device_mesh("cuda", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    module = autopar.parallelize(made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)
+    args, kwargs = made.batch(0)
+    output = module(*args, **kwargs)
+    models.loss_of(output).backward()
+    gradients = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    outputs = {path: whole(value) for path, value in models.flat(output).items()}
+    module.zero_grad()
+    losses = models.train(module, models.adamw(module), made, STEPS)
+    parameters = {name: whole(p) for name, p in module.named_parameters()}
+    return {"outputs": outputs, "gradients": gradients, "losses": losses, "parameters": parameters}
+
+
+def step_with_nccl(folder: str, name: str) -> dict[str, Any]:
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", init_method=f"file://{folder}/nccl", rank=0, world_size=1)
+    return step_and_train(name, {"dp": 1, "tp": 1}, "ilp")
+
+
+def check(found: dict[str, Any], name: str) -> None:
+    made = on_cuda(case(name))
+    expected = models.eager(made)
+    assert_same(models.Step(outputs=found["outputs"], gradients=found["gradients"]), expected, 1e-4)
+    module = models.Eager(made)
+    losses = models.train(module, models.adamw(module), made, STEPS)
+    assert found["losses"] == pytest.approx(losses, rel=1e-4)
+    for key, parameter in module.named_parameters():
+        models.assert_close(found["parameters"][key], parameter, key, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
+def test_one_rank_with_nccl(name: str, tmp_path: Path) -> None:
+    (found,) = run(1, step_with_nccl, str(tmp_path), name, timeout_seconds=200.0)
+    check(found, name)
+
+
+@pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron", "megatron_sp", "dp"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_four_gloo_ranks_that_share_a_gpu(name: str, solver: str) -> None:
+    for found in run(4, step_and_train, name, {"dp": 2, "tp": 2}, solver, timeout_seconds=200.0):
+        check(found, name)
