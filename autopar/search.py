@@ -15,9 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle, product
+from typing import Literal
 
 from .bound import lower_bound_seconds
 from .layout import Split
+from .passes.blocks import blocks
+from .passes.group import Groups, block_groups, group
 from .passes.problem import Allowed, Assignment, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space, reached
 from .problem import Infeasible, Problem, Score, evaluate
@@ -38,6 +41,10 @@ PRICE_BISECTIONS = 4
 
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
+
+
+Level = Literal["operator", "block", "cfp"]
+"""What a variable of a problem is: an operator, or a group of them (see `passes.group.block_groups`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,21 +94,42 @@ def joint(space: Space, site: Site, per_axis: Iterable[Iterable[tuple]], bytes_l
 
 class Search:
     """A search over one space. Solves are remembered by nothing: every call builds its problem anew,
-    from tables that the builder shares."""
+    from tables that the builder shares.
 
-    def __init__(self, space: Space, solver: str, bytes_limit: float | None, log: Callable[[str], None]) -> None:
+    At another `level` than "operator" the space is narrower, and the lower bound is that of what is left."""
+
+    def __init__(
+        self,
+        space: Space,
+        solver: str,
+        bytes_limit: float | None,
+        log: Callable[[str], None],
+        level: Level = "operator",
+    ) -> None:
         self.space, self.solver, self.bytes_limit, self.log = space, solver, bytes_limit, log
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solves = 0
+        self.groups: list[Groups] | None = None
+        if level != "operator":
+            found = blocks(space.graph, max(space.mesh), merge=False)
+            self.groups = [block_groups(space, region, found, level) for region in space.regions()]
 
     def solve(self, allowed: Allowed, solver: str, *, price: float = 0.0, bytes_limit: float | None = None) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options."""
         problem, decoder = self.builder.build(allowed)
         self.solves += 1
-        solution = solve(_priced(problem, price) if price else problem, solver, bytes_limit=bytes_limit)
-        score = evaluate(problem, solution.choice) if price else solution.score
-        return Solved(decoder.decode(solution.choice), score, solution.lower_bound)
+        priced = _priced(problem, price) if price else problem
+        if self.groups is None:
+            solution = solve(priced, solver, bytes_limit=bytes_limit)
+            choice = solution.choice
+        else:
+            grouped = group(priced, self.groups[0], self.groups[1:], limited=bytes_limit is not None)
+            if grouped.divided:
+                self.log(f"divided, for fewer options: {', '.join(grouped.divided)}")
+            solution = solve(grouped.problem, solver, bytes_limit=bytes_limit)
+            choice = grouped.expand(solution.choice)
+        return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
 
     def run(self, allowed: Allowed | None = None) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`.
