@@ -94,7 +94,7 @@ class Plan:
         """Raises ValueError where the file is no plan."""
         try:
             data = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no plan: it is not JSON ({error})") from error
         return Plan.from_json(data, str(path))
 
@@ -135,7 +135,7 @@ class Plan:
                 solve_seconds=data["solve_seconds"],
                 without_rule=dict(data["without_rule"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ in every layout in which backward reads it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -296,21 +297,22 @@ def str_choice(choice: SiteChoice) -> str:
     return " ".join(words)
 
 
+_WORD = re.compile(r"R|keep|regather|P\d*|S(?P<dim>\d+)%(?P<period>\d+)")
+
+
 def parse_choice(text: str) -> SiteChoice:
     """The inverse of `str_choice`. Raises ValueError for text that is none."""
     parts: list[Any] = []
     for word in text.split():
-        if word in ("keep", "regather"):
-            parts.append(word)
-        elif word == "R":
-            parts.append(("R",))
-        elif word.startswith("S") and "%" in word:
-            number, period = word[1:].split("%")
-            parts.append(("S", int(number), int(period)))
-        elif word.startswith("P"):
+        found = _WORD.fullmatch(word)
+        if found is None:
+            raise ValueError(f"{word!r} is no choice: expected R, S<dim>%<period>, P<set>, keep or regather")
+        if found["dim"]:
+            parts.append(("S", int(found["dim"]), int(found["period"])))
+        elif word[0] == "P":
             parts.append(("P", int(word[1:])) if word[1:] else ("P",))
         else:
-            raise ValueError(f"{word!r} is no choice: expected R, S<dim>%<period>, P<set>, keep or regather")
+            parts.append(("R",) if word == "R" else word)
     return tuple(parts)
 
 
