@@ -122,7 +122,7 @@ def llama() -> nn.Module:
 
 def train(model: nn.Module, batches: list[Batch], console: Console, name: str) -> Trained:
     """Plain PyTorch: it does not know whether the model is parallel."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     losses: list[float] = []
     with progress(console, name, len(batches)) as advance:
         started = time.perf_counter()

@@ -8,13 +8,17 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autopar
+from autopar.api import Planner
+from autopar.layout import Split
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def block(with_text: str) -> str:
@@ -54,6 +58,28 @@ def test_comparing_as_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block("autopar.compare"), "README.md", "exec"), {})
     solvers = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert solvers[0] == "ilp" and len(solvers) == 5
+
+
+def test_editing_as_in_the_readme(tmp_path: Path) -> None:
+    made: dict[str, Any] = {}
+    exec(block("init_device_mesh").split("mesh = ")[0], made)
+    planner = Planner(made["model"], {"dp": 2, "tp": 2}, kwargs=made["loader"][0])
+    planner.plan(solver="megatron").save(tmp_path / "plan.json")
+    text, before, after = (tmp_path / "plan.json").read_text(), '"R S0%256 keep"', '"S1%128 S0%256 keep"'
+    for choice in (before, after):
+        assert choice.strip('"') in README
+    assert f'"model_embed_tokens_weight": {before}' in text
+    (tmp_path / "plan.json").write_text(text.replace(before, after, 1))
+    program = planner.program(autopar.Plan.load(tmp_path / "plan.json"))
+    layouts = {i.target: i.layout for i in program.inputs}
+    assert layouts["model.embed_tokens.weight"] == (Split(1, 128), Split(0, 256))
+
+
+def test_the_readme_names_every_file() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", README, flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)(?:\.py|/)`", row)}
+    files = {p.stem for folder in ("autopar", "passes", "runtime") for p in (ROOT / folder).glob("*.py")}
+    assert files - {"__init__"} <= named
 
 
 def test_the_training_example_equals_one_process() -> None:
