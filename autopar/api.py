@@ -21,7 +21,7 @@ from .passes.capture import Captured, capture
 from .passes.codegen import codegen
 from .passes.problem import Assignment, parse_choice, str_choice
 from .passes.segments import Segments, segments
-from .passes.strategies import Region, Space, strategies
+from .passes.strategies import KEEP, REGATHER, Region, Site, Space, strategies
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
 from .program import Program
@@ -282,7 +282,7 @@ class Planner:
                 choice = parse_choice(decisions[name])
             except ValueError as error:
                 raise ValueError(f"{site.kind} {name} ({site.module}): {error}") from error
-            if len(choice) != len(self.space.whole(site)) or self.space.option(site, choice) is None:
+            if not _offered(self.space, site, choice) or self.space.option(site, choice) is None:
                 words = [str_choice(c) for axis in site.choices.values() for c in [axis]]
                 raise ValueError(
                     f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; "
@@ -334,6 +334,16 @@ class Comparison:
         lines = _table(rows)
         lines += [f"{name}: no plan: {p}" for name, p in self.results.items() if isinstance(p, str)]
         return "\n".join(lines)
+
+
+def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:
+    """Whether a choice has a part for each axis that the site offers there, and for a parameter a policy."""
+    width = len(space.mesh)
+    return (
+        len(choice) == len(space.whole(site))
+        and all(part in site.choices[ranks] for part, ranks in zip(choice[:width], space.mesh, strict=True))
+        and all(part in (KEEP, REGATHER) for part in choice[width:])
+    )
 
 
 def _check_mesh(mesh_shape: Mapping[str, int]) -> None:
