@@ -131,6 +131,14 @@ class Search:
             choice = grouped.expand(solution.choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
 
+    def _step(self, allowed: Allowed, price: float) -> Solved:
+        """One of many solves: by elimination, or where that is too wide by the integer program."""
+        try:
+            return self.solve(allowed, DESCENT_SOLVER, price=price)
+        except TooWide as error:
+            self.log(f"{error}")
+            return self.solve(allowed, "ilp", price=price)
+
     def run(self, allowed: Allowed | None = None) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`.
 
@@ -150,7 +158,7 @@ class Search:
             options = allowed
             best = self.solve(options, self.solver)
             if self._is_over(best):
-                best = self._within_limit(best, lambda price, _: self.solve(options, DESCENT_SOLVER, price=price))
+                best = self._within_limit(best, lambda price, _: self._step(options, price))
         else:
             best = self._descend_all()
             bound = lower_bound_seconds(space)
@@ -237,15 +245,9 @@ class Search:
             ("batch on every axis", self._batch(), axes),
         ]
         for label, start, order in starts:
-            try:
-                note(self._descend(start, order))
-            except TooWide as error:
-                self.log(f"descent from {label}: {error}")
-                continue
+            note(self._descend(start, order))
             score = found[-1].score
             self.log(f"descent from {label}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
-        if not found:
-            raise TooWide("no descent could be solved by elimination: give a mesh with fewer axes")
         for _ in range(POOL_ROUNDS):
             previous = min(solved.score.objective for solved in found)
             size = sum(map(len, pool.values()))
@@ -291,7 +293,7 @@ class Search:
 
         for axis in cycle(order):
             allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
-            solved = self.solve(allowed, DESCENT_SOLVER, price=price)
+            solved = self._step(allowed, price)
             current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - GAIN):
                 best, unchanged = solved, 0

@@ -16,7 +16,7 @@ from ortools.math_opt.solvers import highs_pb2
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Repeat, Solution, Tensor, evaluate
 from autopar.solve.check import check
 from autopar.solve.dp import lagrangian, pool_weights, priced, window
-from autopar.solve.elimination import Floats, Row, tensor_rows, undominated
+from autopar.solve.elimination import Floats, Row, TooWide, tensor_rows, undominated
 from autopar.solve.expand import expand, expanded_options
 from autopar.solve.fronts import BodyFronts, Window
 from autopar.solve.pricing import Library, Pricing, grid
@@ -68,7 +68,8 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None) -> Solution
     set includes a mask sum to at least the options of each reader that want the mask; those whose set
     includes a layout sum to at most all options that want it: with binary options exactly the true
     state is left. One row of bytes. Objective: seconds + tie-break * bytes over all of them, scaled.
-    Repeats: written out flat while that has at most `EXPAND_OPTIONS` options. Otherwise each repeat is a
+    Repeats: written out flat while that has at most `EXPAND_OPTIONS` options, or where a body cannot be
+    eliminated. Otherwise each repeat is a
     path through layers of border states: a binary per copy and pair of border states, which costs
     what the elimination of the body gives it; flow is conserved at each border state. Under a memory limit
     there are several for each pair, the undominated (seconds, bytes) that a sweep over prices of memory
@@ -81,14 +82,20 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None) -> Solution
     start = time.perf_counter()
     check(problem)
     lower = -math.inf
-    if expanded_options(problem) <= EXPAND_OPTIONS:
+    bodies: list[BodyFronts] | None = None
+    lagrangian_bound: float | None = None
+    if expanded_options(problem) > EXPAND_OPTIONS:
+        try:
+            bodies, lagrangian_bound = _bodies(problem, bytes_limit)
+        except TooWide:
+            bodies = None  # a body that cannot be eliminated is written out, as a small one is
+    if bodies is None:
         expanded = expand(problem)
         encoding = Encoding(expanded.problem, [])
         objective, bound, values = optimise(encoding.program, bytes_limit)
         choice = expanded.layout.choice(encoding.choice(values).options)
         lower = bound
     else:
-        bodies, lagrangian_bound = _bodies(problem, bytes_limit)
         encoding = Encoding(problem, bodies)
         objective, bound, values = optimise(encoding.program, bytes_limit)
         choice = encoding.choice(values)
@@ -107,8 +114,8 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None) -> Solution
 def _bodies(problem: Problem, bytes_limit: float | None) -> tuple[list[BodyFronts], float | None]:
     """The pool of choices of every repeat's body, and the Lagrangian bound where the pool may not be all."""
     library = Library()
-    cheapest = priced(problem, library, 0.0)
-    if bytes_limit is None or cheapest.score.bytes <= bytes_limit:
+    cheapest = None if bytes_limit is None else priced(problem, library, 0.0)
+    if bytes_limit is None or cheapest is None or cheapest.score.bytes <= bytes_limit:
         only = Window(price=TIE_BREAK_SECONDS_PER_BYTE, slack=0.0, points=1, bytes_limit=math.inf)
         pricing = Pricing(library, np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE]]))
         return [BodyFronts(repeat, pricing, only) for repeat in problem.repeats], None
