@@ -1,0 +1,296 @@
+"""A grouped problem is a restriction of the one that it was made of: same scores, and it says what it forbids."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import assert_same, case, eager, simulated
+from test_solve import random_problem, variable
+
+from autopar.api import Planner
+from autopar.passes.blocks import blocks
+from autopar.passes.codegen import codegen
+from autopar.passes.group import BlockLevel, Grouped, block_groups, group
+from autopar.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
+from autopar.search import Level, Search
+from autopar.solve import SOLVERS, solve
+
+WHOLE, SPLIT = 0, 1
+WANTS_WHOLE, WANTS_SPLIT = 1, 2
+SLICES = {WHOLE: WANTS_WHOLE | WANTS_SPLIT, SPLIT: WANTS_SPLIT}
+"""A slice of what is whole is free, a split is had of a split; a gather costs 10 seconds."""
+
+
+def gathered(name: str, producer: int, *consumers: int) -> Tensor:
+    """A tensor between variables whose options are: work on the whole, work on a split."""
+    return Tensor(
+        name=name,
+        producer=producer,
+        produced=(WHOLE, SPLIT),
+        consumers=consumers,
+        wanted=((WANTS_WHOLE, WANTS_SPLIT),) * len(consumers),
+        costs={
+            (made, wanted): (10.0 if made == SPLIT and wanted & WANTS_WHOLE else 0.0, 0.0)
+            for made in (WHOLE, SPLIT)
+            for wanted in range(4)
+        },
+        free=SLICES,
+    )
+
+
+def chain(*seconds: tuple[float, float]) -> Problem:
+    """Operators in a row, with seconds on the whole and on a split."""
+    return Problem(
+        variables=tuple(variable(f"v{i}", (whole, 8.0), (split, 2.0)) for i, (whole, split) in enumerate(seconds)),
+        tensors=tuple(gathered(f"t{i}", i, i + 1) for i in range(len(seconds) - 1)),
+    )
+
+
+def optimum(problem: Problem, bytes_limit: float | None = None) -> float:
+    try:
+        return solve(problem, "exhaustive", bytes_limit=bytes_limit).score.objective
+    except Infeasible:
+        return math.inf
+
+
+# ---- by hand ------------------------------------------------------------------------------------------
+
+
+def test_members_go_from_whole_to_split_but_not_back() -> None:
+    problem = chain((4, 1), (4, 1), (4, 1))
+    grouped = group(replace(problem, tensors=(*problem.tensors, gathered("in", 0, 1, 2))), [[1, 2]], limited=True)
+    inner = next(g for g in grouped.groups if len(g.members) == 2)
+    assert (SPLIT, WHOLE) not in inner.joint
+    assert (SPLIT, SPLIT) in inner.joint
+
+
+def test_a_group_that_splits_from_end_to_end_costs_the_sum_of_its_members() -> None:
+    grouped = group(chain((4, 1), (4, 1), (4, 2)), [[0, 1, 2]])
+    assert [v.seconds for v in grouped.problem.variables] == [(4.0,)]
+    assert grouped.problem.tensors == ()
+    assert grouped.expand(Choice(options=(0,))) == Choice(options=(SPLIT, SPLIT, SPLIT))
+
+
+def test_what_a_group_forbids_is_a_gather_inside_and_costs_what_the_gather_would_have_saved() -> None:
+    # the last member cannot split, and a gather is cheaper than to work on the whole before it
+    problem = chain((40, 1), (1, 100))
+    assert optimum(problem) == pytest.approx(1 + 10 + 1)
+    assert optimum(group(problem, [[0, 1]]).problem) == pytest.approx(40 + 1)
+    untold = replace(problem, tensors=tuple(replace(t, free=None) for t in problem.tensors))
+    assert optimum(group(untold, [[0, 1]]).problem) == pytest.approx(1 + 10 + 1)
+
+
+def test_where_no_joint_option_is_free_a_group_is_divided() -> None:
+    problem = chain((4, 1), (4, 1))
+    only = replace(problem.tensors[0], wanted=((WANTS_WHOLE, WANTS_WHOLE),), free={WHOLE: 0, SPLIT: 0})
+    grouped = group(replace(problem, tensors=(only,)), [[0, 1]])
+    assert grouped.divided == ("v0",)
+    assert [g.members for g in grouped.groups] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_tensor_that_a_group_makes_and_reads_is_gathered_once_for_all_its_readers(solver: str) -> None:
+    # v0 makes, v1 reads in the group, v2 and v3 outside: both outside want the whole, for one gather
+    problem = Problem(
+        variables=tuple(
+            variable(f"v{i}", (whole, 0.0), (split, 0.0))
+            for i, (whole, split) in enumerate(((40, 1), (40, 1), (1, 40), (1, 40)))
+        ),
+        tensors=(gathered("t", 0, 1, 2, 3),),
+    )
+    grouped = group(problem, [[0, 1]])
+    (tensor,) = grouped.problem.tensors
+    assert tensor.producer in tensor.consumers
+    solution = solve(grouped.problem, solver)
+    assert solution.score.seconds == pytest.approx(1 + 1 + 10 + 1 + 1)
+    assert grouped.expand(solution.choice) == Choice(options=(SPLIT, SPLIT, WHOLE, WHOLE))
+
+
+def test_an_option_that_costs_no_more_but_for_bytes_is_left_out_only_without_a_limit() -> None:
+    fast_and_large, slow_and_small = (1.0, 100.0), (2.0, 1.0)
+    problem = Problem(variables=(variable("v", fast_and_large, slow_and_small), variable("w", (0.0, 0.0))))
+    assert group(problem, [[0, 1]]).problem.option_count == 1
+    limited = group(problem, [[0, 1]], limited=True)
+    assert limited.problem.option_count == 2
+    assert solve(limited.problem, "dp", bytes_limit=50).score.seconds == 2.0
+
+
+def test_a_grouped_problem_prints_and_survives_a_file() -> None:
+    grouped = group(chain((4, 1), (4, 1), (1, 9)), [[0, 1]]).problem
+    assert Problem.from_json(grouped.to_json()) == grouped
+    assert "v0 .. v1" in str(grouped)
+    assert "2 x option 1" in str(grouped)
+
+
+def test_bad_groups_are_refused() -> None:
+    problem = chain((4, 1), (4, 1))
+    with pytest.raises(ValueError, match=r"variable v0 is in 2 groups: a variable can be in one"):
+        group(problem, [[0, 1], [0]])
+    rng = random.Random(0)
+    while not problem.repeats:
+        problem = random_problem(rng)
+    with pytest.raises(ValueError, match=r"variable v\d joins a repeat to its neighbours: leave it out of the groups"):
+        group(problem, [problem.repeats[0].left])
+
+
+# ---- at random ----------------------------------------------------------------------------------------
+
+
+def random_groups(rng: random.Random, problem: Problem, apart: set[int]) -> list[list[int]]:
+    """Some of the variables in up to two groups."""
+    groups: list[list[int]] = [[], []]
+    for v in range(len(problem.variables)):
+        where = rng.randrange(3)
+        if where < 2 and v not in apart:
+            groups[where].append(v)
+    return [members for members in groups if members]
+
+
+def random_grouping(rng: random.Random, problem: Problem) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Groups of a problem and of the bodies of its repeats."""
+    borders = {v for repeat in problem.repeats for v in (*repeat.left, *repeat.right)}
+    bodies = [random_groups(rng, r.body, {*r.body_left, *r.body_right}) for r in problem.repeats]
+    return random_groups(rng, problem, borders), bodies
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), options_most=st.sampled_from((1, 4, 1000)), solver=st.sampled_from(("dp", "ilp")))
+def test_nothing_is_lost_where_everything_is_free(seed: int, options_most: int, solver: str) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    expected = optimum(problem)
+    try:
+        grouped = group(problem, *random_grouping(rng, problem), options_most=options_most)
+        solution = solve(grouped.problem, solver)
+    except Infeasible:
+        assert math.isinf(expected)
+        return
+    assert solution.score.objective == pytest.approx(expected, rel=1e-9)
+    assert evaluate(problem, grouped.expand(solution.choice)).objective == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_nothing_is_lost_under_a_limit_where_everything_is_free(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng, blocked=0)
+    grouped = group(problem, *random_grouping(rng, problem), limited=True)
+    limit = solve(problem, "exhaustive").score.bytes * rng.uniform(0.5, 1.0)
+    expected = optimum(problem, limit)
+    assert optimum(grouped.problem, limit) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_group_has_the_best_of_all_assignments_without_communication_inside(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng, depth=0)
+    # a variable that reads what it makes is a group of one
+    tensors = [
+        replace(
+            tensor,
+            wanted=tuple(
+                (0,) * len(masks) if consumer == tensor.producer else masks
+                for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True)
+            ),
+            free={made: rng.choice((0, 1, 3, 7)) for made in range(3)},
+        )
+        for tensor in problem.tensors
+    ]
+    problem = replace(problem, tensors=tuple(tensors))
+    groups = random_groups(rng, problem, set())
+    try:
+        grouped = group(problem, groups, options_most=1000)
+        found = optimum(grouped.problem)
+    except Infeasible:
+        found = math.inf
+    else:
+        if grouped.divided:
+            assert found >= optimum(problem) * (1 - 1e-9)
+            return
+    assert found == pytest.approx(min(costs_without_communication(problem, groups), default=math.inf), rel=1e-9)
+
+
+def costs_without_communication(problem: Problem, groups: list[list[int]]) -> list[float]:
+    """Of every feasible assignment in which no group communicates inside."""
+    costs = []
+    for options in product(*(range(len(v.options)) for v in problem.variables)):
+        if all(state_of(t, options) in t.costs and is_free(t, options, groups) for t in problem.tensors):
+            costs.append(evaluate(problem, Choice(options=options)).objective)
+    return costs
+
+
+def is_free(tensor: Tensor, options: tuple[int, ...], groups: list[list[int]]) -> bool:
+    inside = next((members for members in groups if tensor.producer in members), [tensor.producer])
+    wanted = 0
+    for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True):
+        wanted |= masks[options[consumer]] if consumer in inside else 0
+    assert tensor.free is not None
+    return wanted & ~tensor.free[tensor.produced[options[tensor.producer]]] == 0
+
+
+# ---- models -------------------------------------------------------------------------------------------
+
+MOST_LOST: dict[BlockLevel, float] = {"block": 1e-9, "cfp": 0.05}
+"""What a level may lose against operator level on these models."""
+
+
+def planner(name: str) -> Planner:
+    made = case(name)
+    return Planner(made.model, {"tp": 4}, made.args, made.kwargs, loss_fn=made.loss_fn)
+
+
+def searched(planner: Planner, level: Level, bytes_limit: float | None = None) -> Search:
+    return Search(planner.space, "dp", bytes_limit, lambda _: None, level)
+
+
+@pytest.mark.parametrize("level", MOST_LOST)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_block_level_loses_no_more_than_it_says_and_its_plan_runs(name: str, level: BlockLevel) -> None:
+    made = planner(name)
+    best = searched(made, "operator").run()
+    found = searched(made, level).run()
+    assert best.score.objective * (1 - 1e-9) <= found.score.objective
+    assert found.score.objective <= best.score.objective * (1 + MOST_LOST[level])
+    assert_same(simulated(codegen(made.space, found.assignment), made.captured, case(name)), eager(case(name)))
+
+
+@pytest.mark.parametrize("level", MOST_LOST)
+def test_the_blocks_of_a_llama(level: BlockLevel) -> None:
+    space = planner("llama of 4 layers").space
+    found = blocks(space.graph, 4, merge=False)
+    for region in space.regions():
+        sites = list(region.sites.values())
+        groups = block_groups(space, region, found, level)
+        members = [sites[number] for group in groups for number in group]
+        assert len({site.name for site in members}) == len(members)
+        assert all(site.kind == "op" for site in members)
+        arithmetic = [site for site in members if site.rule is not None and site.rule.flops]
+        mixed = [g for g in groups if len({sites[number].backward for number in g}) == 2]
+        assert bool(arithmetic) == bool(mixed) == (level == "cfp")
+
+
+def test_block_level_has_fewer_variables_and_options() -> None:
+    grouped = at_level(planner("llama of 4 layers"), "block")
+    body, original = grouped.bodies[0].problem, grouped.bodies[0].original
+    assert len(body.variables) < 0.6 * len(original.variables)
+    assert body.option_count < original.option_count
+
+
+def at_level(made: Planner, level: BlockLevel) -> Grouped:
+    search = searched(made, "operator")
+    ranks = made.space.mesh[0]
+    allowed = {}
+    for name, site in search.sites.items():
+        suffix = ("keep",) if site.kind == "parameter" else ()
+        allowed[name] = [(choice, *suffix) for choice in site.choices[ranks]]
+    problem, _ = search.builder.build(allowed)
+    found = blocks(made.space.graph, ranks, merge=False)
+    groups = [block_groups(made.space, region, found, level) for region in made.space.regions()]
+    return group(problem, groups[0], groups[1:])
