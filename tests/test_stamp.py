@@ -1,0 +1,583 @@
+"""A stamped capture is the full capture, node for node, and what cannot be stamped is captured in full."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.graph import JointGraph, Node, Ref, map_references, overload
+from autopar.passes.capture import Captured, capture
+from autopar.passes.segments import Repeated, segments
+from autopar.passes.stamp import capture_stamped
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(16).reshape(2, 8) * 7 % 50
+BATCH = {"input_ids": TOKENS, "labels": TOKENS.flip(0)}
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any]
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+
+    def full(self) -> Captured:
+        return capture(self.model, self.args, dict(self.kwargs), loss_fn=self.loss_fn)
+
+    def stamped(self) -> Captured:
+        return capture_stamped(self.model, self.args, dict(self.kwargs), loss_fn=self.loss_fn)
+
+
+# ---- models that repeat ----------------------------------------------------------------------------
+
+
+def llama(layers: int = 6, **overrides: Any) -> Case:
+    config = {"num_hidden_layers": layers, "num_key_value_heads": 2, "use_cache": False, **SMALL, **overrides}
+    return Case(model=transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)), kwargs=BATCH)
+
+
+def gpt2(**overrides: Any) -> Case:
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=8, n_embd=16, n_layer=7, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0,
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **overrides},
+    )  # fmt: skip
+    return Case(model=transformers.GPT2LMHeadModel(config), kwargs=BATCH)
+
+
+def bert(**overrides: Any) -> Case:
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**{"num_hidden_layers": 6, **dropout, **SMALL, **overrides})
+    mask = torch.ones_like(TOKENS)
+    return Case(model=transformers.BertForMaskedLM(config), kwargs={**BATCH, "attention_mask": mask})
+
+
+def vit() -> Case:
+    small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = transformers.ViTConfig(
+        num_hidden_layers=8, image_size=8, patch_size=4, num_labels=5,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **small,
+    )  # fmt: skip
+    kwargs = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8), "labels": torch.tensor([1, 4])}
+    return Case(model=transformers.ViTForImageClassification(config), kwargs=kwargs)
+
+
+def qwen3(**overrides: Any) -> Case:
+    config = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 4, "use_cache": False, **SMALL, **overrides}
+    return Case(model=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)), kwargs=BATCH)
+
+
+def mixtral() -> Case:
+    config = transformers.MixtralConfig(
+        num_hidden_layers=6, num_key_value_heads=2, num_local_experts=4, use_cache=False,
+        experts_implementation="batched_mm", **SMALL,
+    )  # fmt: skip
+    return Case(model=transformers.MixtralForCausalLM(config), kwargs=BATCH)
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, width: int = 6) -> None:
+        super().__init__()
+        self.number = number
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Layers between a projection in and a projection out."""
+
+    def __init__(self, count: int = 6, make: Callable[[int], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(make(i) for i in range(count))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.project(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return (output * output).mean()
+
+
+def stack(model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None = mean_square) -> Case:
+    return Case(model=model, kwargs={"x": torch.linspace(-1, 1, 20).reshape(5, 4)}, loss_fn=loss_fn)
+
+
+def alternating() -> Case:
+    class Other(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.sigmoid(self.down(torch.tanh(self.up(self.norm(x)))))
+
+    return stack(Stack(10, lambda i: Other(i) if i % 2 else Layer(i)))
+
+
+def bare() -> Case:
+    """Nothing before the layers and nothing after them."""
+    model = nn.Sequential(*(Layer(i, 4) for i in range(7)))
+    return Case(model=model, args=(torch.linspace(-1, 1, 20).reshape(5, 4),), kwargs={})
+
+
+def with_buffers() -> Case:
+    """BatchNorm's running statistics are buffers that the step replaces."""
+
+    class Norms(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.linear(self.norm(x)))
+
+    return stack(Stack(6, Norms))
+
+
+def two_stacks() -> Case:
+    model = nn.Sequential(Stack(6), nn.Linear(3, 4), Stack(5))
+    return Case(model=model, args=(torch.linspace(-1, 1, 20).reshape(5, 4),), kwargs={}, loss_fn=mean_square)
+
+
+def frozen() -> Case:
+    case = stack(Stack(7))
+    for layer in case.model.get_submodule("layers").children():
+        layer.get_parameter("up.bias").requires_grad_(False)
+    return case
+
+
+def evaluated() -> Case:
+    case = llama()
+    return replace(case, model=case.model.eval())
+
+
+STAMPED: Mapping[str, Callable[[], Case]] = {
+    "llama": llama,
+    "llama of 8 layers, tied": lambda: llama(8, tie_word_embeddings=True),
+    "llama, evaluated": evaluated,
+    "gpt2": gpt2,
+    "gpt2 with dropout": lambda: gpt2(resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1),
+    "bert": bert,
+    "vit": vit,
+    "qwen3": qwen3,
+    "qwen3, sliding and full": lambda: qwen3(
+        num_hidden_layers=8,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"] * 4,
+    ),
+    "mixtral": mixtral,
+    "mlp": lambda: stack(Stack()),
+    "mlp with gradients into its output": lambda: stack(Stack(), None),
+    "mlp of two kinds of layers": alternating,
+    "mlp without ends": bare,
+    "mlp with buffers": with_buffers,
+    "mlp with frozen biases": frozen,
+    "mlp of two stacks": two_stacks,
+}
+
+
+# ---- models that do not ----------------------------------------------------------------------------
+
+
+def altered(change: Callable[[nn.ModuleList], None], count: int = 6) -> Callable[[], Case]:
+    def make() -> Case:
+        case = stack(Stack(count))
+        layers = case.model.get_submodule("layers")
+        assert isinstance(layers, nn.ModuleList)
+        change(layers)
+        return case
+
+    return make
+
+
+def _dropout(layers: nn.ModuleList) -> None:
+    layers[3].dropout.p = 0.5
+
+
+def _eps(layers: nn.ModuleList) -> None:
+    layers[2].norm.eps = 0.1
+
+
+def _freeze(layers: nn.ModuleList) -> None:
+    layers[3].up.weight.requires_grad_(False)
+
+
+def _tie(layers: nn.ModuleList) -> None:
+    layers[1].up.weight = layers[4].up.weight
+
+
+def _hook(layers: nn.ModuleList) -> None:
+    layers[3].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def _patch(layers: nn.ModuleList) -> None:
+    layers[3].forward = types.MethodType(lambda self, x: 2 * Layer.forward(self, x), layers[3])
+
+
+def numbered(scale: Callable[[Layer], float]) -> Callable[[], Case]:
+    """Layers that compute with their own number."""
+
+    class Numbered(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * scale(self)
+
+    return lambda: stack(Stack(9, Numbered))
+
+
+def outside(forward: Callable[[Any, torch.Tensor], Any]) -> Callable[[], Case]:
+    """Layers that are alike in a model whose own code treats them one by one."""
+
+    class Outside(Stack):
+        pass
+
+    Outside.forward = forward  # type: ignore[method-assign,assignment]
+    return lambda: stack(Outside(8), None)
+
+
+def _every_other(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.project(x)
+    for i, layer in enumerate(self.layers):
+        x = layer(2 * x if i == 4 else x)
+    return self.head(x)
+
+
+def _skipped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.project(x)
+    for i, layer in enumerate(self.layers):
+        x = x if i == 4 else layer(x)
+    return self.head(x) + 0 * sum(p.sum() for p in self.layers[4].parameters())
+
+
+def _between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.project(x)
+    total = x.sum()
+    for layer in self.layers:
+        x = layer(x)
+        total = total + x.square().mean()
+    return self.head(x) + total
+
+
+def _residual_outside(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.project(x)
+    for layer in self.layers:
+        x = x + layer(x)
+    return self.head(x)
+
+
+def _skips(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.project(x)
+    down = []
+    for layer in self.layers[:4]:
+        x = layer(x)
+        down.append(x)
+    for layer in self.layers[4:]:
+        x = layer(x + down.pop())
+    return self.head(x)
+
+
+def _all_states(self: Any, x: torch.Tensor) -> Any:
+    states = [self.project(x)]
+    for layer in self.layers:
+        states.append(layer(states[-1]))
+    return (self.head(states[-1]), *states)
+
+
+def _stacked(self: Any, x: torch.Tensor) -> torch.Tensor:
+    states = [self.project(x)]
+    for layer in self.layers:
+        states.append(layer(states[-1]))
+    return self.head(torch.stack(states).mean(0))
+
+
+def _twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.project(x)
+    for layer in [*self.layers, *self.layers]:
+        x = layer(x)
+    return self.head(x)
+
+
+def _backwards(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.project(x)
+    for layer in reversed(self.layers):
+        x = layer(x)
+    return self.head(x)
+
+
+def hidden_states() -> Case:
+    case = llama()
+    return replace(case, kwargs={**case.kwargs, "output_hidden_states": True})
+
+
+def albert() -> Case:
+    config = transformers.AlbertConfig(
+        num_hidden_layers=6, embedding_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SMALL
+    )
+    return Case(model=transformers.AlbertForMaskedLM(config), kwargs=BATCH)
+
+
+def t5() -> Case:
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=6, num_heads=4, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Case(model=transformers.T5ForConditionalGeneration(config), kwargs=BATCH)
+
+
+FULL: Mapping[str, Callable[[], Case]] = {
+    "dropout of one layer": altered(_dropout),
+    "eps of one layer": altered(_eps),
+    "one layer in part frozen": altered(_freeze),
+    "a parameter of two layers": altered(_tie),
+    "a hook on one layer": altered(_hook),
+    "another forward of one layer": altered(_patch),
+    "four layers": lambda: stack(Stack(4)),
+    "a factor by number": numbered(lambda layer: 1 / (layer.number + 1)),
+    "every fourth layer by number": numbered(lambda layer: 2.0 if layer.number % 4 == 3 else 1.0),
+    "a layer by number": numbered(lambda layer: 2.0 if layer.number in (4,) else 1.0),
+    "the first layer by number": numbered(lambda layer: 1.0 if layer.number else 2.0),
+    "gpt2 scaled by number": lambda: gpt2(scale_attn_by_inverse_layer_idx=True),
+    "one argument differs": outside(_every_other),
+    "one layer is skipped": outside(_skipped),
+    "operators between layers": outside(_between),
+    "a residual outside of layers": outside(_residual_outside),
+    "skip connections": outside(_skips),
+    "all states are outputs": outside(_all_states),
+    "all states are read": outside(_stacked),
+    "layers are called twice": outside(_twice),
+    "layers are called backwards": outside(_backwards),
+    "llama with hidden states": hidden_states,
+    "albert": albert,
+}
+
+EITHER: Mapping[str, Callable[[], Case]] = {"t5": t5}
+
+
+# ---- the checks ------------------------------------------------------------------------------------
+
+
+def prepared(make: Callable[[], Case]) -> Case:
+    torch.manual_seed(0)
+    case = make()
+    with torch.no_grad():
+        for parameter in case.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return case
+
+
+def was_stamped(log: pytest.LogCaptureFixture) -> bool:
+    messages = [record.getMessage() for record in log.records if record.name == "autopar.passes.stamp"]
+    assert messages
+    return not any("in full" in message for message in messages)
+
+
+def renaming(a: JointGraph, b: JointGraph) -> dict[str, str]:
+    """Names of a -> names of b, under which the two are one graph, in one order. Asserts that they are."""
+    names: dict[str, str] = {}
+
+    def pair(x: str, y: str) -> None:
+        assert names.setdefault(x, y) == y, (x, y, names[x])
+        assert a.metas[x] == b.metas[y], (x, y)
+
+    assert [(i.role, i.target) for i in a.inputs] == [(i.role, i.target) for i in b.inputs]
+    for x, y in zip(a.inputs, b.inputs, strict=True):
+        pair(x.name, y.name)
+    assert len(a.nodes) == len(b.nodes)
+    for m, n in zip(a.nodes, b.nodes, strict=True):
+        assert [bool(o) for o in m.outputs] == [bool(o) for o in n.outputs], (m, n)
+        for x, y in zip(m.outputs, n.outputs, strict=True):
+            if x:
+                pair(x, y)
+        assert renamed(m, names) == replace(n, sequence=0), (m, n)
+    assert [(o.role, o.target) for o in a.outputs] == [(o.role, o.target) for o in b.outputs]
+    assert [o.name and names[o.name] for o in a.outputs] == [o.name for o in b.outputs]
+    assert len(set(names.values())) == len(names) == len(a.metas) == len(b.metas)
+    assert [names[name] for name in a.metas] == list(b.metas)
+    # sequence numbers are the same up to gaps
+    numbers = sorted({(m.sequence, n.sequence) for m, n in zip(a.nodes, b.nodes, strict=True)})
+    assert len({x for x, _ in numbers}) == len({y for _, y in numbers}) == len(numbers)
+    assert [y for _, y in numbers] == sorted(y for _, y in numbers)
+    return names
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
+    def rename(name: str) -> Ref:
+        return Ref(names[name])
+
+    return replace(
+        node,
+        args=map_references(node.args, rename),
+        kwargs=tuple((key, map_references(value, rename)) for key, value in node.kwargs),
+        outputs=tuple(names[o] if o else "" for o in node.outputs),
+        sequence=0,
+    )
+
+
+def form(repeat: Repeated) -> tuple[Any, ...]:
+    return (
+        repeat.name,
+        repeat.copies,
+        len(repeat.shared),
+        [len(o) for o in repeat.own],
+        [len(r) for r in repeat.results],
+    )
+
+
+def same(stamped: Captured, full: Captured) -> None:
+    """The stamped capture is the full one."""
+    names = renaming(full.graph, stamped.graph)
+    for field in ("input_spec", "input_leaves", "output_spec", "output_leaves", "loss", "tied", "training"):
+        assert getattr(stamped, field) == getattr(full, field), field
+    assert stamped.constants.keys() == full.constants.keys()
+    a, b = segments(full.graph), segments(stamped.graph)
+    assert a.rest == b.rest and [form(r) for r in a.repeats] == [form(r) for r in b.repeats]
+    for r, s in zip(a.repeats, b.repeats, strict=True):
+        borders = [(tuple(names[v] for v in border.values), border.backward) for border in r.borders]
+        assert borders == [(border.values, border.backward) for border in s.borders]
+
+
+def interpret(captured: Captured, case: Case) -> dict[tuple[str, str], torch.Tensor]:
+    """(role, target) -> what the graph gives for it; tangents are ones."""
+    graph = captured.graph
+    tensors = {**dict(case.model.named_parameters()), **dict(case.model.named_buffers()), **captured.constants}
+    tensors = {**tensors, **captured.bind(case.args, case.kwargs)}
+    values = {}
+    for i in graph.inputs:
+        values[i.name] = torch.ones(graph.metas[i.name].shape) if i.role == "tangent" else tensors[i.target].detach()
+    for node in graph.nodes:
+        kwargs = {key: map_references(value, values.__getitem__) for key, value in node.kwargs}
+        result = overload(node.op)(*map_references(node.args, values.__getitem__), **kwargs)
+        for name, value in zip(node.outputs, (result,) if isinstance(result, torch.Tensor) else result, strict=True):
+            values[name] = value
+    return {(o.role, o.target): values[o.name] for o in graph.outputs if o.name is not None}
+
+
+def right(captured: Captured, case: Case) -> None:
+    """The graph on real weights gives eager's loss, gradients and buffers."""
+    found = interpret(captured, case)
+    model = copy.deepcopy(case.model)
+    output = model(*case.args, **case.kwargs)
+    loss = (
+        case.loss_fn(output)
+        if case.loss_fn is not None
+        else output
+        if isinstance(output, torch.Tensor)
+        else output.loss
+    )
+    close(found["output", captured.loss or "output"], loss.detach())
+    loss.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            close(found["gradient", name], parameter.grad)
+    for name, buffer in model.named_buffers():
+        if ("mutation", name) in found:
+            close(found["mutation", name], buffer)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor | None) -> None:
+    assert expected is not None and found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-5 * max(expected.abs().max().item(), 1e-3)
+
+
+def state(model: nn.Module) -> list[Any]:
+    """Everything of a model that a capture could change."""
+    found: list[Any] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        attributes = {name: value for name, value in vars(module).items() if not isinstance(value, dict)}
+        hooks = [len(value) for name, value in vars(module).items() if "hooks" in name]
+        tensors = [(id(t), t._version) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+        found.append((path, id(module), type(module), list(map(id, module.children())), hooks, tensors, attributes))
+    return found
+
+
+@pytest.mark.parametrize("name", STAMPED)
+def test_a_stamped_capture_is_the_full_capture(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    case = prepared(STAMPED[name])
+    before = state(case.model)
+    stamped = case.stamped()
+    assert was_stamped(caplog), caplog.text
+    assert state(case.model) == before
+    same(stamped, case.full())
+    if "dropout" not in name:
+        right(stamped, case)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_what_does_not_repeat_is_captured_in_full(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    case = prepared(FULL[name])
+    before = state(case.model)
+    captured = case.stamped()
+    assert not was_stamped(caplog), caplog.text
+    assert state(case.model) == before
+    assert str(captured.graph) == str(case.full().graph)
+
+
+@pytest.mark.parametrize("name", EITHER)
+def test_whatever_it_does_is_right(name: str) -> None:
+    case = prepared(EITHER[name])
+    captured = case.stamped()
+    same(captured, case.full())
+    right(captured, case)
+
+
+def test_layers_beside_the_run_are_captured_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    case = prepared(altered(_dropout, count=12))
+    captured = case.stamped()
+    assert was_stamped(caplog) and "layers.4 to layers.11" in caplog.text
+    same(captured, case.full())
+
+
+def test_two_captures_print_the_same() -> None:
+    case = prepared(llama)
+    assert str(case.stamped().graph) == str(case.stamped().graph)
+
+
+def test_a_model_on_meta_is_stamped(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with torch.device("meta"):
+        case = llama()
+    captured = case.stamped()
+    assert was_stamped(caplog)
+    same(captured, case.full())
+
+
+def test_names_tell_the_layer() -> None:
+    graph = prepared(llama).stamped().graph
+    (node,) = (n for n in graph.nodes if n.module == "model.layers.3.self_attn.o_proj" and n.op == "aten.mm.default"
+               and not n.backward)  # fmt: skip
+    assert node.name.endswith("_layer_3")
+    weight = graph.parameters["model.layers.3.mlp.up_proj.weight"]
+    assert weight == "model_layers_3_mlp_up_proj_weight"
+
+
+def test_faults_of_the_model_are_those_of_capture() -> None:
+    case = stack(Stack())
+    case.model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    with pytest.raises(ValueError, match=r"1 trainable parameters get no gradient .*unused"):
+        case.stamped()
