@@ -100,7 +100,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
 
 
 def mean_square(output: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, output.detach().roll(1, 0))
+    return F.mse_loss(output, output.detach().cos())
 
 
 def case(name: str) -> Case:
