@@ -22,7 +22,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
+import signal
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -284,6 +286,7 @@ def main(report: Callable[[str], None] = print) -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--json", default="step_time.json", help="where the numbers are written")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `run` ends its ranks
     if options.quick:
         options.ranks, options.hidden, options.rounds = [1, 2], [256], 7
     report(
@@ -292,7 +295,14 @@ def main(report: Callable[[str], None] = print) -> None:
         f"forward and backward | optimizer | both; a ratio below 1 means that autopar is faster"
     )
     report(HEADER)
+    machine = {"processor": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     rows: list[Row] = []
+
+    def write() -> None:
+        with open(options.json, "w", encoding="utf-8") as file:
+            numbers = [asdict(row) for row in rows]
+            json.dump({"machine": machine, "options": vars(options), "rows": numbers}, file, indent=1)
+
     for hidden in options.hidden:
         for ranks in options.ranks:
             settings = Settings(
@@ -307,9 +317,7 @@ def main(report: Callable[[str], None] = print) -> None:
             for row in compare(settings, TIMEOUT_SECONDS):
                 rows.append(row)
                 report(line(row))
-    machine = {"processor": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
-    with open(options.json, "w", encoding="utf-8") as file:
-        json.dump({"machine": machine, "options": vars(options), "rows": [asdict(row) for row in rows]}, file, indent=1)
+            write()
 
 
 if __name__ == "__main__":
