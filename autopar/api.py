@@ -17,10 +17,11 @@ from .layout import Layout, Split
 from .passes.account import account, parameter_layouts
 from .passes.blocks import blocks
 from .passes.bucket import bucket
-from .passes.capture import Captured, capture
+from .passes.capture import Captured
 from .passes.codegen import codegen
 from .passes.problem import Assignment, parse_choice, str_choice
 from .passes.segments import Segments, segments
+from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, Space, strategies
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
@@ -174,7 +175,7 @@ class Planner:
         self.seconds: dict[str, float] = {}
         """Seconds that each step took, for the benchmarks."""
         self.captured: Captured = self._timed(
-            "capture", lambda: capture(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+            "capture", lambda: capture_stamped(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
         )
         graph = self.captured.graph
         _check_random(graph)

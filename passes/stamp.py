@@ -22,7 +22,7 @@ import copy
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -296,8 +296,8 @@ def _shortened(model: nn.Module, watches: Sequence[_Watch]) -> nn.Module:
     """A copy of the model, on the same tensors, whose runs are watched, and stood in for but at their ends."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for attribute in (vars(module), *(module._parameters, module._buffers)):
-            for tensor in pytree.tree_leaves(attribute):
+        for attributes in (vars(module), module._parameters, module._buffers):
+            for tensor in pytree.tree_leaves(attributes):
                 if isinstance(tensor, torch.Tensor):
                     memo[id(tensor)] = tensor
     for watch in watches:
@@ -580,7 +580,7 @@ def _check_tensors(graph: JointGraph, run: _Run, repeat: Repeated, targets: Mapp
 
 
 def _stride(graph: JointGraph, run: _Run, repeat: Repeated) -> int:
-    strides = set()
+    strides: set[int] = set()
     for position in zip(*repeat.copies, strict=True):
         numbers = [graph.nodes[i].sequence for i in position]
         known = [number for number in numbers if number >= 0]
@@ -604,23 +604,22 @@ def _stamp(graph: JointGraph, crop: _Crop) -> JointGraph:
     return JointGraph(inputs=inputs, nodes=nodes, outputs=outputs, metas={name: stamp.metas[name] for name in names})
 
 
-def _repeated(items: Iterable[Item], crop: _Crop, stamped: Callable[[Item, int], Item]) -> Iterator[Item]:
+def _repeated(items: Sequence[Item], crop: _Crop, stamped: Callable[[Item, int], Item]) -> Iterator[Item]:
     """The inputs or outputs of a graph, those of the middle period followed by their repetitions."""
-    group: list[Item] = []
+
+    def key(item: Item) -> str | None:
+        at = None if item.role in ("input", "tangent", "output") else crop.at(item.target)
+        return item.role if at is not None and at.period == 1 else None
+
     done: set[str] = set()
-    for item in (*items, None):
-        at = None if item is None or item.role in ("input", "tangent", "output") else crop.at(item.target)
-        if group and (at is None or at.period != 1 or item is None or item.role != group[0].role):
-            if group[0].role in done:
+    for role, group in itertools.groupby(items, key):
+        together = list(group)
+        yield from together
+        if role is not None:
+            if role in done:
                 raise _Unfit(f"the tensors of {crop.run} do not stand together")
-            done.add(group[0].role)
-            for step in range(1, crop.extra + 1):
-                yield from (stamped(each, step) for each in group)
-            group = []
-        if item is not None:
-            yield item
-            if at is not None and at.period == 1:
-                group.append(item)
+            done.add(role)
+            yield from (stamped(item, step) for step in range(1, crop.extra + 1) for item in together)
 
 
 class _Stamp:

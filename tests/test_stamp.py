@@ -178,6 +178,7 @@ STAMPED: Mapping[str, Callable[[], Case]] = {
     "llama": llama,
     "llama of 8 layers, tied": lambda: llama(8, tie_word_embeddings=True),
     "llama, evaluated": evaluated,
+    "llama with a cache": lambda: llama(use_cache=True),
     "gpt2": gpt2,
     "gpt2 with dropout": lambda: gpt2(resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1),
     "bert": bert,
