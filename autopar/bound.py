@@ -30,7 +30,7 @@ from .passes.problem import ProblemBuilder
 from .passes.strategies import KEEP, AxisChoice, Option, Site, Space, strategies
 from .problem import Problem, Variable
 from .redistribute import Redistributor
-from .solve import solve
+from .solve import TooWide, solve
 
 JOINT_OPTIONS_MOST = 1000
 """A site with more joint options than this is not enumerated, and nothing is proved."""
@@ -204,4 +204,7 @@ def _axis_bound(alone: _Alone, added: Mapping[str, Mapping[str, list[float]]]) -
         for r, name in zip(problem.repeats, bodies, strict=True)
     )
     whole = replace(problem, variables=priced(problem, alone.regions[0].name), repeats=repeats)
-    return solve(whole, "dp").lower_bound
+    try:
+        return solve(whole, "dp").lower_bound
+    except TooWide:  # as the search does
+        return solve(whole, "ilp").lower_bound

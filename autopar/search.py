@@ -23,7 +23,7 @@ from .passes.blocks import blocks
 from .passes.group import Groups, block_groups, group
 from .passes.problem import Allowed, Assignment, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space, reached
-from .problem import Infeasible, Problem, Score, evaluate
+from .problem import Infeasible, Problem, Score, Solution, evaluate
 from .solve import TooWide, solve
 
 JOINT_OPTIONS_MOST = 8
@@ -116,28 +116,36 @@ class Search:
             self.groups = [block_groups(space, region, found, level) for region in space.regions()]
 
     def solve(self, allowed: Allowed, solver: str, *, price: float = 0.0, bytes_limit: float | None = None) -> Solved:
-        """The exact optimum of seconds + price * bytes over the allowed options."""
+        """The exact optimum of seconds + price * bytes over the allowed options.
+
+        What is too wide for elimination is solved as an integer program.
+        """
         problem, decoder = self.builder.build(allowed)
         self.solves += 1
         priced = _priced(problem, price) if price else problem
         if self.groups is None:
-            solution = solve(priced, solver, bytes_limit=bytes_limit)
+            solution = self._solution(priced, solver, bytes_limit)
             choice = solution.choice
         else:
             grouped = group(priced, self.groups[0], self.groups[1:], limited=bytes_limit is not None)
             if grouped.divided:
                 self.log(f"divided, for fewer options: {', '.join(grouped.divided)}")
-            solution = solve(grouped.problem, solver, bytes_limit=bytes_limit)
+            solution = self._solution(grouped.problem, solver, bytes_limit)
             choice = grouped.expand(solution.choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
 
-    def _step(self, allowed: Allowed, price: float) -> Solved:
-        """One of many solves: by elimination, or where that is too wide by the integer program."""
+    def _solution(self, problem: Problem, solver: str, bytes_limit: float | None) -> Solution:
         try:
-            return self.solve(allowed, DESCENT_SOLVER, price=price)
+            return solve(problem, solver, bytes_limit=bytes_limit)
         except TooWide as error:
-            self.log(f"{error}")
-            return self.solve(allowed, "ilp", price=price)
+            self.log(f"{error}; without dominated options:")
+        presolved = group(problem, (), [()] * len(problem.repeats), limited=bytes_limit is not None)
+        try:
+            solution = solve(presolved.problem, solver, bytes_limit=bytes_limit)
+        except TooWide as error:
+            self.log(f"{error}; as an integer program")
+            solution = solve(presolved.problem, "ilp", bytes_limit=bytes_limit)
+        return replace(solution, choice=presolved.expand(solution.choice))
 
     def run(self, allowed: Allowed | None = None) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`.
@@ -158,7 +166,7 @@ class Search:
             options = allowed
             best = self.solve(options, self.solver)
             if self._is_over(best):
-                best = self._within_limit(best, lambda price, _: self._step(options, price))
+                best = self._within_limit(best, lambda price, _: self.solve(options, DESCENT_SOLVER, price=price))
         else:
             best = self._descend_all()
             bound = lower_bound_seconds(space)
@@ -211,12 +219,9 @@ class Search:
             for name, choices in taken(self.space, found.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
         kept = [found for _, found in tried if not self._is_over(found)]
-        try:
-            kept.append(self.solve({n: list(c) for n, c in pool.items()}, self.solver, bytes_limit=limit))
-        except TooWide as error:
-            self.log(f"pool under the limit: {error}")
+        kept.append(self.solve({n: list(c) for n, c in pool.items()}, self.solver, bytes_limit=limit))
         best = min(kept, key=lambda found: found.score.objective)
-        self.log(f"within {limit / 2**20:.0f} MiB: {best.score.seconds * 1e3:.3f} ms, {best.score.bytes / 2**20:.0f} MiB")
+        self.log(f"within {limit:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {best.score.bytes:.0f} bytes")
         return replace(best, lower_bound=min(bound, best.score.objective))
 
     def _axes(self) -> list[int]:
@@ -251,11 +256,7 @@ class Search:
         for _ in range(POOL_ROUNDS):
             previous = min(solved.score.objective for solved in found)
             size = sum(map(len, pool.values()))
-            try:
-                note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver))
-            except TooWide as error:
-                self.log(f"pool of {size} options: {error}")
-                break
+            note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver))
             self.log(f"pool of {size} options: {found[-1].score.seconds * 1e3:.3f} ms")
             if found[-1].score.objective >= previous * (1 - GAIN):
                 break
@@ -293,7 +294,7 @@ class Search:
 
         for axis in cycle(order):
             allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
-            solved = self._step(allowed, price)
+            solved = self.solve(allowed, DESCENT_SOLVER, price=price)
             current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - GAIN):
                 best, unchanged = solved, 0

@@ -360,6 +360,8 @@ class _Writer:
             """Cut a dim as [above, ways, stride] and bring `ways` to the front."""
             old = self.metas[value].shape
             above = old[dim] // (ways * stride)
+            if dim == 0 and above == 1:
+                return reshape(value, (ways, stride, *old[1:])), dim
             cut = reshape(value, (*old[:dim], above, ways, stride, *old[dim + 1 :]))
             front = move(cut, dim + 1, 0)
             return reshape(front, (ways, *old[:dim], above * stride, *old[dim + 1 :])), dim
@@ -368,6 +370,8 @@ class _Writer:
             """The inverse: the leading dim goes between [above] and [stride] of a dim."""
             ways, *old = self.metas[value].shape
             above = old[dim] // stride
+            if dim == 0 and above == 1:
+                return reshape(value, (ways * stride, *old[1:]))
             cut = reshape(value, (ways, *old[:dim], above, stride, *old[dim + 1 :]))
             back = move(cut, 0, dim + 1)
             return reshape(back, (*old[:dim], above * ways * stride, *old[dim + 1 :]))
