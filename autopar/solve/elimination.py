@@ -319,6 +319,10 @@ EASY_ENTRIES = 10_000_000
 """No further order is looked for where one makes fewer entries than this in all its tables."""
 
 
+HOPELESS_ENTRIES = 500_000_000
+"""Nor where one makes more: others are better by small factors."""
+
+
 def _order(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int]) -> list[int]:
     """The best of a few greedy min-fill orders, by the total size of their tables. Deterministic."""
     generator = random.Random(0)
@@ -330,7 +334,7 @@ def _order(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[in
         found = _greedy(sizes, scopes, keep, FILL_WEIGHTS[attempt % len(FILL_WEIGHTS)], factors)
         if best is None or found[0] < best[0]:
             best = found
-        if best[0] < EASY_ENTRIES:
+        if best[0] < EASY_ENTRIES or best[0] > HOPELESS_ENTRIES:
             break
     assert best is not None
     return best[1]
