@@ -117,7 +117,7 @@ def parallelize(
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
-    from .runtime.agree import on_first_rank, raise_together
+    from .runtime.agree import all_equal, on_first_rank, raise_together
     from .runtime.module import ParallelModule
 
     error: ValueError | None = None
@@ -130,6 +130,8 @@ def parallelize(
         error = found
     raise_together(error, mesh)
     assert planner is not None
+    given = None if plan is None else plan.digest
+    all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
     if plan is None:
         made = planner.plan
         plan = on_first_rank(lambda: made(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes), mesh)

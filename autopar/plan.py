@@ -83,6 +83,13 @@ class Plan:
             return None
         return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
 
+    @property
+    def digest(self) -> str:
+        """The same for plans that decide alike, for the same model and mesh."""
+        segments = [asdict(segment) for segment in self.segments]
+        decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments)
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
 

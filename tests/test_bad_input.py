@@ -286,7 +286,11 @@ def test_an_edited_plan_on_ranks() -> None:
 
 def with_a_plan_on_one_rank() -> None:
     rank = torch.distributed.get_rank()
-    parallelized(plan=plan(mlp()) if rank == 0 else None, solver="ddp")
+    parallelized(plan=plan(mlp()) if rank == 0 else None)
+
+
+def test_a_plan_on_one_rank_only() -> None:
+    assert "the ranks were given different plans" in everywhere(with_a_plan_on_one_rank)
 
 
 def with_different_plans() -> None:
@@ -295,7 +299,7 @@ def with_different_plans() -> None:
 
 
 def test_ranks_with_different_plans() -> None:
-    assert "the ranks have different" in everywhere(with_different_plans)
+    assert "the ranks were given different plans" in everywhere(with_different_plans)
 
 
 def with_different_models() -> None:
