@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .runtime.module import ParallelModule
 
 logger = logging.getLogger("autopar")
+
+T = TypeVar("T")
 
 COSTS = ("analytical",)
 
@@ -123,7 +125,8 @@ def parallelize(
     error: ValueError | None = None
     planner = None
     try:
-        planner = Planner(model, mesh_of(mesh), args, kwargs, loss_fn=loss_fn, cluster=cluster, device_type=mesh.device_type)
+        device_type = mesh.device_type
+        planner = Planner(model, mesh_of(mesh), args, kwargs, loss_fn=loss_fn, cluster=cluster, device_type=device_type)
         if plan is not None:
             planner.check(plan)
     except ValueError as found:
@@ -182,22 +185,18 @@ class Planner:
         graph = self.captured.graph
         _check_random(graph)
         self.segments: Segments = self._timed("segments", lambda: segments(graph))
-        self.space: Space = self._timed(
-            "strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments)
-        )
+        self.space: Space = self._timed("strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments))
         if self.space.without_rule:
             ops = ", ".join(f"{count} x {op}" for op, count in self.space.without_rule.items())
             logger.warning("replicated, since the op has no rule: %s", ops)
 
-    def _timed(self, name: str, function: Callable[[], Any]) -> Any:
+    def _timed(self, name: str, function: Callable[[], T]) -> T:
         started = time.perf_counter()
         result = function()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         return result
 
-    def plan(
-        self, *, solver: str = "ilp", cost: str = "analytical", memory_limit_bytes: float | None = None
-    ) -> Plan:
+    def plan(self, *, solver: str = "ilp", cost: str = "analytical", memory_limit_bytes: float | None = None) -> Plan:
         """Raises ValueError for an unknown solver or cost, and where nothing keeps the limit."""
         _check_solver(solver)
         if cost not in COSTS:
@@ -229,7 +228,9 @@ class Planner:
             ),
             parameters={
                 name: ParameterPlan(
-                    at_rest=_placements(space, name, rest), in_use=tuple(_placements(space, name, u) for u in uses), gather=gather
+                    at_rest=_placements(space, name, rest),
+                    in_use=tuple(_placements(space, name, u) for u in uses),
+                    gather=gather,
                 )
                 for name, rest, uses, gather in parameter_layouts(space, assignment)
             },
@@ -268,7 +269,9 @@ class Planner:
         for segment, region, repeat in zip(plan.segments, space.bodies, space.repeats, strict=True):
             runs = [(run.count, self._read(region, run.decisions)) for run in segment.runs]
             if sum(count for count, _ in runs) != repeat.count:
-                raise ValueError(f"segment {segment.name} has {repeat.count} copies, the plan's runs do not add up to it")
+                raise ValueError(
+                    f"segment {segment.name} has {repeat.count} copies, and the plan's runs do not add up to it"
+                )
             copies.append(tuple(decisions for count, decisions in runs for _ in range(count)))
         return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies))
 
@@ -327,7 +330,9 @@ class Comparison:
         plans = sorted(
             ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].objective_seconds
         )
-        rows = [("solver", "step", "compute", "communication", "copies", "optimizer", "memory", "sent", "solve", "gap")]
+        rows: list[tuple[str, ...]] = [
+            ("solver", "step", "compute", "communication", "copies", "optimizer", "memory", "sent", "solve", "gap")
+        ]
         for name, p in plans:
             a = p.account
             sent = sum(c.bytes for c in a.collectives)
@@ -361,9 +366,7 @@ def _check_mesh(mesh_shape: Mapping[str, int]) -> None:
 
 def _check_solver(solver: str) -> None:
     if solver not in SOLVERS and solver not in PRESETS:
-        raise ValueError(
-            f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}"
-        )
+        raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
 
 
 def _check_random(graph: JointGraph) -> None:

@@ -27,7 +27,7 @@ from .cluster import Link
 from .graph import TensorMeta
 from .layout import Layout, Split
 from .passes.problem import ProblemBuilder
-from .passes.strategies import KEEP, AxisChoice, Option, Site, Space, strategies
+from .passes.strategies import KEEP, AxisChoice, Option, Site, SiteChoice, Space, strategies
 from .problem import Problem, Variable
 from .redistribute import Redistributor
 from .solve import TooWide, solve
@@ -78,7 +78,7 @@ class _Alone:
                             self.splits.setdefault(root, set()).add(layout[0])
 
     @staticmethod
-    def with_policy(site: Site, *choice) -> tuple:  # type: ignore[no-untyped-def, type-arg]
+    def with_policy(site: Site, *choice: AxisChoice) -> SiteChoice:
         return (*choice, KEEP) if site.kind == "parameter" else choice
 
 
@@ -103,7 +103,7 @@ def _site(
     per_axis = [site.choices[ranks] for ranks in space.mesh]
     if math.prod(map(len, per_axis)) > JOINT_OPTIONS_MOST:
         return None
-    seconds: dict[tuple, float] = {}  # type: ignore[type-arg]
+    seconds: dict[tuple[AxisChoice, ...], float] = {}
     roots = (*(read.alias.root for read in site.reads), *site.makes)
     unknown: dict[tuple[int, AxisChoice], set[int]] = {}
     for choice in product(*per_axis):

@@ -15,7 +15,7 @@ named tuples, since planning hashes them millions of times.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -59,7 +59,7 @@ PARTIAL = Partial()
 
 
 def describe(layout: Layout, axes: Sequence[str] | None = None) -> str:
-    """"dp:S(0%512) tp:R" """
+    """ "dp:S(0%512) tp:R" """
     if axes is None:
         return " ".join(map(str, layout))
     return " ".join(f"{axis}:{placement}" for axis, placement in zip(axes, layout, strict=True))
@@ -154,7 +154,7 @@ def permute_layout(order: Sequence[int], layout: Layout, mesh: Shape) -> Layout 
     return _map_splits(layout, mesh, lambda split, _: Split(order.index(split.dim), split.period))
 
 
-def _map_splits(layout: Layout, mesh: Shape, function) -> Layout | None:  # type: ignore[no-untyped-def]
+def _map_splits(layout: Layout, mesh: Shape, function: Callable[[Split, int], Split | None]) -> Layout | None:
     mapped: list[Placement] = []
     for placement, ranks in zip(layout, mesh, strict=True):
         if isinstance(placement, Split):
@@ -196,13 +196,19 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
         if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
             continue  # replicas are equal; the first speaks for all
         empty = first.new_empty(shape)
-        index = torch.meshgrid(
-            *(
-                torch.arange(size, device=first.device)[_owned_before(empty, layout, mesh, coordinate, len(mesh), dim)]
-                for dim, size in enumerate(shape)
-            ),
-            indexing="ij",
-        ) if shape else ()
+        index = (
+            torch.meshgrid(
+                *(
+                    torch.arange(size, device=first.device)[
+                        _owned_before(empty, layout, mesh, coordinate, len(mesh), dim)
+                    ]
+                    for dim, size in enumerate(shape)
+                ),
+                indexing="ij",
+            )
+            if shape
+            else ()
+        )
         if fill == 0:
             whole[index] = whole[index] + local if index else whole + local
         else:

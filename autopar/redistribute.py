@@ -80,9 +80,7 @@ class Redistributor:
     def __init__(self, mesh: Shape, links: tuple[Link, ...], device: Device) -> None:
         self.mesh, self.links, self.device = mesh, links, device
         self._routes: dict[tuple[Shape, int, Layout, Layout, float], Route | None] = {}
-        self._acquired: dict[
-            tuple[Shape, int, Layout, frozenset[Layout], float], tuple[Acquired, ...] | None
-        ] = {}
+        self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], float], tuple[Acquired, ...] | None] = {}
 
     def route(
         self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucket_share: float = 1.0

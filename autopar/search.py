@@ -22,7 +22,7 @@ from .layout import Split
 from .passes.blocks import blocks
 from .passes.group import Groups, block_groups, group
 from .passes.problem import Allowed, Assignment, ProblemBuilder
-from .passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space, reached
+from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, reached
 from .problem import Infeasible, Problem, Score, Solution, evaluate
 from .solve import TooWide, solve
 
@@ -77,7 +77,7 @@ def unique_sites(space: Space) -> dict[str, Site]:
     return {name: site for region in space.regions() for name, site in region.sites.items()}
 
 
-def axis_choices(space: Space, site: Site, axis: int):  # type: ignore[no-untyped-def]
+def axis_choices(space: Space, site: Site, axis: int) -> tuple[AxisChoice, ...]:
     return site.choices[space.mesh[axis]]
 
 
@@ -88,7 +88,9 @@ def policies(site: Site, bytes_limit: float | None) -> tuple[tuple[str, ...], ..
     return ((KEEP,),) if bytes_limit is None else ((KEEP,), (REGATHER,))
 
 
-def joint(space: Space, site: Site, per_axis: Iterable[Iterable[tuple]], bytes_limit: float | None) -> list[SiteChoice]:  # type: ignore[type-arg]
+def joint(
+    space: Space, site: Site, per_axis: Iterable[Iterable[AxisChoice]], bytes_limit: float | None
+) -> list[SiteChoice]:
     return [(*choice, *policy) for choice in product(*per_axis) for policy in policies(site, bytes_limit)]
 
 
@@ -211,9 +213,7 @@ class Search:
             middle = math.sqrt(below * above) if below else above / 5
             tried.append((middle, solve_at(middle, tried[-1][1])))
             below, above = (middle, above) if self._is_over(tried[-1][1]) else (below, middle)
-        bound = max(
-            (f.lower_bound if p == 0 else f.score.seconds + p * (f.score.bytes - limit)) for p, f in tried
-        )
+        bound = max((f.lower_bound if p == 0 else f.score.seconds + p * (f.score.bytes - limit)) for p, f in tried)
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
         for _, found in tried:
             for name, choices in taken(self.space, found.assignment).items():
@@ -329,7 +329,7 @@ def _priced(problem: Problem, price: float) -> Problem:
     )
 
 
-def _count(per_axis: list[tuple]) -> int:  # type: ignore[type-arg]
+def _count(per_axis: list[tuple[AxisChoice, ...]]) -> int:
     total = 1
     for choices in per_axis:
         total *= len(choices)

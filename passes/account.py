@@ -183,9 +183,7 @@ class _Tally:
         )
 
 
-def local_shapes(
-    site: Site, option: Option, space: Space
-) -> tuple[tuple[Shape, ...], tuple[Shape | None, ...]]:
+def local_shapes(site: Site, option: Option, space: Space) -> tuple[tuple[Shape, ...], tuple[Shape | None, ...]]:
     """Local shapes of an operator's operands (as it reads them) and results."""
     assert site.call is not None
     inputs = []

@@ -20,7 +20,8 @@ from ..redistribute import Step
 from .collapse import PERMUTE, RESHAPE, Steps, from_root
 from .emit import OPERAND, expansion
 from .problem import Assignment, bucket_share
-from .strategies import REGATHER, Option, Site, Space, border_name, needs_expansion, splits_of
+from .segments import Repeated
+from .strategies import REGATHER, Option, Site, SiteChoice, Space, border_name, needs_expansion, splits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class _Writer:
                     option = self._option(site, decisions[site.name])
                     yield Placed(site, option, rename, order(site, rename))
 
-    def _rename(self, repeat, k: int) -> dict[str, str]:  # type: ignore[no-untyped-def]
+    def _rename(self, repeat: Repeated, k: int) -> dict[str, str]:
         nodes = self.space.graph.nodes
         rename = {}
         for first, here in zip(repeat.copies[0], repeat.copies[k], strict=True):
@@ -157,7 +158,7 @@ class _Writer:
             rename.setdefault(border.values[1], border.values[k + 1])
         return rename
 
-    def _option(self, site: Site, choice) -> Option:  # type: ignore[no-untyped-def]
+    def _option(self, site: Site, choice: SiteChoice) -> Option:
         option = self.space.option(site, tuple(choice))
         if option is None:
             raise ValueError(f"{site.kind} {site.name} ({site.module}) cannot take {choice}")
@@ -467,4 +468,3 @@ class _Writer:
             outputs=tuple(made),
             metas=self.metas,
         )
-

@@ -414,9 +414,9 @@ class _Touching:
             maker_comes = tensor.producer in coming
             for a, (made, wanted) in enumerate(kinds):
                 for b, (other, also) in enumerate(kinds):
-                    if (made is not None and tensor.free.get(other, 0) & ~tensor.free.get(made, 0)) or (
-                        maker_comes and wanted & ~also
-                    ):
+                    if (
+                        made is not None and other is not None and tensor.free.get(other, 0) & ~tensor.free.get(made, 0)
+                    ) or (maker_comes and wanted & ~also):
                         more[0][a, b] = np.inf
         return *more, np.isinf(seconds).all(axis=1)
 

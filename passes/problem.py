@@ -84,7 +84,9 @@ class ProblemBuilder:
             )
         problem = Problem(variables=variables, tensors=tensors, repeats=tuple(repeats))
         return problem, _Decoder(
-            rest=names, bodies=tuple(body_names for _, _, body_names in bodies), options={k: list(v) for k, v in legal.items()}
+            rest=names,
+            bodies=tuple(body_names for _, _, body_names in bodies),
+            options={k: list(v) for k, v in legal.items()},
         )
 
     def _legal(self, allowed: Allowed) -> dict[str, tuple[Option, ...]]:
@@ -171,7 +173,9 @@ class ProblemBuilder:
             )
             for reader, at in positions.items()
         )
-        kept = not site.backward and any(sites[reader].reads[p].backward for reader, at in positions.items() for p in at)
+        kept = not site.backward and any(
+            sites[reader].reads[p].backward for reader, at in positions.items() for p in at
+        )
         share = bucket_share(meta, site, [sites[reader] for reader in positions])
         key = (meta, produced, wanted, kept, is_parameter, share)
         if key not in self.tables:

@@ -30,7 +30,7 @@ from ..cluster import Cluster
 from ..graph import JointGraph, Node, TensorMeta
 from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, nest
 from ..ops import localize, rule_of
-from ..ops.rule import Call, OpRule
+from ..ops.rule import Call, Dims, OpRule
 from ..redistribute import Redistributor, collective_seconds
 from .collapse import Alias, Roots, from_root, is_view, to_root
 from .emit import Emission, expansion
@@ -198,16 +198,14 @@ class _Builder:
         self.space, self.graph = space, space.graph
         self.without_rule: dict[str, int] = {}
         self.rules: dict[Any, OpRule | None] = {}
-        self.gradients = {
-            o.target: o.name for o in self.graph.outputs if o.role == "gradient" and o.name is not None
-        }
+        self.gradients = {o.target: o.name for o in self.graph.outputs if o.role == "gradient" and o.name is not None}
         self.input_roles = {i.name: i for i in self.graph.inputs}
         self.constant = self._constants()
 
     def _constants(self) -> frozenset[str]:
         """Values that depend on no input: every rank makes them whole."""
         varying = {i.name for i in self.graph.inputs}
-        constant = set()
+        constant: set[str] = set()
         for node in self.graph.nodes:
             target = varying if any(name in varying for name in node.inputs) else constant
             target.update(o for o in node.outputs if o)
@@ -227,7 +225,7 @@ class _Builder:
                 sites.append(self._border(first, reader_home=-1, read=not border.backward, backward=border.backward))
                 sites.append(self._border(last, reader_home=-1, read=border.backward, backward=border.backward))
         for number, output in enumerate(self.graph.outputs):
-            if output.name is None or output.role == "gradient" and output.name in result_values:
+            if output.name is None or (output.role == "gradient" and output.name in result_values):
                 continue
             if output.role == "gradient" and output.target in self.graph.parameters:
                 continue  # read by the parameter's site
@@ -258,9 +256,7 @@ class _Builder:
             sites += [a, b]
             left.append(a.name)
             right.append(b.name)
-        return Region(
-            name=repeat.name, sites={site.name: site for site in sites}, left=tuple(left), right=tuple(right)
-        )
+        return Region(name=repeat.name, sites={site.name: site for site in sites}, left=tuple(left), right=tuple(right))
 
     def _shared_roots(self, shared: set[str]) -> frozenset[str]:
         """What stands behind shared values. They are made whole: a copy takes the part that it wants."""
@@ -392,7 +388,7 @@ class _Fixpoint:
                 for name in group:
                     self.twins[name] = group
         self.making = {name: site for site in self.sites for name in site.makes if name and site.kind != "shared"}
-        self.borders = {}
+        self.borders: dict[str, list[Site]] = {}
         for site in self.sites:
             if site.kind == "border":
                 self.borders.setdefault(site.name, []).append(site)
@@ -562,18 +558,22 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
         whole = (REPLICATE,) * len(mesh)
         seconds = _op_seconds(space, call, None, (), (whole,) * len(call.inputs), (whole,) * len(call.outputs), choice)
         return Option(
-            choice=choice, reads=(whole,) * len(site.reads), makes=(whole,) * len(site.makes), seconds=seconds, bytes=0.0
+            choice=choice,
+            reads=(whole,) * len(site.reads),
+            makes=(whole,) * len(site.makes),
+            seconds=seconds,
+            bytes=0.0,
         )
     operands = []
     for position, dims in enumerate(rule.inputs):
-        layout = _carried(dims, choice, mesh, lambda linear, p=position: p in linear, rule)
+        layout = _carried(dims, position, choice, mesh, rule)
         if layout is None or not is_legal(call.inputs[position].shape, layout, mesh):
             return None
         operands.append(layout)
     results = []
     for position, (dims, meta) in enumerate(zip(rule.outputs, call.outputs, strict=True)):
         layout = _made(dims, position, choice, mesh, rule)
-        if layout is None or meta is not None and not is_legal(meta.shape, layout, mesh):
+        if layout is None or (meta is not None and not is_legal(meta.shape, layout, mesh)):
             return None
         results.append(layout)
     reads = []
@@ -594,7 +594,7 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
     return Option(choice=choice, reads=tuple(reads), makes=tuple(results), seconds=seconds, bytes=0.0)
 
 
-def _carried(dims, choice, mesh, in_linear, rule) -> Layout | None:  # type: ignore[no-untyped-def]
+def _carried(dims: Dims, position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
     """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
     placements: list[Placement] = []
     for axis_choice in choice:
@@ -604,13 +604,13 @@ def _carried(dims, choice, mesh, in_linear, rule) -> Layout | None:  # type: ign
                 return None
             placements.append(Split(carrying[0], axis_choice[2]) if carrying else REPLICATE)
         elif axis_choice[0] == "P":
-            placements.append(PARTIAL if in_linear(rule.linear[axis_choice[1]]) else REPLICATE)
+            placements.append(PARTIAL if position in rule.linear[axis_choice[1]] else REPLICATE)
         else:
             placements.append(REPLICATE)
     return nest(tuple(placements), mesh)
 
 
-def _made(dims, position, choice, mesh, rule) -> Layout | None:  # type: ignore[no-untyped-def]
+def _made(dims: Dims, position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
     """Layout of a result: split where it carries the factor, else partial as the factor says."""
     placements: list[Placement] = []
     for axis_choice in choice:
