@@ -274,14 +274,6 @@ def is_backward(node: fx.Node) -> bool:
 # ---------------------------------------------------------------------------------------------- distributed
 
 
-def functional_collectives() -> Any:
-    """The namespace of functional collectives: `all_reduce`, `all_gather_into_tensor`,
-    `reduce_scatter_tensor`, `all_to_all_single`, `wait_tensor` and more, as operators."""
-    import torch.distributed._functional_collectives
-
-    return torch.ops._c10d_functional
-
-
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
     """What this rank holds of it, without the autograd node that `to_local()` makes."""
     return dtensor._local_tensor

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.compat import functional_collectives
 from autopar.graph import Ref, overload
 from autopar.program import Instruction, Program, RankIndex
 
@@ -62,6 +61,51 @@ OWN_MEMORY = frozenset(
 """Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
 
 
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+Pending = tuple[torch.Tensor, dist.Work]
+"""A collective under way: its result, and the handle that says when it is there. Both are held until
+then. (The functional collectives keep the handle in a registry; on gloo in torch 2.13, an all_gather
+of theirs that is waited for late was seen to corrupt the heap.)"""
+
+
+def all_reduce_in_place(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
+    work = dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True)
+    assert work is not None
+    return x, work
+
+
+def all_reduce(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
+    return all_reduce_in_place(x.clone(memory_format=torch.contiguous_format), reduction, group)
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    work = dist.all_gather_into_tensor(gathered, x, group, async_op=True)
+    assert work is not None
+    return gathered, work
+
+
+def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
+    part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    work = dist.reduce_scatter_tensor(part, x, REDUCTIONS[reduction], group, async_op=True)
+    assert work is not None
+    return part, work
+
+
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    exchanged = torch.empty_like(x, memory_format=torch.contiguous_format)
+    work = dist.all_to_all_single(exchanged, x, group=group, async_op=True)
+    assert work is not None
+    return exchanged, work
+
+
+def wait(pending: Pending) -> torch.Tensor:
+    result, work = pending
+    work.wait()
+    return result
+
+
 @dataclass(frozen=True, kw_only=True)
 class Executable:
     """`forward` and `backward` empty the list that they are given, so that the caller keeps nothing alive.
@@ -91,21 +135,23 @@ def compile(
     captured on one device runs on another.
     """
     coordinate = []
-    names: list[str | None] = []
     for axis, size, group in zip(program.axes, program.mesh, process_groups, strict=True):
         given = 1 if group is None else group.size()
         if given != size:
             raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {given}")
         coordinate.append(0 if group is None else dist.get_rank(group))
-        names.append(None if group is None else group.group_name)
-    return _Writer(program, tuple(coordinate), tuple(names), device).executable()
+    return _Writer(program, tuple(coordinate), tuple(process_groups), device).executable()
 
 
 class _Writer:
     """Writes the source; `bound` are the objects that it refers to by name."""
 
     def __init__(
-        self, program: Program, coordinate: tuple[int, ...], groups: tuple[str | None, ...], device: torch.device | None
+        self,
+        program: Program,
+        coordinate: tuple[int, ...],
+        groups: tuple[dist.ProcessGroup | None, ...],
+        device: torch.device | None,
     ) -> None:
         self.program, self.coordinate, self.groups, self.device = program, coordinate, groups, device
         self.bound: dict[str, Any] = {}
@@ -173,9 +219,7 @@ class _Writer:
     def expression(self, instruction: Instruction, in_place: bool) -> str:
         op = instruction.op
         if op == "collective.wait":
-            return (
-                f"{self.bind('wait', functional_collectives().wait_tensor.default)}({self.value(instruction.args[0])})"
-            )
+            return f"{self.bind('wait', wait)}({self.value(instruction.args[0])})"
         if kind := instruction.collective:
             return self.collective(kind, instruction, in_place)
         values = [self.value(argument) for argument in instruction.args]
@@ -184,23 +228,15 @@ class _Writer:
         return f"{function}({', '.join(values)})"
 
     def collective(self, kind: str, instruction: Instruction, in_place: bool) -> str:
-        functional = functional_collectives()
         x, axis = self.value(instruction.args[0]), instruction.args[-1]
-        ranks, group = self.program.mesh[axis], self.groups[axis]
-        assert group is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
+        assert self.groups[axis] is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
+        group = self.bind(f"{self.program.axes[axis]}_group", self.groups[axis])
         if kind == "all_reduce":
-            function = self.bind("all_reduce_", functional.all_reduce_.default) if in_place else None
-            function = function or self.bind(kind, functional.all_reduce.default)
-            return f"{function}({x}, {instruction.args[1]!r}, {group!r})"
-        if kind == "all_gather":
-            return f"{self.bind(kind, functional.all_gather_into_tensor.default)}({x}, {ranks}, {group!r})"
+            function = all_reduce_in_place if in_place else all_reduce
+            return f"{self.bind(function.__name__, function)}({x}, {instruction.args[1]!r}, {group})"
         if kind == "reduce_scatter":
-            function = self.bind(kind, functional.reduce_scatter_tensor.default)
-            return f"{function}({x}, {instruction.args[1]!r}, {ranks}, {group!r})"
-        assert kind == "all_to_all"
-        rows = self.program.metas[instruction.inputs[0]].shape[0]
-        sizes = [rows // ranks] * ranks
-        return f"{self.bind(kind, functional.all_to_all_single.default)}({x}, {sizes}, {sizes}, {group!r})"
+            return f"{self.bind(kind, reduce_scatter)}({x}, {instruction.args[1]!r}, {group})"
+        return f"{self.bind(kind, {'all_gather': all_gather, 'all_to_all': all_to_all}[kind])}({x}, {group})"
 
     def value(self, value: Any) -> str:
         """Source of an argument. What is not a plain literal is bound to a name."""
