@@ -33,6 +33,7 @@ from autopar.layout import (
 from autopar.passes.codegen import _Writer
 from autopar.passes.collapse import Roots
 from autopar.passes.problem import Assignment
+from autopar.passes.segments import Segments
 from autopar.passes.strategies import Region, Space
 from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.redistribute import Redistributor, Route, collective_seconds
@@ -245,7 +246,7 @@ def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, m
         metas=graph.metas,
         rest=Region(name="rest", sites={}),
         bodies=(),
-        repeats=(),
+        segments=Segments(repeats=(), rest=()),
         rest_borders=(),
         without_rule={},
     )
@@ -317,7 +318,8 @@ def pairs(mesh: Shape, seed: int, count: int) -> Iterator[tuple[Shape, Layout, L
 def _random_layout(shape: Shape, mesh: Shape, generator: random.Random, partial: bool) -> Layout:
     while True:
         layout = tuple(
-            generator.choice([R, Partial() if partial else R, generator.choice(list(splits(shape, n)))]) for n in mesh
+            generator.choice([R, Partial() if partial else R, generator.choice(list(splits(shape, n)) or [R])])
+            for n in mesh
         )
         if is_legal(shape, layout, mesh):
             return layout
