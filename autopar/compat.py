@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 if TYPE_CHECKING:
@@ -272,6 +273,22 @@ def is_backward(node: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- distributed
+
+
+def all_gather_single(output: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start gathering `x` along dim 0 into `output`. Until 2.12 the function has another name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(output, x, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, x: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work | None:
+    """Start reducing `x` and scattering it along dim 0 into `output`. Until 2.12 the function has another name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = scatter(output, x, op=op, group=group, async_op=True)
+    return work
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..program import Instruction, Program
 logger = logging.getLogger("autopar")
 
 LIMIT_BYTES = 25 * 2**20
-ALONE_BYTES = 2**18
+ALONE_BYTES = 4 * 2**20
 WAIT = "collective.wait"
 LAYOUT = frozenset({"aten.contiguous.default", "aten.permute.default", "aten.reshape.default", "aten.select.int"})
 """Local ops of one tensor that codegen puts around collectives."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.compat import all_gather_single, reduce_scatter_single
 from autopar.graph import Ref, overload
 from autopar.program import Instruction, Program, RankIndex
 
@@ -81,14 +82,14 @@ def all_reduce(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pen
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    work = dist.all_gather_into_tensor(gathered, x, group, async_op=True)
+    work = all_gather_single(gathered, x, group)
     assert work is not None
     return gathered, work
 
 
 def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
     part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    work = dist.reduce_scatter_tensor(part, x, REDUCTIONS[reduction], group, async_op=True)
+    work = reduce_scatter_single(part, x, REDUCTIONS[reduction], group)
     assert work is not None
     return part, work
 
