@@ -29,7 +29,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..graph import JointGraph, Node, TensorMeta
 from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, nest
-from ..ops import localize, rule_of
+from ..ops import rule_of
 from ..ops.rule import Call, Dims, OpRule
 from ..redistribute import Redistributor, collective_seconds
 from .collapse import Alias, Roots, from_root, is_view, to_root
@@ -696,5 +696,3 @@ _OPTION = {
     "tangent": _whole_option,
     "shared": _whole_option,
 }
-
-__all__ = ["Option", "Region", "Site", "Space", "localize", "strategies"]
