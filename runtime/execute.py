@@ -66,8 +66,9 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 
 Pending = tuple[torch.Tensor, dist.Work]
 """A collective under way: its result, and the handle that says when it is there. Both are held until
-then. (The functional collectives keep the handle in a registry; on gloo in torch 2.13, an all_gather
-of theirs that is waited for late was seen to corrupt the heap.)"""
+then. (With the functional collectives, which keep the handle in a registry, training on gloo in torch
+2.13 aborted now and then on a loaded machine, in the worker of a coalesced all-gather. The cause was
+not established; these calls do not take that path.)"""
 
 
 def all_reduce_in_place(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
