@@ -23,7 +23,7 @@ from .passes.problem import Assignment, parse_choice, str_choice
 from .passes.segments import Segments, segments
 from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, Space, strategies
-from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .plan import ParameterPlan, Plan, Run, Segment, bytes_text, graph_digest, seconds_text, table
 from .presets import PRESETS, preset
 from .program import Program
 from .search import Found, Search
@@ -325,8 +325,6 @@ class Comparison:
         return {name: p.to_json() if isinstance(p, Plan) else {"error": p} for name, p in self.results.items()}
 
     def __str__(self) -> str:
-        from .plan import _bytes, _seconds, _table
-
         plans = sorted(
             ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].objective_seconds
         )
@@ -338,8 +336,17 @@ class Comparison:
             sent = sum(c.bytes for c in a.collectives)
             parts = (a.seconds, a.compute_seconds, a.communication_seconds, a.copy_seconds, a.optimizer_seconds)
             gap = "-" if p.gap is None else f"{p.gap:.1%}"
-            rows.append((name, *map(_seconds, parts), _bytes(a.bytes), _bytes(sent), f"{p.solve_seconds:.2f} s", gap))
-        lines = _table(rows)
+            rows.append(
+                (
+                    name,
+                    *map(seconds_text, parts),
+                    bytes_text(a.bytes),
+                    bytes_text(sent),
+                    f"{p.solve_seconds:.2f} s",
+                    gap,
+                )
+            )
+        lines = table(rows)
         lines += [f"{name}: no plan: {p}" for name, p in self.results.items() if isinstance(p, str)]
         return "\n".join(lines)
 

@@ -189,7 +189,6 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
     reductions = {p.reduction for p in layout if isinstance(p, Partial)}
     assert len(reductions) <= 1, "mixed reductions have no single inverse"
     reduction = next(iter(reductions), "sum")
-    fill = {"sum": 0, "max": None, "min": None}[reduction]
     whole = torch.zeros(shape, dtype=first.dtype, device=first.device)
     seen = torch.zeros(shape, dtype=torch.bool, device=first.device)
     for coordinate, local in shards.items():
@@ -209,7 +208,7 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
             if shape
             else ()
         )
-        if fill == 0:
+        if reduction == "sum":
             whole[index] = whole[index] + local if index else whole + local
         else:
             combine = torch.maximum if reduction == "max" else torch.minimum

@@ -155,24 +155,28 @@ class Plan:
         lines = [
             f"plan of {self.model} on mesh {mesh} of {self.cluster}, by {self.solver} "
             f"({self.solve_seconds:.2f} s{gap})",
-            f"predicted step {_seconds(account.seconds)}: compute {_seconds(account.compute_seconds)}, "
-            f"communication {_seconds(account.communication_seconds)}, local copies {_seconds(account.copy_seconds)}, "
-            f"optimizer {_seconds(account.optimizer_seconds)}",
-            f"predicted memory of a rank {_bytes(account.bytes)}: parameters {_bytes(account.parameter_bytes)}, "
-            f"gradients {_bytes(account.gradient_bytes)}, optimizer {_bytes(account.optimizer_bytes)}, "
-            f"activations {_bytes(account.activation_bytes)}",
+            f"predicted step {seconds_text(account.seconds)}: compute {seconds_text(account.compute_seconds)}, "
+            f"communication {seconds_text(account.communication_seconds)}, "
+            f"local copies {seconds_text(account.copy_seconds)}, "
+            f"optimizer {seconds_text(account.optimizer_seconds)}",
+            f"predicted memory of a rank {bytes_text(account.bytes)}: "
+            f"parameters {bytes_text(account.parameter_bytes)}, "
+            f"gradients {bytes_text(account.gradient_bytes)}, optimizer {bytes_text(account.optimizer_bytes)}, "
+            f"activations {bytes_text(account.activation_bytes)}",
             "",
         ]
         rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]
-        rows += [(c.kind, c.axis, str(c.count), _bytes(c.bytes), _seconds(c.seconds)) for c in account.collectives]
-        lines += [*_table(rows), ""]
+        rows += [
+            (c.kind, c.axis, str(c.count), bytes_text(c.bytes), seconds_text(c.seconds)) for c in account.collectives
+        ]
+        lines += [*table(rows), ""]
         rows_ = [("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")]
         for names, p in _grouped(self.parameters):
             use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
             gathered = any(layout != p.at_rest for layout in p.in_use)
             rows_.append((names, *p.at_rest, *use, p.gather if gathered else ""))
-        lines += _table(rows_)
-        lines += ["", *_table([("input", *axes), *((name, *p) for name, p in self.inputs.items())])]
+        lines += table(rows_)
+        lines += ["", *table([("input", *axes), *((name, *p) for name, p in self.inputs.items())])]
         if self.without_rule:
             ops = ", ".join(f"{count} x {op}" for op, count in self.without_rule.items())
             lines += ["", f"replicated, since the op has no rule: {ops}"]
@@ -196,18 +200,18 @@ def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, Paramet
     return rows
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     if value >= 1:
         return f"{value:.3f} s"
     return f"{value * 1e3:.3f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
 
 
-def _bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= size:
             return f"{value / size:.2f} {unit}"

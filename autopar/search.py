@@ -58,10 +58,6 @@ class Found:
     seconds: float
     solves: int
 
-    @property
-    def gap(self) -> float:
-        return max(0.0, 1 - self.lower_bound / self.score.objective) if self.score.objective else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Solved:

@@ -51,7 +51,6 @@ class _Writer:
     assignment: Assignment
     instructions: tuple[list[Instruction], list[Instruction]] = field(default_factory=lambda: ([], []))
     metas: dict[str, TensorMeta] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
     there: tuple[dict[tuple[str, Layout], str], dict[tuple[str, Layout], str]] = field(default_factory=lambda: ({}, {}))
     """Per phase: (root, layout) -> local value."""
     views: tuple[dict[tuple[str, Steps], str], dict[tuple[str, Steps], str]] = field(default_factory=lambda: ({}, {}))
@@ -357,15 +356,15 @@ class _Writer:
             started = emit(f"collective.{kind}", (Ref(flat), *args, axis), shape)
             return emit("collective.wait", (Ref(started),), shape)
 
-        def expose(value: str, dim: int, stride: int, ways: int) -> tuple[str, int]:
+        def expose(value: str, dim: int, stride: int, ways: int) -> str:
             """Cut a dim as [above, ways, stride] and bring `ways` to the front."""
             old = self.metas[value].shape
             above = old[dim] // (ways * stride)
             if dim == 0 and above == 1:
-                return reshape(value, (ways, stride, *old[1:])), dim
+                return reshape(value, (ways, stride, *old[1:]))
             cut = reshape(value, (*old[:dim], above, ways, stride, *old[dim + 1 :]))
             front = move(cut, dim + 1, 0)
-            return reshape(front, (ways, *old[:dim], above * stride, *old[dim + 1 :])), dim
+            return reshape(front, (ways, *old[:dim], above * stride, *old[dim + 1 :]))
 
         def insert(value: str, dim: int, stride: int) -> str:
             """The inverse: the leading dim goes between [above] and [stride] of a dim."""
@@ -399,7 +398,7 @@ class _Writer:
             return insert(stacked, before.dim, local_stride(step.before, mesh, axis))
         assert isinstance(after, Split)
         if step.kind == "reduce_scatter":
-            front, _ = expose(local, after.dim, local_stride(step.after, mesh, axis), n)
+            front = expose(local, after.dim, local_stride(step.after, mesh, axis), n)
             cut_shape = self.metas[front].shape
             flat = reshape(front, (cut_shape[0] * cut_shape[1], *cut_shape[2:]))
             result = (cut_shape[1], *cut_shape[2:])
@@ -408,7 +407,7 @@ class _Writer:
         taken = local_stride(step.after, mesh, axis)
         if after.dim == before.dim and before.period <= after.period // n:
             taken //= n  # the digit that is given up still lies below
-        front, _ = expose(local, after.dim, taken, n)
+        front = expose(local, after.dim, taken, n)
         cut_shape = self.metas[front].shape
         flat = reshape(front, (cut_shape[0] * cut_shape[1], *cut_shape[2:]))
         exchanged = communicate("all_to_all", flat, shape=self.metas[flat].shape)
