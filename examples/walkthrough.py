@@ -1,6 +1,6 @@
 """Prints the value of each step for one tiny model, in the order of the flow; docs/guide.md comments on it.
 
-    python examples/walkthrough.py
+python examples/walkthrough.py
 """
 
 from __future__ import annotations

@@ -10,13 +10,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..layout import Layout, Shape, local_shape
+from ..layout import Layout, local_shape
+from ..ops.emit import Emission, expansion
 from ..program import COLLECTIVES
 from ..redistribute import collective_seconds
-from .collapse import from_root
-from .emit import Emission, expansion
 from .problem import Assignment, Decisions, ProblemBuilder, bucket_share
-from .strategies import OPTIMIZER_STATES, REGATHER, Option, Region, Site, Space, needs_expansion, splits_of
+from .strategies import (
+    OPTIMIZER_STATES,
+    REGATHER,
+    Option,
+    Region,
+    Site,
+    Space,
+    needs_expansion,
+    operand_layouts,
+    splits_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +139,8 @@ class _Tally:
         rule, call = site.rule, site.call
         if rule is None or call is None or not needs_expansion(rule, option.choice):
             return None
-        inputs, outputs = local_shapes(site, option, self.space)
-        return expansion(call, splits_of(rule, option.choice), inputs, outputs, self.space.mesh)
+        operands = operand_layouts(site, option, self.space)
+        return expansion(call, splits_of(rule, option.choice), operands, option.makes, self.space.mesh)
 
     def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:
         entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])
@@ -181,21 +190,6 @@ class _Tally:
                 for (kind, axis), (count, size, seconds) in sorted(self.kinds.items())
             ),
         )
-
-
-def local_shapes(site: Site, option: Option, space: Space) -> tuple[tuple[Shape, ...], tuple[Shape | None, ...]]:
-    """Local shapes of an operator's operands (as it reads them) and results."""
-    assert site.call is not None
-    inputs = []
-    for read, layout, meta in zip(site.reads, option.reads, site.call.inputs, strict=True):
-        here = from_root(read.alias.steps, layout, space.mesh)
-        assert here is not None
-        inputs.append(local_shape(meta.shape, here, space.mesh))
-    outputs = tuple(
-        None if meta is None else local_shape(meta.shape, layout, space.mesh)
-        for meta, layout in zip(site.call.outputs, option.makes, strict=True)
-    )
-    return tuple(inputs), outputs
 
 
 def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], str]]:

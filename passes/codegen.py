@@ -14,14 +14,23 @@ from typing import Any
 
 from ..graph import Ref, TensorMeta, map_references
 from ..layout import REPLICATE, Layout, Shape, Split, local_shape, local_stride
-from ..ops import localize
+from ..ops.emit import OPERAND, Emission, expansion, plain
 from ..program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from ..redistribute import Step
 from .collapse import PERMUTE, RESHAPE, Steps, from_root
-from .emit import OPERAND, expansion
 from .problem import Assignment, bucket_share
 from .segments import Repeated
-from .strategies import REGATHER, Option, Site, SiteChoice, Space, border_name, needs_expansion, splits_of
+from .strategies import (
+    REGATHER,
+    Option,
+    Site,
+    SiteChoice,
+    Space,
+    border_name,
+    needs_expansion,
+    operand_layouts,
+    splits_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,42 +268,23 @@ class _Writer:
             self._view(item.name(read.alias.root), read.alias.steps, layout, phase)
             for read, layout in zip(site.reads, option.reads, strict=True)
         ]
-        local_inputs = tuple(self.metas[name].shape for name in operands)
-        local_outputs = tuple(
-            None if meta is None else local_shape(meta.shape, layout, mesh)
-            for meta, layout in zip(call.outputs, option.makes, strict=True)
-        )
+        layouts = operand_layouts(site, option, self.space)
         for root, layout in zip(site.makes, option.makes, strict=True):
             if root:
                 self._define(item.name(root), layout, phase, item.name(root))
-        if rule is not None and needs_expansion(rule, option.choice):
-            self._expand(item, splits_of(rule, option.choice), operands, local_inputs, local_outputs)
-            return
-        args, kwargs = localize(call, local_inputs, local_outputs)
-        feed = iter(operands)
-        args = map_references(args, lambda _: Ref(next(feed)))
-        kwargs = map_references(kwargs, lambda _: Ref(next(feed)))
-        outputs = tuple(item.name(name) if name else "" for name in site.makes)
-        module, node = self.context
-        self.instructions[phase].append(
-            Instruction(op=site.node.op, args=args, kwargs=kwargs, outputs=outputs, module=module, node=node)
-        )
+        expands = rule is not None and needs_expansion(rule, option.choice)
+        if rule is not None and expands:
+            emission = expansion(call, splits_of(rule, option.choice), layouts, option.makes, mesh)
+        else:
+            emission = plain(call, layouts, option.makes, mesh)
+        self._write(item, emission, operands)
 
-    def _expand(
-        self,
-        item: Placed,
-        splits: tuple[tuple[str, tuple[int, ...]], ...],
-        operands: list[str],
-        local_inputs: tuple[Shape, ...],
-        local_outputs: tuple[Shape | None, ...],
-    ) -> None:
-        call = item.site.call
-        assert call is not None
-        emission = expansion(call, splits, local_inputs, local_outputs, self.space.mesh)
+    def _write(self, item: Placed, emission: Emission, operands: list[str]) -> None:
+        """Append an operator's local program under the names of this copy."""
         names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
         for result, root in zip(emission.results, item.site.makes, strict=True):
             if root:
-                assert result is not None, f"the expansion of {call.node.op} makes no {root}"
+                assert result is not None, f"the expansion of {item.site.name} makes no {root}"
                 names[result] = item.name(root)
 
         def name(value: str) -> str:
@@ -306,9 +296,10 @@ class _Writer:
         module, node = self.context
         for instruction in emission.instructions:
             rename: Callable[[str], Ref] = lambda value: Ref(name(value))  # noqa: E731
-            outputs = tuple(name(o) for o in instruction.outputs)
+            outputs = tuple(name(o) if o else "" for o in instruction.outputs)
             for old, new in zip(instruction.outputs, outputs, strict=True):
-                self.metas[new] = emission.metas[old]
+                if old:
+                    self.metas[new] = emission.metas[old]
             self.instructions[phase].append(
                 Instruction(
                     op=instruction.op,

@@ -30,10 +30,10 @@ from ..cluster import Cluster
 from ..graph import JointGraph, Node, TensorMeta
 from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, nest
 from ..ops import rule_of
+from ..ops.emit import Emission, expansion, local_shapes
 from ..ops.rule import Call, Dims, OpRule
 from ..redistribute import Redistributor, collective_seconds
 from .collapse import Alias, Roots, from_root, is_view, to_root
-from .emit import Emission, expansion
 from .segments import Repeated, Segments
 
 AxisChoice = tuple[Any, ...]
@@ -628,6 +628,16 @@ def _made(dims: Dims, position: int, choice: SiteChoice, mesh: Shape, rule: OpRu
     return nest(tuple(placements), mesh)
 
 
+def operand_layouts(site: Site, option: Option, space: Space) -> tuple[Layout, ...]:
+    """Layouts of an operator's operands, as it reads them."""
+    layouts = []
+    for read, layout in zip(site.reads, option.reads, strict=True):
+        here = from_root(read.alias.steps, layout, space.mesh)
+        assert here is not None
+        layouts.append(here)
+    return tuple(layouts)
+
+
 def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names of the split factors with the axes that split them, outermost first."""
     found: dict[str, list[int]] = {}
@@ -653,36 +663,40 @@ def _op_seconds(
     """Roofline of the local op: arithmetic or memory, whichever is slower; an expansion costs what
     its own program does, collectives included."""
     device = space.cluster.device
-    inputs = tuple(local_shape(m.shape, layout, space.mesh) for m, layout in zip(call.inputs, operands, strict=True))
-    outputs = tuple(
-        None if m is None else local_shape(m.shape, layout, space.mesh)
-        for m, layout in zip(call.outputs, results, strict=True)
-    )
     if rule is not None and needs_expansion(rule, choice):
-        emission = expansion(call, splits, inputs, outputs, space.mesh)
-        return emission_seconds(space, emission)
+        return emission_seconds(space, expansion(call, splits, operands, results, space.mesh), call, rule, choice)
+    inputs, outputs = local_shapes(call, operands, results, space.mesh)
     if rule is not None and rule.moves_nothing:
         return device.seconds_per_op
     moved = sum(math.prod(s) * m.dtype.itemsize for s, m in zip(inputs, call.inputs, strict=True))
     moved += sum(
         math.prod(s) * m.dtype.itemsize for s, m in zip(outputs, call.outputs, strict=True) if s is not None and m
     )
-    ways = math.prod(space.mesh[axis] for axis, c in enumerate(choice) if c[0] == "S")
-    flops = rule.flops / ways if rule is not None else 0.0
+    flops = _local_flops(space, rule, choice) if rule is not None else 0.0
     dtype = call.inputs[0].dtype if call.inputs else next(m.dtype for m in call.outputs if m is not None)
     return device.seconds_per_op + max(flops / device.flops(dtype), moved / device.memory_bytes_per_second)
 
 
-def emission_seconds(space: Space, emission: Emission) -> float:
-    """Seconds of an expansion's local program: its ops bound by memory, its collectives by links."""
+def _local_flops(space: Space, rule: OpRule, choice: SiteChoice) -> float:
+    return rule.flops / math.prod(space.mesh[axis] for axis, c in enumerate(choice) if c[0] == "S")
+
+
+def emission_seconds(space: Space, emission: Emission, call: Call, rule: OpRule, choice: SiteChoice) -> float:
+    """Seconds of an expansion's local program: its ops bound by memory, but for the op itself, which may be
+    bound by arithmetic; its collectives by links."""
     device = space.cluster.device
+    itself = [instruction for instruction in emission.instructions if instruction.op == call.node.op]
+    flops = _local_flops(space, rule, choice) / max(1, len(itself))
     seconds = 0.0
     for instruction in emission.instructions:
         sizes = [emission.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs) if name]
         if kind := instruction.collective:
             seconds += collective_seconds(kind, max(sizes), space.redistributor.links[instruction.args[-1]])
         elif instruction.op != "collective.wait":
-            seconds += device.seconds_per_op + sum(sizes) / device.memory_bytes_per_second
+            busy = sum(sizes) / device.memory_bytes_per_second
+            if instruction.op == call.node.op:
+                busy = max(busy, flops / device.flops(call.inputs[0].dtype))
+            seconds += device.seconds_per_op + busy
     return seconds
 
 

@@ -1,25 +1,18 @@
-"""All ranks of a mesh in one process: a lock-step interpreter of the program.
-
-Every instruction runs for each rank before the next begins, so a collective finds what all ranks of
-its group put in. The numbers are right, the timing says nothing.
-"""
+"""A program on all ranks of a mesh in one process, in lock step."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from autopar.graph import Ref, overload
 from autopar.layout import Layout, Replicate, Shape, unshard
-from autopar.program import Instruction, Program, RankIndex
+from autopar.lockstep import Values, run
+from autopar.program import Instruction, Program
 
 from .placements import local_slice
-
-Values = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +76,7 @@ def simulate(program: Program, inputs: Mapping[Shape, Values]) -> dict[Shape, Va
     last = {name: i for i, instruction in enumerate(instructions) for name in instruction.inputs}
     ranks = {coordinate: dict(values) for coordinate, values in inputs.items()}
     for i, instruction in enumerate(instructions):
-        if kind := instruction.collective:
-            _collective(program, kind, instruction, ranks)
-        else:
-            for coordinate, values in ranks.items():
-                _local(instruction, coordinate, values)
+        run(instruction, program.mesh, ranks)
         for name in instruction.outputs:
             if name:
                 _check(program, instruction, name, ranks)
@@ -115,65 +104,6 @@ def assemble(
                 f"{what}: replicas at {coordinate} and {source} differ by {difference:.3g} (largest {largest:.3g})"
             )
     return unshard(dict(shards), shape, layout, mesh)
-
-
-def _local(instruction: Instruction, coordinate: Shape, values: Values) -> None:
-    if instruction.op == "collective.wait":
-        values[instruction.outputs[0]] = values[instruction.args[0].name]
-        return
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return values[argument.name]
-        if isinstance(argument, RankIndex):
-            return argument.at(coordinate)
-        if isinstance(argument, tuple):
-            return [value(item) for item in argument]
-        return argument
-
-    arguments = [value(argument) for argument in instruction.args]
-    result = overload(instruction.op)(*arguments, **{key: value(v) for key, v in instruction.kwargs})
-    made = result if isinstance(result, tuple | list) else (result,)
-    for name, tensor in zip(instruction.outputs, made, strict=True):
-        if name:
-            values[name] = tensor
-
-
-def _collective(program: Program, kind: str, instruction: Instruction, ranks: dict[Shape, Values]) -> None:
-    axis = instruction.args[-1]
-    source, target = instruction.args[0].name, instruction.outputs[0]
-    groups: dict[Shape, list[Values]] = {}
-    for coordinate in sorted(ranks):
-        groups.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), []).append(ranks[coordinate])
-    n = program.mesh[axis]
-    for group in groups.values():
-        given = [values[source] for values in group]
-        assert all(x.is_contiguous() for x in given), f"{instruction}: a collective's input must be contiguous"
-        assert len(given) == n > 1, f"{instruction}: mesh axis {program.axes[axis]!r} has {len(given)} ranks"
-        if kind in ("reduce_scatter", "all_to_all"):
-            assert given[0].shape[0] % n == 0, f"{instruction}: {tuple(given[0].shape)} has no {n} equal chunks"
-        if kind == "all_reduce":
-            whole = _reduce(given, instruction.args[1])
-            made = [whole.clone() for _ in group]
-        elif kind == "all_gather":
-            whole = torch.cat(given)
-            made = [whole.clone() for _ in group]
-        elif kind == "reduce_scatter":
-            made = [chunk.clone() for chunk in _reduce(given, instruction.args[1]).chunk(n)]
-        else:
-            chunks = [x.chunk(n) for x in given]
-            made = [torch.cat([chunks[j][i] for j in range(n)]) for i in range(n)]
-        for values, x in zip(group, made, strict=True):
-            values[target] = x
-
-
-def _reduce(given: list[torch.Tensor], reduction: str) -> torch.Tensor:
-    combiners: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-    combine = combiners[reduction]
-    result = given[0]
-    for x in given[1:]:
-        result = combine(result, x)
-    return result
 
 
 def _check(program: Program, instruction: Instruction, name: str, ranks: dict[Shape, Values]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..graph import Ref, overload
-from ..layout import Shape
+from ..layout import Layout, Shape
 from .expansions import LocalCall
 from .local import Arguments
 from .rule import Call, Emitter, Factor, OpRule, parameters
@@ -55,13 +55,16 @@ def expand(
     args: tuple[Any, ...],
     kwargs: tuple[tuple[str, Any], ...],
     splits: Mapping[str, tuple[int, ...]],
+    operands: tuple[Layout, ...],
+    results: tuple[Layout, ...],
     local_outputs: tuple[Shape | None, ...],
 ) -> tuple[Ref | None, ...]:
     """Emit the local program of an op of which a factor that `expands` is split.
 
     `args` and `kwargs` are localised and refer to local values. `splits` names all factors of the op
-    that are split, with the mesh axes that split each, outermost first. Returns the local results.
+    that are split, with the mesh axes that split each, outermost first. `operands` and `results` are the
+    layouts of what the op reads and makes. Returns the local results.
     """
     expansion = TABLE[call.node.op].expand
     assert expansion is not None, f"{call.node.op} has no expansion"
-    return expansion(emitter, LocalCall(call, args, kwargs, splits, local_outputs))
+    return expansion(emitter, LocalCall(call, args, kwargs, splits, operands, results, local_outputs))

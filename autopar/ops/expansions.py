@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..graph import Ref
-from ..layout import Shape
+from ..layout import Layout, Shape, Split
 from .families import MEAN, NONE, SUM
 from .rule import Call, Emitter, OpRule
 
@@ -24,12 +24,15 @@ Results: TypeAlias = tuple[Ref | None, ...]
 @dataclass(frozen=True, slots=True)
 class LocalCall:
     """A call on shards: args and kwargs are localised and refer to local values. `splits` names every
-    factor of the op that is split, with the mesh axes that split it, outermost first."""
+    factor of the op that is split, with the mesh axes that split it, outermost first. `operands` and
+    `results` are the layouts of what the op reads and makes, `outputs` the local shapes of the latter."""
 
     call: Call
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     splits: Mapping[str, tuple[int, ...]]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
     outputs: tuple[Shape | None, ...]
 
     def result(self, emitter: Emitter, *args: Any, **kwargs: Any) -> Ref:
@@ -49,6 +52,25 @@ def _all_reduce(emitter: Emitter, value: Ref, reduction: str, axes: tuple[int, .
     for axis in axes:
         value = emitter.all_reduce(value, reduction, axis)
     return value
+
+
+def global_indices(emitter: Emitter, size: int, layout: Layout, dim: int) -> Ref:
+    """int64 [local size of the dim]: the global index of each of this rank's elements along a dim of `size`."""
+    splits = [(p.period, axis) for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim]
+    digits = sorted(((period // emitter.ranks(axis), axis) for period, axis in splits), reverse=True)
+    whole = emitter.op("aten.arange.default", size)
+    if not digits:
+        return whole
+    # mixed radix: every axis takes one of the digits, what is between them stays
+    shape: list[int] = []
+    above = size
+    for stride, axis in digits:
+        shape += [above // (stride * emitter.ranks(axis)), emitter.ranks(axis)]
+        above = stride
+    cut = emitter.op("aten.reshape.default", whole, (*shape, above))
+    for number, (_, axis) in enumerate(digits):
+        cut = emitter.op("aten.select.int", cut, number + 1, emitter.coordinate(axis))
+    return emitter.op("aten.reshape.default", cut, (-1,))
 
 
 def share(rule_of: Callable[[Call], OpRule | None]) -> Expansion:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from ..graph import Node, Ref, TensorMeta, map_references, overload
-from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, shard, unshard
-from ..program import Instruction, RankIndex
-from . import expand, localize, rule_of
+from ..graph import Node, Ref, TensorMeta, overload
+from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, shard, unshard
+from ..lockstep import Values, run
+from . import rule_of
+from .emit import OPERAND, Emission, expansion, local_shapes, plain
 from .rule import Call, OpRule
 
 Coordinate = tuple[int, ...]
@@ -172,9 +173,9 @@ def check_cuts(
     mesh: Shape,
     cuts: tuple[Cut, ...],
     wholes: tuple[torch.Tensor | None, ...] | None = None,
-) -> None:
-    """Run a call with each mesh axis doing its cut. Without the results of the op on the whole, only
-    their shapes are compared. Raises `RuleError`."""
+) -> Emission:
+    """Run a call with each mesh axis doing its cut, and return the local program. Without the results of the
+    op on the whole, only their shapes are compared. Raises `RuleError`."""
     coordinates = list(itertools.product(*map(range, mesh)))
     layouts = [_layout(rule, dims, cuts, i) for i, dims in enumerate(rule.inputs)]
     results = [_output_layout(rule, i, cuts) if m else () for i, m in enumerate(call.outputs)]
@@ -183,29 +184,19 @@ def check_cuts(
         done = " and ".join(f"{cut.describe(rule)} on {n} ranks" for cut, n in zip(cuts, mesh, strict=True))
         return RuleError(f"{call.node} with rule {rule}: {done}: {what}")
 
-    # the arguments refer to operands, one name for each use, so that each use has its own layout
-    uses = iter(range(len(call.inputs)))
-    local_shapes = tuple(local_shape(m.shape, lay, mesh) for m, lay in zip(call.inputs, layouts, strict=True))
-    local_outputs = tuple(
-        local_shape(m.shape, lay, mesh) if m else None for m, lay in zip(call.outputs, results, strict=True)
-    )
-    args, kwargs = localize(call, local_shapes, local_outputs)
-    args, kwargs = map_references((args, kwargs), lambda _: Ref(f"x{next(uses)}"))
+    operands, made = tuple(layouts), tuple(results)
+    local_outputs = local_shapes(call, operands, made, mesh)[1]
     shards = [_shards(tensors[name], lay, mesh) for name, lay in zip(call.node.inputs, layouts, strict=True)]
-    values = {c: {f"x{i}": s[c] for i, s in enumerate(shards)} for c in coordinates}
-
-    splits = _splits(rule, cuts)
+    values: dict[Coordinate, Values] = {c: {OPERAND.format(i): s[c] for i, s in enumerate(shards)} for c in coordinates}
+    splits = tuple(_splits(rule, cuts).items())
+    expands = any(rule.factors[cut.factor].expands for cut in cuts if cut.factor is not None)
     try:
-        if any(rule.factors[cut.factor].expands for cut in cuts if cut.factor is not None):
-            recorder = Recorder(mesh, {name: _meta(value) for name, value in values[coordinates[0]].items()})
-            refs = expand(recorder, call, args, kwargs, splits, local_outputs)
-            run_in_lock_step(recorder.instructions, mesh, values)
-            locals_ = {c: tuple(values[c][r.name] if r else None for r in refs) for c in coordinates}
-        else:
-            function = overload(call.node.op)
-            locals_ = {c: _outputs(_run(function, args, kwargs, values[c], c)) for c in coordinates}
-    except (RuntimeError, IndexError, TypeError) as error:
+        program = expansion(call, splits, operands, made, mesh) if expands else plain(call, operands, made, mesh)
+        for instruction in program.instructions:
+            run(instruction, mesh, values)
+    except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
         raise complain(f"does not run on shards: {error}") from error
+    locals_ = {c: tuple(values[c].get(r) if r else None for r in program.results) for c in coordinates}
 
     for i, (meta, layout) in enumerate(zip(call.outputs, results, strict=True)):
         if meta is None:
@@ -221,6 +212,7 @@ def check_cuts(
             wrong = _error(wholes[i], parts, layout, mesh)
             if wrong:
                 raise complain(f"output {i}, {wrong}")
+    return program
 
 
 def _splits(rule: OpRule, cuts: tuple[Cut, ...]) -> dict[str, tuple[int, ...]]:
@@ -286,83 +278,3 @@ def _difference(expected: torch.Tensor, given: torch.Tensor) -> float:
         return 0.0
     worst = float((expected - given).abs().max())
     return worst if worst else float("nan")
-
-
-class Recorder:
-    """An `Emitter` that keeps what is emitted: one local program for all ranks."""
-
-    def __init__(self, mesh: Shape, metas: Mapping[str, TensorMeta]) -> None:
-        self.mesh = mesh
-        self.metas = dict(metas)
-        self.instructions: list[Instruction] = []
-
-    def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
-        (result,) = self.ops(op, *args, **kwargs)
-        return result
-
-    def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
-        empty = {name: torch.empty(m.shape, dtype=m.dtype, device="meta") for name, m in self.metas.items()}
-        results = _outputs(_run(overload(op), args, tuple(kwargs.items()), empty, (0,) * len(self.mesh)))
-        return self._append(op, args, tuple(kwargs.items()), [_meta(r) for r in results if r is not None])
-
-    def meta(self, value: Ref) -> TensorMeta:
-        return self.metas[value.name]
-
-    def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
-        (result,) = self._append("collective.all_reduce", (value, reduction, axis), (), [self.metas[value.name]])
-        return result
-
-    def ranks(self, axis: int) -> int:
-        return self.mesh[axis]
-
-    def offset(self, axes: tuple[int, ...], local_size: int) -> RankIndex:
-        terms, stride = [], local_size
-        for axis in reversed(axes):
-            terms.append((axis, stride))
-            stride *= self.mesh[axis]
-        return RankIndex(tuple(terms))
-
-    def _append(
-        self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: list[TensorMeta]
-    ) -> tuple[Ref, ...]:
-        names = tuple(f"v{len(self.metas) + i}" for i in range(len(metas)))
-        self.metas |= dict(zip(names, metas, strict=True))
-        self.instructions.append(Instruction(op=op, args=args, kwargs=kwargs, outputs=names))
-        return tuple(map(Ref, names))
-
-
-def run_in_lock_step(
-    instructions: list[Instruction], mesh: Shape, values: dict[Coordinate, dict[str, torch.Tensor]]
-) -> None:
-    """Run a local program on all ranks, one instruction at a time; `values` receives the results."""
-    for instruction in instructions:
-        if instruction.op == "collective.all_reduce":
-            value, reduction, axis = instruction.args
-            reduce: Any = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[reduction]
-            for c in values:
-                group = [values[(*c[:axis], i, *c[axis + 1 :])][value.name] for i in range(mesh[axis])]
-                values[c][instruction.outputs[0]] = reduce(torch.stack(group), 0)
-        else:
-            function = overload(instruction.op)
-            for c, known in values.items():
-                results = _outputs(_run(function, instruction.args, instruction.kwargs, known, c))
-                known |= {n: r for n, r in zip(instruction.outputs, results, strict=True) if r is not None}
-
-
-def _run(
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    known: Mapping[str, Any],
-    rank: Coordinate,
-) -> Any:
-    """Call an op with values for references and for what differs by rank."""
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return known[argument.name]
-        if isinstance(argument, RankIndex):
-            return argument.at(rank)
-        return [value(item) for item in argument] if isinstance(argument, (tuple, list)) else argument
-
-    return function(*map(value, args), **{key: value(v) for key, v in kwargs})

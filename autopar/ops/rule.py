@@ -121,6 +121,10 @@ class Emitter(Protocol):
     def ranks(self, axis: int) -> int:
         """Size of a mesh axis."""
 
+    def coordinate(self, axis: int, stride: int = 1, constant: int = 0) -> Any:
+        """This rank's coordinate on a mesh axis, times `stride` plus `constant`. An argument for an op (an
+        int at run time that differs by rank)."""
+
     def offset(self, axes: tuple[int, ...], local_size: int) -> Any:
         """The global index, in a dim split contiguously by `axes` (outermost first), of this rank's
         first element, where the rank holds `local_size` elements. An argument for an op (an int at

@@ -1,7 +1,7 @@
 """Writing local programs: instructions, their local shapes, and the expansions of operators.
 
 An expansion (say, a softmax whose class dim is split) is written by the op table with an `Emitter`.
-Costs and codegen run the same expansion, so that what is priced is what is run.
+Costs, codegen and the oracle run the same expansion, so that what is priced and proved is what is run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..graph import Ref, TensorMeta, map_references, overload
-from ..layout import Shape
-from ..ops import expand, localize
-from ..ops.rule import Call
+from ..layout import Layout, Shape, local_shape
 from ..program import Instruction, RankIndex
+from . import expand, localize
+from .rule import Call, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,9 @@ class LocalEmitter:
     def ranks(self, axis: int) -> int:
         return self.mesh[axis]
 
+    def coordinate(self, axis: int, stride: int = 1, constant: int = 0) -> RankIndex:
+        return RankIndex(((axis, stride),), constant)
+
     def offset(self, axes: tuple[int, ...], local_size: int) -> RankIndex:
         terms, stride = [], local_size
         for axis in reversed(axes):
@@ -91,7 +94,10 @@ def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -
             return [concrete(item) for item in value]
         return value
 
-    outputs = overload(op)(*(concrete(a) for a in args), **{key: concrete(value) for key, value in kwargs})
+    named = {key: concrete(value) for key, value in kwargs}
+    if any(p.name == "device" for p in parameters(op)):
+        named["device"] = torch.device("meta")
+    outputs = overload(op)(*(concrete(a) for a in args), **named)
     if isinstance(outputs, torch.Tensor):
         outputs = (outputs,)
     return tuple(TensorMeta(tuple(o.shape), o.dtype) for o in outputs)
@@ -108,12 +114,14 @@ OPERAND = "operand_{}"
 def expansion(
     call: Call,
     splits: tuple[tuple[str, tuple[int, ...]], ...],
-    local_inputs: tuple[Shape, ...],
-    local_outputs: tuple[Shape | None, ...],
+    operands: tuple[Layout, ...],
+    results: tuple[Layout, ...],
     mesh: Shape,
 ) -> Emission:
     """The local program of an op whose split factor `expands`, as a value of its own. Every operand has
-    a name of its own, also where the op reads one tensor twice."""
+    a name of its own, also where the op reads one tensor twice. `operands` and `results` are the
+    layouts of what the op reads and makes."""
+    local_inputs, local_outputs = local_shapes(call, operands, results, mesh)
     shapes = zip(local_inputs, call.inputs, strict=True)
     metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
     counter = iter(range(1 << 30))
@@ -121,5 +129,34 @@ def expansion(
     feed = iter(range(len(local_inputs)))
     arguments = map_references(localize(call, local_inputs, local_outputs), lambda _: Ref(OPERAND.format(next(feed))))
     args, kwargs = arguments
-    results = expand(emitter, call, args, kwargs, dict(splits), local_outputs)
-    return Emission(tuple(emitter.instructions), metas, tuple(r.name if r is not None else None for r in results))
+    made = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
+    return Emission(tuple(emitter.instructions), metas, tuple(r.name if r is not None else None for r in made))
+
+
+def plain(call: Call, operands: tuple[Layout, ...], results: tuple[Layout, ...], mesh: Shape) -> Emission:
+    """The local program of an op that is itself on shards: one instruction."""
+    local_inputs, local_outputs = local_shapes(call, operands, results, mesh)
+    shapes = zip(local_inputs, call.inputs, strict=True)
+    metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
+    feed = iter(range(len(local_inputs)))
+    arguments = map_references(localize(call, local_inputs, local_outputs), lambda _: Ref(OPERAND.format(next(feed))))
+    args, kwargs = arguments
+    names = tuple(f"result_{i}" if shape is not None else "" for i, shape in enumerate(local_outputs))
+    for name, meta, shape in zip(names, call.outputs, local_outputs, strict=True):
+        if meta is not None and shape is not None:
+            metas[name] = TensorMeta(shape, meta.dtype)
+    instruction = Instruction(op=call.node.op, args=args, kwargs=kwargs, outputs=names)
+    return Emission((instruction,), metas, tuple(name or None for name in names))
+
+
+def local_shapes(
+    call: Call, operands: tuple[Layout, ...], results: tuple[Layout, ...], mesh: Shape
+) -> tuple[tuple[Shape, ...], tuple[Shape | None, ...]]:
+    """Local shapes of what an op reads and makes."""
+    return (
+        tuple(local_shape(m.shape, layout, mesh) for m, layout in zip(call.inputs, operands, strict=True)),
+        tuple(
+            None if m is None else local_shape(m.shape, layout, mesh)
+            for m, layout in zip(call.outputs, results, strict=True)
+        ),
+    )
