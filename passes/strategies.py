@@ -26,6 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..cluster import Cluster
 from ..graph import JointGraph, Node, TensorMeta
 from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, nest
@@ -473,14 +475,16 @@ class _Fixpoint:
                     self.digit(read.alias.root, layout[0])
 
     def _linear(self, site: Site) -> Iterator[int]:
-        """Linear sets worth taking: those that pass on every operand as a partial sum (an add of two
-        gradients shares one reduction, a sum shrinks what is reduced). Work that is done in full on
-        partial sums only repeats on every rank what reducing first would have shared."""
-        assert site.rule is not None
+        """Linear sets worth taking: those that pass on every operand as a partial sum, masks and single
+        numbers aside (an add of two gradients shares one reduction, a sum shrinks what is reduced). Work that
+        is done in full on partial sums only repeats on every rank what reducing first would have shared."""
+        assert site.rule is not None and site.call is not None
         if site.rule.flops:
             return
         for number, operands in enumerate(site.rule.linear):
-            if len(operands) == len(site.reads) and all(self._may_be_partial(site.reads[o]) for o in operands):
+            rest = [meta for i, meta in enumerate(site.call.inputs) if i not in operands]
+            passed_on = all(meta.dtype is torch.bool or meta.numel == 1 for meta in rest)
+            if passed_on and all(self._may_be_partial(site.reads[o]) for o in operands):
                 yield number
 
     def _may_be_partial(self, read: Read) -> bool:

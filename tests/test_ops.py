@@ -778,8 +778,8 @@ def test_cross_entropy_with_the_vocabulary_split_never_gathers_logits() -> None:
     ]
     loss = ("aten.nll_loss_forward.default", scores, target, None, 1, -100)
     assert _collectives(*loss, factors=["c"]) == []
-    assert _collectives(*loss, factors=["n"]) == [("sum", ())]
-    assert _collectives(*loss, factors=["n", "c"]) == [("sum", ())]
+    assert _collectives(*loss, factors=["n"]) == [("sum", (2,))]
+    assert _collectives(*loss, factors=["n", "c"]) == [("sum", (2,))]
     backward = ("aten.nll_loss_backward.default", gradient, scores, target, None, 1, -100, total)
     assert _collectives(*backward, factors=["c"]) == []
 

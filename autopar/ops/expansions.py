@@ -201,17 +201,18 @@ def _local_targets(emitter: Emitter, target: Ref, ignored: int, axes: tuple[int,
 
 
 def nll(emitter: Emitter, local: LocalCall) -> Results:
-    """nll_loss forward: each rank sums over its tokens and classes, and divides by the total weight of
-    all ranks' tokens: one all-reduce of one number. A rank whose labels are all ignored adds zero."""
+    """nll_loss forward: each rank sums over its tokens and classes. A mean divides by the total weight of
+    all ranks' tokens: one all-reduce of two numbers, the sum and its weight. A rank whose labels are all
+    ignored adds zero to both."""
     scores, target, weight, reduction, ignored = local.args
     classes = local.splits.get("c", ())
     tokens = tuple(axis for name, axes in local.splits.items() if name != "c" for axis in axes)
     dtype = emitter.meta(scores).dtype
+    wide = torch.float32 if dtype in _NARROW else dtype
     counted = None
     if weight is None and (classes or dtype in _NARROW):
         # each token is in the classes of one rank only, but it counts on all, and exactly
-        present = emitter.op("aten.ne.Scalar", target, ignored)
-        counted = emitter.op("aten.sum.default", present, dtype=torch.float32 if dtype in _NARROW else dtype)
+        counted = emitter.op("aten.sum.default", emitter.op("aten.ne.Scalar", target, ignored), dtype=wide)
     if classes:
         size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
         target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
@@ -222,7 +223,11 @@ def nll(emitter: Emitter, local: LocalCall) -> Results:
     counted = weights if counted is None else counted
     if reduction != MEAN:
         return total, _narrow(emitter, counted, dtype)
-    counted = _all_reduce(emitter, counted, "sum", tokens)
+    shared = tokens if weight is None else (*tokens, *classes)
+    if shared:
+        both = emitter.op("aten.stack.default", (_wide(emitter, total), _wide(emitter, counted)))
+        both = _all_reduce(emitter, both, "sum", shared)
+        total, counted = (emitter.op("aten.select.int", both, 0, i) for i in (0, 1))
     mean = emitter.op("aten.div.Tensor", total, counted)
     return _narrow(emitter, mean, dtype), _narrow(emitter, counted, dtype)
 

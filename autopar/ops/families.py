@@ -419,36 +419,36 @@ def loss_backward(call: Call) -> OpRule:
 
 
 def nll(call: Call) -> OpRule:
-    """nll_loss: "n c *d, n *d, c!". The classes expand (each rank picks among its own), and so do the
-    tokens under a mean, whose count is of all ranks' tokens. Class weights keep the classes whole."""
-    scores = call.inputs[0].shape
-    names = _scores(call, len(scores))
-    tokens = [name for name in names if name not in ("c", None)]
-    reduction = call.argument("reduction")
-    inputs: list[Named] = [names, tokens, [None]]
-    total = {NONE: "", MEAN: "", SUM: "sum"}[reduction]
+    """nll_loss: "n c *d, n *d, c". The classes expand (each rank picks among its own), and so do the
+    tokens under a mean, whose weight is that of all ranks' tokens: such a mean comes out whole, but for a
+    split of unweighted classes, whose ranks all know the count."""
+    names = _scores(len(call.inputs[0].shape))
+    tokens = [name for name in names if name != "c"]
+    reduction, weighted = call.argument("reduction"), call.argument("weight") is not None
+    inputs: list[Named] = [names, tokens, ["c"]]
+    over_tokens = {NONE: ("", ""), MEAN: ("", ""), SUM: ("sum", "sum")}[reduction]
+    over_classes = (("", "") if reduction == MEAN else ("sum", "sum")) if weighted else ("sum", "")
     return assemble(
         call, inputs[: len(call.inputs)], [tokens if reduction == NONE else (), ()],
         expands=("c", *(tokens if reduction == MEAN else ())), contiguous=("c",),
-        reductions={"c": ("sum", ""), **{name: ("sum", total) for name in tokens}},
+        reductions={"c": over_classes, **dict.fromkeys(tokens, over_tokens)},
     )  # fmt: skip
 
 
 def nll_backward(call: Call) -> OpRule:
     """Backward of `nll`: the total weight comes in, so that only the classes expand."""
-    names = _scores(call, len(call.inputs[1].shape))
-    tokens = [name for name in names if name not in ("c", None)]
+    names = _scores(len(call.inputs[1].shape))
+    tokens = [name for name in names if name != "c"]
     gradient = tokens if call.argument("reduction") == NONE else []
-    rest: list[Named] = [[None] * len(meta.shape) for meta in call.inputs[3:]]
+    weight: list[Named] = [] if call.argument("weight") is None else [["c"]]
     return assemble(
-        call, [gradient, names, tokens, *rest], [names], linear=FIRST, expands=("c",), contiguous=("c",)
+        call, [gradient, names, tokens, *weight, []], [names], linear=FIRST, expands=("c",), contiguous=("c",)
     )  # fmt: skip
 
 
-def _scores(call: Call, rank: int) -> list[str | None]:
+def _scores(rank: int) -> list[str]:
     """Names of the dims of the scores: [c], [n, c] or [n, c, d...]."""
-    classes = "c" if call.argument("weight") is None else None
-    return [classes] if rank == 1 else ["n", classes, *_DIMS[: rank - 2]]
+    return ["c"] if rank == 1 else ["n", "c", *_DIMS[: rank - 2]]
 
 
 def attention(text: str, *, products: int, linear: Linear = ()) -> Rule:

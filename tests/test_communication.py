@@ -1,0 +1,159 @@
+"""What whole programs communicate: for each hard case a small model, a plan that is forced upon it, and
+every collective of its program with its bytes, forward and backward. No rule costs more than it must.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Case, assert_same, eager, simulated
+from torch import nn
+
+from autopar.api import Planner
+from autopar.passes.codegen import codegen
+from autopar.passes.problem import Assignment
+from autopar.passes.strategies import KEEP, AxisChoice, Site, Space
+from autopar.search import Search, unique_sites
+
+TOKENS, WIDTH, CLASSES = 24, 8, 48
+FLOAT = 4
+
+Force = Callable[[Site, Sequence[AxisChoice]], Sequence[AxisChoice]]
+"""From a site and its choices on an axis, those that it may take."""
+
+
+def forced(space: Space, *axes: Force) -> Assignment:
+    """The cheapest plan in which every site takes a choice that its axis's function leaves to it."""
+    allowed = {}
+    for name, site in unique_sites(space).items():
+        per_axis = [force(site, site.choices[n]) for force, n in zip(axes, space.mesh, strict=True)]
+        policy = ((KEEP,),) if site.kind == "parameter" else ((),)
+        allowed[name] = [(*choice, *end) for choice in product(*per_axis) for end in policy]
+    return Search(space, "dp", None, lambda _: None).run(allowed).assignment
+
+
+def splitting(*periods: int) -> Force:
+    """Whatever can split one of these periods does: in these models a period says which dim is meant. All
+    else is whole, or passes partial sums on."""
+
+    def force(site: Site, choices: Sequence[AxisChoice]) -> Sequence[AxisChoice]:
+        stored = site.kind in ("buffer", "output")
+        found = [c for c in choices if c[0] == "S" and c[2] in periods and not stored]
+        return found or [c for c in choices if c[0] != "S"]
+
+    return force
+
+
+def collectives(case: Case, mesh: dict[str, int], *axes: Force) -> Counter[tuple[str, str, int]]:
+    """(kind, axis, bytes of the larger side) -> how many of them one step issues. The program is also run, on
+    simulated ranks, and must compute what the model does."""
+    planner = Planner(case.model, mesh, case.args, case.kwargs, loss_fn=case.loss_fn)
+    program = codegen(planner.space, forced(planner.space, *axes))
+    assert_same(simulated(program, planner.captured, case), eager(case))
+    return Counter(program.collectives())
+
+
+# ----------------------------------------------------------------------------- the vocabulary split
+
+
+class Head(nn.Module):
+    """Tokens' hidden states to the loss of their classes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.options = options
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(hidden), target, **self.options)
+
+
+def labels() -> torch.Tensor:
+    """Of the first half of the tokens all are ignored: two of four ranks see nothing else."""
+    target = torch.randint(CLASSES, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    target[: TOKENS // 2] = -100
+    return target
+
+
+def head(target: torch.Tensor, **options: Any) -> Case:
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH)
+    return Case(model=Head(**options), batch=lambda step: ((hidden, target), {}))
+
+
+PER_TOKEN = TOKENS * FLOAT
+
+
+def vocabulary_parallel(case: Case) -> Counter[tuple[str, str, int]]:
+    return collectives(case, {"tp": 4}, splitting(CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_"),
+    [
+        ({}, [FLOAT]),
+        ({"reduction": "sum"}, [FLOAT]),
+        ({"label_smoothing": 0.1}, [FLOAT]),
+        ({"weight": torch.linspace(0.5, 1.5, CLASSES)}, [2 * FLOAT]),
+        ({"weight": torch.linspace(0.5, 1.5, CLASSES), "label_smoothing": 0.1}, [2 * FLOAT, FLOAT]),
+        ({"reduction": "none"}, [PER_TOKEN]),
+    ],
+    ids=str,
+)
+def test_cross_entropy_with_the_vocabulary_split(options: dict[str, Any], bytes_: list[int]) -> None:
+    """Two all-reduces of [tokens] forward (maximum, sum of exponentials) and one backward; what is picked is
+    summed over the tokens before it is reduced, under class weights with the total weight beside it. Nothing has
+    the size of the logits."""
+    expected = Counter(("all_reduce", "tp", size) for size in (PER_TOKEN,) * 3 + tuple(bytes_))
+    assert vocabulary_parallel(head(labels(), **options)) == expected
+
+
+def test_cross_entropy_with_probabilities_and_the_vocabulary_split() -> None:
+    found = vocabulary_parallel(head(torch.rand(TOKENS, CLASSES).softmax(-1)))
+    assert found == {("all_reduce", "tp", PER_TOKEN): 3, ("all_reduce", "tp", FLOAT): 1}
+
+
+def test_cross_entropy_with_the_tokens_split() -> None:
+    """The sum and the number of labels that count travel together; the gradient of the weights follows."""
+    found = collectives(head(labels()), {"dp": 4}, splitting(TOKENS))
+    assert found == {("all_reduce", "dp", 2 * FLOAT): 1, ("all_reduce", "dp", CLASSES * WIDTH * FLOAT): 1}
+
+
+def test_cross_entropy_with_tokens_and_vocabulary_split() -> None:
+    found = collectives(head(labels()), {"dp": 2, "tp": 2}, splitting(TOKENS), splitting(CLASSES))
+    assert found == {
+        ("all_reduce", "tp", PER_TOKEN // 2): 3,
+        ("all_reduce", "dp", 2 * FLOAT): 1,
+        ("all_reduce", "tp", FLOAT): 1,
+        ("all_reduce", "dp", CLASSES // 2 * WIDTH * FLOAT): 1,
+    }
+
+
+class Language(nn.Module):
+    """Embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embedding(tokens)), target)
+
+
+def test_embedding_with_the_vocabulary_split() -> None:
+    """One all-reduce of the tokens' states (forward, of what each rank looks up) and one of their gradients
+    (backward, by the head); tables are never gathered, nor their gradients reduced."""
+    torch.manual_seed(0)
+    tokens = torch.randint(CLASSES, (TOKENS,))
+    found = vocabulary_parallel(Case(model=Language(), batch=lambda step: ((tokens, labels()), {})))
+    assert found == {
+        ("all_reduce", "tp", PER_TOKEN * WIDTH): 2,
+        ("all_reduce", "tp", PER_TOKEN): 3,
+        ("all_reduce", "tp", FLOAT): 1,
+    }
