@@ -4,6 +4,7 @@ every collective of its program with its bytes, forward and backward. No rule co
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -38,16 +39,21 @@ def forced(space: Space, *axes: Force) -> Assignment:
     return Search(space, "dp", None, lambda _: None).run(allowed).assignment
 
 
-def splitting(*periods: int) -> Force:
+def splitting(*periods: int, avoid: str = "$^") -> Force:
     """Whatever can split one of these periods does: in these models a period says which dim is meant. All
-    else is whole, or passes partial sums on."""
+    else is whole, or passes partial sums on. `avoid` matches "op factor" of what is not to be split."""
 
     def force(site: Site, choices: Sequence[AxisChoice]) -> Sequence[AxisChoice]:
         stored = site.kind in ("buffer", "output")
-        found = [c for c in choices if c[0] == "S" and c[2] in periods and not stored]
+        split = [c for c in choices if c[0] == "S" and c[2] in periods and not stored]
+        found = [c for c in split if not re.search(avoid, _name(site, c))]
         return found or [c for c in choices if c[0] != "S"]
 
     return force
+
+
+def _name(site: Site, choice: AxisChoice) -> str:
+    return f"{site.node.op} {site.rule.factors[choice[1]].name}" if site.node and site.rule else site.name
 
 
 def collectives(case: Case, mesh: dict[str, int], *axes: Force) -> Counter[tuple[str, str, int]]:
@@ -157,3 +163,50 @@ def test_embedding_with_the_vocabulary_split() -> None:
         ("all_reduce", "tp", PER_TOKEN): 3,
         ("all_reduce", "tp", FLOAT): 1,
     }
+
+
+# ------------------------------------------------------------------------------------- the sequence split
+
+
+BATCH, SEQUENCE, STATE, HEADS, KEY_HEADS, HEAD = 2, 20, 24, 4, 2, 8
+
+
+class Attention(nn.Module):
+    def __init__(self, key_heads: int, causal: bool) -> None:
+        super().__init__()
+        self.key_heads, self.causal = key_heads, causal
+        self.qkv = nn.ModuleList(nn.Linear(STATE, heads * HEAD, bias=False) for heads in (HEADS, key_heads, key_heads))
+        self.output = nn.Linear(HEADS * HEAD, STATE)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(states).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in self.qkv)
+        grouped = self.key_heads != HEADS
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def attention(key_heads: int, causal: bool) -> Case:
+    torch.manual_seed(0)
+    states = torch.randn(BATCH, SEQUENCE, STATE)
+    loss = lambda output: output.square().mean()  # noqa: E731
+    return Case(model=Attention(key_heads, causal), batch=lambda step: ((states,), {}), loss_fn=loss)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [HEADS, KEY_HEADS])
+def test_attention_with_the_sequence_split(key_heads: int, causal: bool) -> None:
+    """Keys and values are gathered and their gradients reduced and scattered; queries stay. Besides, each
+    parameter's gradient is summed and so is the loss."""
+    made = attention(key_heads, causal)
+    found = collectives(made, {"sp": 4}, splitting(SEQUENCE, avoid="attention.* k"))
+    keys = BATCH * SEQUENCE * key_heads * HEAD * FLOAT
+    expected = Counter({("all_gather", "sp", keys): 2, ("reduce_scatter", "sp", keys): 2})
+    expected.update(("all_reduce", "sp", p.numel() * FLOAT) for p in made.model.parameters())
+    expected["all_reduce", "sp", FLOAT] += 1
+    assert found == expected
+
+
+def test_attention_with_the_heads_split() -> None:
+    """One all-reduce, of what the heads add to the output."""
+    found = collectives(attention(HEADS, True), {"tp": 2}, splitting(HEADS * HEAD, HEADS))
+    assert found == {("all_reduce", "tp", BATCH * SEQUENCE * STATE * FLOAT): 1}

@@ -706,15 +706,6 @@ def test_grouped_heads_of_attention_are_whole() -> None:
     assert [f.name for f in rule.factors] == ["b", "q"]
 
 
-def test_queries_are_split_unless_the_mask_is_causal() -> None:
-    tensors = [_zeros(2, 4, 6, 8)] * 3
-    free = _rule("aten._scaled_dot_product_flash_attention_for_cpu.default", *tensors, 0.0, False)
-    causal = _rule("aten._scaled_dot_product_flash_attention_for_cpu.default", *tensors, 0.0, True)
-    assert [f.name for f in free.factors] == ["b", "h", "q"]
-    assert [f.name for f in causal.factors] == ["b", "h"]
-    assert free.flops == 4 * 2 * 4 * 6 * 6 * 8
-
-
 CUDA_RULES = {
     "_scaled_dot_product_flash_attention_backward": (
         ["grad_out", "query", "key", "value", "out", "logsumexp", None, None, 6, 6, 0.0, False, "seed", "seed"],

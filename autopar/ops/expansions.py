@@ -48,7 +48,8 @@ def _shards(emitter: Emitter, names: Mapping[str, tuple[int, ...]]) -> int:
     return math.prod(emitter.ranks(axis) for axes in names.values() for axis in axes)
 
 
-def _all_reduce(emitter: Emitter, value: Ref, reduction: str, axes: tuple[int, ...]) -> Ref:
+def all_reduce(emitter: Emitter, value: Ref, reduction: str, axes: tuple[int, ...]) -> Ref:
+    """The value reduced over several mesh axes."""
     for axis in axes:
         value = emitter.all_reduce(value, reduction, axis)
     return value
@@ -161,10 +162,10 @@ def softmax(*, log: bool) -> Expansion:
         assert local.call.outputs[0] is not None
         dim = (local.call.argument("dim"),)
         scores = _wide(emitter, local.args[0])
-        highest = _all_reduce(emitter, emitter.op("aten.amax.default", scores, dim, True), "max", local.splits["c"])
+        highest = all_reduce(emitter, emitter.op("aten.amax.default", scores, dim, True), "max", local.splits["c"])
         shifted = emitter.op("aten.sub.Tensor", scores, highest)
         powers = emitter.op("aten.exp.default", shifted)
-        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dim, True), "sum", local.splits["c"])
+        total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dim, True), "sum", local.splits["c"])
         if log:
             result = emitter.op("aten.sub.Tensor", shifted, emitter.op("aten.log.default", total))
         else:
@@ -182,7 +183,7 @@ def softmax_backward(*, log: bool) -> Expansion:
         dim = (local.call.argument("dim"),)
         gradient, output = _wide(emitter, local.args[0]), _wide(emitter, local.args[1])
         product = gradient if log else emitter.op("aten.mul.Tensor", gradient, output)
-        total = _all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", local.splits["c"])
+        total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", local.splits["c"])
         weight = emitter.op("aten.exp.default", output) if log else output
         result = emitter.op("aten.sub.Tensor", product, emitter.op("aten.mul.Tensor", weight, total))
         return (_narrow(emitter, result, local.call.outputs[0].dtype),)
@@ -226,7 +227,7 @@ def nll(emitter: Emitter, local: LocalCall) -> Results:
     shared = tokens if weight is None else (*tokens, *classes)
     if shared:
         both = emitter.op("aten.stack.default", (_wide(emitter, total), _wide(emitter, counted)))
-        both = _all_reduce(emitter, both, "sum", shared)
+        both = all_reduce(emitter, both, "sum", shared)
         total, counted = (emitter.op("aten.select.int", both, 0, i) for i in (0, 1))
     mean = emitter.op("aten.div.Tensor", total, counted)
     return _narrow(emitter, mean, dtype), _narrow(emitter, counted, dtype)

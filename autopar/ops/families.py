@@ -6,7 +6,6 @@ Each function takes what the table's line says and returns the function from a c
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -374,7 +373,7 @@ def index_selected(call: Call) -> OpRule:
     return assemble(call, [names, ["i"] if call.inputs[1].shape else []], [output], linear=FIRST)
 
 
-# Norms, losses, attention, convolution.
+# Norms, losses, convolution.
 
 
 def normalized(linear: Linear = ()) -> Rule:
@@ -449,31 +448,6 @@ def nll_backward(call: Call) -> OpRule:
 def _scores(rank: int) -> list[str]:
     """Names of the dims of the scores: [c], [n, c] or [n, c, d...]."""
     return ["c"] if rank == 1 else ["n", "c", *_DIMS[: rank - 2]]
-
-
-def attention(text: str, *, products: int, linear: Linear = ()) -> Rule:
-    """Attention without dropout (which draws random numbers: no rule). Keys are whole, and under a
-    causal mask so are the queries, because a shard of queries would be masked as if it came first.
-    Grouped heads are whole: queries and keys would need different periods.
-
-    `products`: the matrix products of [queries, keys, width]; two forward, five backward.
-    """
-
-    def flops(call: Call) -> float:
-        metas = dict(zip(roles(call), call.inputs, strict=True))
-        return 2.0 * products * metas["query"].numel * metas["key"].shape[-2]
-
-    untouched = ("",) * len(text.split("->")[1].split(","))
-    reductions = {name: untouched for name in "bhq"} if products == 2 else None
-    free = from_template(text, linear=linear, flops=flops, reductions=reductions)
-    causal = from_template(re.sub(r"\bq\b", "q!", text), linear=linear, flops=flops, reductions=reductions)
-
-    def rule(call: Call) -> OpRule | None:
-        if call.argument("dropout_p"):
-            return None
-        return causal(call) if call.argument("is_causal") else free(call)
-
-    return rule
 
 
 def convolution(plain: str, transposed: str, grouped: str, *, products: int) -> Rule:

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from . import expansions, local
+from . import attention, expansions, local
+from .attention import attention as attended
 from .families import (
     BOTH,
     EACH,
     FIRST,
     Rule,
     along,
-    attention,
     convolution,
     either,
     expanded,
@@ -115,26 +115,29 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         local.bias_sizes)),
 
     # attention: query, key, value, mask -> output, logsumexp, and what random numbers need
-    **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(attention(
-        "b h q d!, b h k! d!, b h k! e!, ...b h q k! -> b h q e!, b h q", products=2))),
-    **_aten("_scaled_dot_product_flash_attention_for_cpu_backward", Entry(attention(
-        "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, ...b h q k! -> b h q d!, b h k! d!, b h k! e!",
-        products=5, linear=FIRST))),
-    **_aten("_scaled_dot_product_flash_attention", Entry(attention(
+    **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(
+        attended("b h q d!, b h k d!, b h k e!, ...b h q k -> b h q e!, b h q", products=2,
+                 reductions={"k": ("sum", "")}, expands=("k",), masked=("q",)),
+        expand=attention.flash)),
+    **_aten("_scaled_dot_product_flash_attention_for_cpu_backward", Entry(
+        attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k -> b h q d!, b h k d!, b h k e!",
+                 products=5, linear=FIRST, masked=("q", "k")),
+        expand=attention.flash_backward)),
+    **_aten("_scaled_dot_product_flash_attention", Entry(attended(
         "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2))),
-    **_aten("_scaled_dot_product_flash_attention_backward", Entry(attention(
+    **_aten("_scaled_dot_product_flash_attention_backward", Entry(attended(
         "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, *r!, *r!, *r!, *r!"
         " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length)),
     # its logsumexp is padded along the queries
-    **_aten("_scaled_dot_product_efficient_attention", Entry(attention(
+    **_aten("_scaled_dot_product_efficient_attention", Entry(attended(
         "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2))),
-    **_aten("_scaled_dot_product_efficient_attention_backward", Entry(attention(
+    **_aten("_scaled_dot_product_efficient_attention_backward", Entry(attended(
         "b h q! e!, b h q! d!, b h k! d!, b h k! e!, ...b h q! k!, b h q! e!, b h q!, *r!, *r!"
         " -> b h q! d!, b h k! d!, b h k! e!, ...b h q! k!", products=5, linear=FIRST))),
-    **_aten("_scaled_dot_product_cudnn_attention", Entry(attention(
+    **_aten("_scaled_dot_product_cudnn_attention", Entry(attended(
         "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q! *r!, *r!, *r!, *r!, *r!, *r!, *r!, *r!",
         products=2))),
-    **_aten("_scaled_dot_product_cudnn_attention_backward", Entry(attention(
+    **_aten("_scaled_dot_product_cudnn_attention_backward", Entry(attended(
         "b h q! e!, b h q! d!, b h k! d!, b h k! e!, b h q! e!, b h q! *r!, *r!, *r!, ...b h q! k!, *r!, *r!"
         " -> b h q! d!, b h k! d!, b h k! e!", products=5, linear=FIRST))),
 

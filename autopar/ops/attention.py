@@ -1,0 +1,115 @@
+"""Attention: what can be split, and what a shard of queries or keys does.
+
+Batch and heads are split as they are. Queries are split with keys and values whole (context parallel): under
+a causal mask each rank takes its own rows of the mask, which it writes out. Keys and values are split with
+queries whole: each rank attends to its keys, and the parts are weighted by their sums of exponentials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from ..graph import Ref
+from .expansions import LocalCall, Results, all_reduce, global_indices
+from .families import Rule
+from .rule import Call, Emitter, OpRule
+from .template import Linear, Named, assemble, parse, roles
+
+
+def attention(
+    text: str,
+    *,
+    products: int,
+    linear: Linear = (),
+    reductions: Mapping[str, tuple[str, ...]] | None = None,
+    expands: tuple[str, ...] = (),
+    masked: tuple[str, ...] = (),
+) -> Rule:
+    """Attention without dropout (which draws random numbers: no rule), by a template.
+
+    `products`: the matrix products of [queries, keys, width]; two forward, five backward. `expands` names
+    the factors that expand always, `masked` those that do under a causal mask, which would mask a shard as if
+    it came first; where nothing is `masked`, queries and keys are whole under it.
+    """
+    template = parse(text)
+
+    def rule(call: Call) -> OpRule | None:
+        if call.argument("dropout_p"):
+            return None
+        metas = dict(zip(roles(call), call.inputs, strict=True))
+        causal = call.argument("is_causal")
+        whole: tuple[str, ...] = ("q", "k") if causal and ("attn_mask" in metas or not masked) else ()
+        inputs, outputs = template.bind(call)
+        # grouped heads of queries and of keys would need different periods
+        whole += ("h",) if metas["query"].shape[1] != metas["key"].shape[1] else ()
+        # what a forward op makes beside its output (for random numbers) is the same on all ranks
+        free = {} if products > 2 else dict.fromkeys("bhq", ("",) * len(call.outputs))
+        return assemble(
+            call,
+            [_named(names, whole) for names in inputs],
+            [_named(names, whole) for names in outputs],
+            linear=template.positions(call, linear),
+            reductions={**free, **(reductions or {})},
+            expands=(*expands, *masked) if causal else expands,
+            flops=2.0 * products * metas["query"].numel * metas["key"].shape[-2],
+        )
+
+    return rule
+
+
+def _named(names: Named, whole: tuple[str, ...]) -> Named:
+    """The names, with None for those that have to be whole."""
+    return [None if name in whole else name for name in names]
+
+
+def _causal_mask(emitter: Emitter, local: LocalCall, dtype: torch.dtype) -> Ref:
+    """[local queries, local keys]: 0 where a query may see a key, -inf elsewhere."""
+    metas = dict(zip(roles(local.call), zip(local.call.inputs, local.operands, strict=True), strict=True))
+    (query, query_layout), (key, key_layout) = metas["query"], metas["key"]
+    rows = global_indices(emitter, query.shape[2], query_layout, 2)
+    columns = global_indices(emitter, key.shape[2], key_layout, 2)
+    hidden = emitter.op("aten.gt.Tensor", columns, emitter.op("aten.unsqueeze.default", rows, 1))
+    empty = emitter.op("aten.zeros_like.default", hidden, dtype=dtype)
+    return emitter.op("aten.masked_fill.Scalar", empty, hidden, -math.inf)
+
+
+def flash(emitter: Emitter, local: LocalCall) -> Results:
+    """Flash attention on CPU with queries split under a causal mask, or with keys split: two all-reduces of
+    [batch, heads, queries], of the largest logsumexp and of the sum of what stands behind them."""
+    query, key, value, dropout, causal = (*local.args, 0.0, False)[: max(5, len(local.args))]
+    named = dict(local.kwargs)
+    if causal:
+        named["attn_mask"] = _causal_mask(emitter, local, emitter.meta(query).dtype)
+    output, logsumexp = emitter.ops(local.call.node.op, query, key, value, dropout, False, **named)
+    if "k" not in local.splits:
+        return output, logsumexp
+    mask = named.get("attn_mask")
+    if mask is not None:
+        # the op says 0 for queries that see no key
+        seen = emitter.op("aten.amax.default", mask, (-1,))
+        blind = emitter.op("aten.eq.Scalar", seen, -math.inf)
+        logsumexp = emitter.op("aten.masked_fill.Scalar", logsumexp, blind, -math.inf)
+    logsumexp = emitter.op("aten.contiguous.default", logsumexp)
+    highest = all_reduce(emitter, logsumexp, "max", local.splits["k"])
+    if mask is not None:
+        nowhere = emitter.op("aten.eq.Scalar", highest, -math.inf)
+        highest = emitter.op("aten.masked_fill.Scalar", highest, nowhere, 0.0)
+    powers = emitter.op("aten.exp.default", emitter.op("aten.sub.Tensor", logsumexp, highest))
+    total = all_reduce(emitter, powers, "sum", local.splits["k"])
+    if mask is not None:
+        total = emitter.op("aten.masked_fill.Scalar", total, nowhere, 1.0)
+    share = emitter.op("aten.unsqueeze.default", emitter.op("aten.div.Tensor", powers, total), -1)
+    part = emitter.op("aten.mul.Tensor", output, share)
+    part = emitter.op("aten._to_copy.default", part, dtype=emitter.meta(output).dtype)
+    return part, emitter.op("aten.add.Tensor", highest, emitter.op("aten.log.default", total))
+
+
+def flash_backward(emitter: Emitter, local: LocalCall) -> Results:
+    """Its backward under a causal mask with queries or keys split. The logsumexp is that of all keys, so that
+    each rank finds its own part of the probabilities."""
+    *tensors, dropout, _ = local.args
+    mask = _causal_mask(emitter, local, emitter.meta(tensors[1]).dtype)
+    return emitter.ops(local.call.node.op, *tensors, dropout, False, **{**dict(local.kwargs), "attn_mask": mask})

@@ -1,0 +1,68 @@
+"""Attention under every split: heads, grouped heads, batch, queries, keys; causal, masked and free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.ops import rule_of
+from autopar.ops.oracle import Report, check_rule, make_call
+
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+
+
+def tensors(heads: int, key_heads: int, queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Any]:
+    torch.manual_seed(heads + queries)
+    sizes = [(heads, queries, 4), (key_heads, keys, 4), (key_heads, keys, 4)]
+    return [torch.randn(2, *size, dtype=dtype) for size in sizes]
+
+
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, **named: Any) -> list[Report]:
+    """Both ops, on what the forward op makes."""
+    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, **named
+    )
+    back = (torch.randn_like(output), query, key, value, output, logsumexp, 0.0, causal)
+    return [check_rule(FLASH, query, key, value, 0.0, causal, **named), check_rule(BACKWARD, *back, **named)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(12, 12), (6, 12), (12, 6), (1, 12)])
+def test_queries_and_keys_are_split(queries: int, keys: int, causal: bool) -> None:
+    for report in check(*tensors(2, 2, queries, keys), causal):
+        assert set(report.factors) == {"b", "h", "q", "k"} - ({"q"} if queries == 1 else set())
+
+
+def test_a_scale_is_kept() -> None:
+    check(*tensors(2, 2, 6, 6), True, scale=0.1)
+
+
+@pytest.mark.parametrize("shape", [(6, 12), (2, 1, 6, 12), (1, 4, 1, 12), (2, 4, 6, 12)])
+def test_masks_with_queries_that_see_no_key(shape: tuple[int, ...]) -> None:
+    """Neither on one rank, nor on any."""
+    torch.manual_seed(0)
+    mask = torch.randn(shape, dtype=torch.float64)
+    mask[..., :6] = -torch.inf
+    mask[..., -1, :] = -torch.inf
+    for report in check(*tensors(4, 4, 6, 12), False, attn_mask=mask):
+        assert set(report.factors) == {"b", "h", "q", "k"}
+
+
+def test_a_causal_mask_beside_another_keeps_queries_and_keys_whole() -> None:
+    mask = torch.randn(6, 6, dtype=torch.float64)
+    for report in check(*tensors(4, 4, 6, 6), True, attn_mask=mask):
+        assert set(report.factors) == {"b", "h"}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_precision(causal: bool) -> None:
+    check(*tensors(2, 2, 6, 6, torch.bfloat16), causal)
+
+
+def test_the_products_of_attention_are_counted() -> None:
+    call, _ = make_call(FLASH, tuple(tensors(4, 4, 6, 12)), {})
+    rule = rule_of(call)
+    assert rule is not None and rule.flops == 2 * 2 * 2 * 4 * 6 * 12 * 4
