@@ -183,6 +183,13 @@ class Planner:
             "capture", lambda: capture_stamped(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
         )
         graph = self.captured.graph
+        if names := self.captured.without_gradient:
+            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            logger.warning(
+                "%d trainable parameters get no gradient, since nothing that is differentiated depends on them: %s",
+                len(names),
+                shown,
+            )
         _check_random(graph)
         self.segments: Segments = self._timed("segments", lambda: segments(graph))
         self.space: Space = self._timed("strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments))

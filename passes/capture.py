@@ -15,13 +15,14 @@ their module is "" and their sequence -1.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import keyword
 import logging
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -32,6 +33,7 @@ from torch import fx, nn
 
 from autopar import compat
 from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, Ref, TensorMeta, references
+from autopar.tree import flatten
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -61,6 +63,7 @@ class Captured:
     of the scalar that is differentiated, or None where gradients flow into every floating output.
     `tied` maps other names of a parameter or buffer to the name under which it stands in the graph.
     `constants` are tensors that the model closed over: graph inputs of role "buffer" by target.
+    `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
     """
 
     graph: JointGraph
@@ -72,11 +75,12 @@ class Captured:
     tied: Mapping[str, str]
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     training: bool
+    without_gradient: tuple[str, ...] = ()
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
         structure, in a shape or dtype, or in a Python constant."""
-        given = dict(_flatten("", (tuple(args), dict(kwargs or {})))[0])
+        given = dict(flatten("", (tuple(args), dict(kwargs or {})))[0])
         expected = {leaf.path: leaf for leaf in self.input_leaves}
         if given.keys() != expected.keys():
             missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
@@ -127,20 +131,25 @@ def capture(
     `device_type` is the device that the graph is traced for ("cuda" chooses other attention kernels than
     "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
 
-    Raises CaptureError (a ValueError) if the model cannot be traced, if a parameter that requires a
-    gradient gets none, if two parameters overlap in memory, or if the loss is not a floating scalar.
+    Raises CaptureError (a ValueError) if the model cannot be traced, if no parameter gets a gradient although
+    some require one, if two parameters overlap in memory, or if the loss is not a floating scalar.
     """
     kwargs = dict(kwargs or {})
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
     canonical = _canonical_names(model)
     fakes = _Fakes(mode, device_type, grad)
-    pairs, input_spec = _flatten("", (tuple(args), kwargs))
+    pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(_leaf(path, value) for path, value in pairs)
     step = _Step(fakes.module(model), pairs, input_spec, loss_fn)
     inputs = tuple(fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor))
+    tied = {f"model.{a}": f"model.{b}" for a, b in canonical.items()}
     try:
-        joint = compat.export_joint(step, inputs, mode, {f"model.{a}": f"model.{b}" for a, b in canonical.items()})
+        try:
+            joint = compat.export_joint(step, inputs, mode, tied)
+        except _Replaced as found:
+            step.replaced = found.names
+            joint = compat.export_joint(step, inputs, mode, tied)
     except CaptureError:
         raise
     except Exception as error:
@@ -152,7 +161,8 @@ def capture(
     output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
     conversion = _Conversion(joint, input_paths, output_paths, _input_names(model, input_paths))
     graph = conversion.graph()
-    _check_gradients(model, graph, grad, outcome.loss)
+    with mode:
+        missing = _without_gradient(model, graph, step, inputs, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
     return Captured(
         graph=graph,
@@ -164,28 +174,11 @@ def capture(
         tied={alias: name for alias, name in canonical.items() if alias != name},
         constants=conversion.constants,
         training=model.training,
+        without_gradient=missing,
     )
 
 
 # ---------------------------------------------------------------------------------------------- paths
-
-
-def _flatten(root: str, tree: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """Leaves with their paths. The root of inputs is "", and its two items are "args" and "kwargs"."""
-    found, spec = pytree.tree_flatten_with_path(tree)
-    pairs = []
-    for keys, value in found:
-        parts = [str(_key(key)) for key in keys]
-        if not root:
-            parts[0] = ("args", "kwargs")[int(parts[0])]
-        pairs.append((".".join([root, *parts] if root else parts), value))
-    return pairs, spec
-
-
-def _key(key: Any) -> Any:
-    if isinstance(key, pytree.SequenceKey):
-        return key.idx
-    return key.name if isinstance(key, pytree.GetAttrKey) else key.key
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
@@ -202,8 +195,8 @@ def _leaf(path: str, value: Any) -> Leaf:
         return Leaf(path=path, meta=_meta(value))
     if not _is_constant(value):
         raise CaptureError(
-            f"input {path} is a {type(value).__name__}: inputs are tensors and Python constants in containers that "
-            f"torch.utils._pytree knows"
+            f"input {path} is a {type(value).__name__}: inputs are tensors and Python constants in dataclasses and "
+            f"containers that torch.utils._pytree knows"
         )
     return Leaf(path=path, constant=value)
 
@@ -325,15 +318,17 @@ class _Step(nn.Module):
         self.constants = [None if isinstance(value, torch.Tensor) else (value,) for _, value in pairs]
         self.spec = spec
         self.outcomes: _Outcomes = _Outcomes()
+        self.replaced: set[str] = set()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        output = self.model(*args, **kwargs)
+        with _written(self.model, self.replaced):
+            output = self.model(*args, **kwargs)
         if self.loss_fn[0] is not None:
             output = self.loss_fn[0](output)
-        pairs, spec = _flatten("output", output)
+        pairs, spec = flatten("output", output)
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
         results: list[torch.Tensor] = []
@@ -371,21 +366,95 @@ class _Step(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
             found = _meta(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError(f"{source} is {found}: the loss must be a tensor that is one floating number")
-        return next(path for path, value in pairs if value is loss)
+        path = next((path for path, value in pairs if value is loss), None)
+        if path is None:
+            raise CaptureError(
+                f"{source} is not among the tensors that autopar can find in a {type(output).__name__}: make it a "
+                f"dataclass, register it with torch.utils._pytree.register_pytree_node, or pass a loss_fn"
+            )
+        return path
 
 
-def _check_gradients(model: nn.Module, graph: JointGraph, grad: bool, loss: str | None) -> None:
-    """Every trainable parameter must have a gradient, under the first of its names."""
-    if not grad:
-        return
+class _Replaced(Exception):
+    """Forward replaces these buffers."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
+@contextlib.contextmanager
+def _written(model: nn.Module, replaced: set[str]) -> Iterator[None]:
+    """Write buffers that forward replaces (`self.count = self.count + 1`) where they stand: export sees the one
+    and loses the other. What forward reads of them is a copy, since backward may need what they were.
+
+    Raises _Replaced with the names of further ones.
+    """
+    places = {
+        f"{path}.{key}" if path else key: (module._buffers, key, tensor)
+        for path, module in model.named_modules()
+        for key, tensor in module._buffers.items()
+    }
+    names: dict[int, int] = {}
+    for _, _, old in places.values():
+        names[id(old)] = names.get(id(old), 0) + 1
+    for name in replaced:
+        buffers, key, old = places[name]
+        assert old is not None
+        buffers[key] = old.clone()
+    yield
+    found: set[str] = set()
+    for name, (buffers, key, old) in places.items():
+        new, buffers[key] = buffers[key], old
+        if new is old:
+            continue
+        if old is None or new is None or _meta(old) != _meta(new):
+            was, now = ("None" if b is None else str(_meta(b)) for b in (old, new))
+            raise CaptureError(f"forward replaces buffer {name}, which is {was}, by {now}: keep its shape and dtype")
+        if names[id(old)] > 1:
+            raise CaptureError(
+                f"forward replaces buffer {name}, which has another name too: write into it with copy_() if both "
+                f"are to change, or give each its own tensor"
+            )
+        if name in replaced:
+            with torch.no_grad():
+                old.copy_(new)
+        else:
+            found.add(name)
+    if found:
+        raise _Replaced(found)
+
+
+def _without_gradient(
+    model: nn.Module, graph: JointGraph, step: _Step, inputs: Sequence[torch.Tensor], loss: str | None
+) -> tuple[str, ...]:
+    """The trainable parameters that get no gradient, as in eager.
+
+    Raises CaptureError where eager gives one, and where none gets any.
+    """
     found = {o.target for o in graph.outputs if o.role == "gradient" and o.name is not None}
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in found]
-    if missing:
-        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    missing = [name for name in trainable if name not in found]
+    if not missing:
+        return ()
+    lost = missing if missing == trainable else _differentiated(step, missing, inputs)
+    if lost:
+        shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         raise CaptureError(
-            f"{len(missing)} trainable parameters get no gradient from {loss or 'any output'}: {shown}. "
+            f"{len(lost)} trainable parameters get no gradient from {loss or 'any output'}: {shown}. "
             f"Call requires_grad_(False) on them, or use them in what is differentiated"
         )
+    return tuple(missing)
+
+
+def _differentiated(step: _Step, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
+    """Which of these parameters autograd reaches when the model runs as it is, on fakes."""
+    parameters = dict(step.model.named_parameters())
+    roots = [output for output in step(*inputs) if output.requires_grad]
+    gradients = torch.autograd.grad(
+        roots, [parameters[name] for name in names], [torch.ones_like(r) for r in roots], allow_unused=True
+    )
+    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
 
 
 # ---------------------------------------------------------------------------------------------- conversion
@@ -475,6 +544,7 @@ class _Conversion:
         self.buffers = [name.removeprefix("model.") for name in joint.buffers]
         self.input_paths, self.output_paths, self.input_names = input_paths, output_paths, input_names
         self.constants = {name.removeprefix("model."): tensor for name, tensor in joint.constants.items()}
+        self.buffer_nodes = {p.node for p in joint.placeholders if p.kind == "buffer"}
         self.taken: set[str] = set()
         self.metas: dict[str, TensorMeta] = {}
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
@@ -578,7 +648,7 @@ class _Conversion:
 
     def _is_no_op(self, node: fx.Node, meta: TensorMeta) -> bool:
         target, args = node.target, node.args
-        if target in _NO_OPS:
+        if target in _NO_OPS or (target is aten.clone.default and args[0] in self.buffer_nodes):
             return True
         if not args or not isinstance(args[0], fx.Node) or self.metas.get(self._name(args[0])) != meta:
             return False

@@ -75,14 +75,14 @@ def capture_stamped(
         crops = [_crop(graph, watch, found) for watch in watches]
         for crop in crops:
             graph = _stamp(graph, crop)
-        _check_parameters(model, graph)
+        missing = _check_parameters(model, graph, runs, captured.without_gradient)
     except (CaptureError, _Unfit) as error:
         # a fault of the model itself is raised by the full capture
         logger.info("captured in full: %s", error)
         return full()
     for run in runs:
         logger.info("captured %d of the layers %s, and repeated them", 3 * run.period, run)
-    return replace(captured, graph=graph)
+    return replace(captured, graph=graph, without_gradient=missing)
 
 
 # ---- runs of layers that are alike ----------------------------------------------------------------
@@ -729,14 +729,29 @@ class _Stamp:
         )
 
 
-def _check_parameters(model: nn.Module, graph: JointGraph) -> None:
-    """Every parameter of the model is an input, in the model's order, and has the gradient that it asks for."""
+def _check_parameters(
+    model: nn.Module, graph: JointGraph, runs: Sequence[_Run], allowed: Sequence[str]
+) -> tuple[str, ...]:
+    """Every parameter of the model is an input, in the model's order, and has the gradient that it asks for, unless
+    it (or the middle layer's, of which it is a copy) was captured without one. Returns those."""
     expected = [name for name, _ in model.named_parameters()]
     found = [i.target for i in graph.inputs if i.role == "parameter"]
     if found != [name for name in expected if name in set(found)] or len(set(found)) != len(found):
         raise _Unfit("the parameters are not in the model's order")
     gradients = {o.target for o in graph.outputs if o.role == "gradient" and o.name is not None}
-    if torch.is_grad_enabled():
-        missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in gradients]
-        if missing:
-            raise _Unfit(f"{missing[0]} has no gradient")
+    if not torch.is_grad_enabled():
+        return ()
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in gradients]
+    for name in missing:
+        if name not in allowed and _in_the_middle(name, runs) not in allowed:
+            raise _Unfit(f"{name} has no gradient")
+    return tuple(missing)
+
+
+def _in_the_middle(name: str, runs: Sequence[_Run]) -> str:
+    """The name of the parameter of the middle layer of which this one is a copy; the name itself outside of runs."""
+    for run in runs:
+        place = run.place(name)
+        if place is not None and 0 <= place[0] < run.length:
+            return f"{run.name(run.period + place[0] % run.period)}.{place[1]}"
+    return name

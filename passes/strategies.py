@@ -289,7 +289,7 @@ class _Builder:
         graph_input = self.input_roles[name]
         reads: tuple[Read, ...] = ()
         if graph_input.role == "parameter" and graph_input.target in self.gradients:
-            alias = self._producer_alias(self.gradients[graph_input.target])
+            alias = self.space.roots.alias(self.gradients[graph_input.target], home)
             reads = (Read(alias=alias, backward=True),)
         return Site(
             name=name,

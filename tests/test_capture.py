@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
-from autopar.graph import JointGraph, TensorMeta, map_references, overload
+from autopar.graph import GraphOutput, JointGraph, TensorMeta, map_references, overload
+from autopar.passes import capture as capture_module
 from autopar.passes.capture import Captured, CaptureError, capture
 
 transformers = pytest.importorskip("transformers")
@@ -350,7 +351,9 @@ def test_nothing_to_differentiate() -> None:
     frozen = mlp().requires_grad_(False)
     with torch.no_grad():
         disabled = capture(mlp(), (X,))
-    for captured in (capture(frozen, (X,)), disabled):
+    with torch.inference_mode():
+        inferred = capture(mlp(), (torch.randn(5, 6),))
+    for captured in (capture(frozen, (X,)), disabled, inferred):
         assert captured.loss is None
         assert {o.role for o in captured.graph.outputs} == {"output"}
         assert not any(node.backward for node in captured.graph.nodes)
@@ -391,7 +394,9 @@ def test_tensors_that_the_model_closes_over_are_constants() -> None:
     assert [i.role for i in captured.graph.inputs if i.target == name] == ["buffer"]
 
 
-def test_a_parameter_without_a_gradient_is_named() -> None:
+def test_parameters_without_a_gradient() -> None:
+    """Some may be without, as in eager, and are named; not all of them."""
+
     class Unused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -401,14 +406,48 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
             return self.used(x).sum() + self.unused(x).detach().sum()
 
     for model in (Unused(), Unused().to("meta")):
-        with pytest.raises(
-            ValueError, match=r"2 trainable .*: unused\.weight, unused\.bias\. Call requires_grad_\(False\)"
-        ):
-            capture(model, (X,))
+        assert capture(model, (X,)).without_gradient == ("unused.weight", "unused.bias")
         model.unused.requires_grad_(False)
-        capture(model, (X,))
-    with pytest.raises(ValueError, match=r"4 trainable parameters get no gradient from output"):
+        assert capture(model, (X,)).without_gradient == ()
+    with pytest.raises(ValueError, match=r"4 trainable parameters get no gradient from output: .*requires_grad_"):
         capture(mlp(), (X,), loss_fn=lambda y: y.detach().sum())
+
+
+def test_a_gradient_that_the_trace_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph without a gradient that eager has is refused."""
+    convert = capture_module._Conversion._output
+
+    def lossy(self: Any, result: Any) -> GraphOutput:
+        made = convert(self, result)
+        return replace(made, name=None) if made.role == "gradient" and made.target.endswith("bias") else made
+
+    monkeypatch.setattr(capture_module._Conversion, "_output", lossy)
+    with pytest.raises(ValueError, match=r"2 trainable parameters get no gradient from output: 0\.bias, 2\.bias"):
+        capture(mlp(), (X,), loss_fn=lambda y: y.sum())
+
+
+def test_buffers_that_cannot_be_replaced() -> None:
+    class Replaces(nn.Module):
+        def __init__(self, new: Any) -> None:
+            super().__init__()
+            self.linear, self.new = nn.Linear(6, 2), new
+            self.register_buffer("b", torch.zeros(3))
+            self.register_buffer("c", None)
+            self.inner = nn.Module()
+            self.inner.register_buffer("b", self.b)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.new(self)
+            return self.linear(x).sum()
+
+    for new, message in (
+        (lambda self: setattr(self, "b", self.b[:2]), r"buffer b, which is float32\[3\], by float32\[2\]: keep"),
+        (lambda self: setattr(self, "b", None), r"buffer b, which is float32\[3\], by None"),
+        (lambda self: setattr(self, "c", self.b + 1), r"buffer c, which is None, by float32\[3\]"),
+        (lambda self: setattr(self, "b", self.b + 1), "buffer b, which has another name too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            capture(Replaces(new), (X,))
 
 
 def test_refusals() -> None:

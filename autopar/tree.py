@@ -1,0 +1,71 @@
+"""Nested inputs and outputs: their leaves by path, and what puts them together again.
+
+Containers are those that `torch.utils._pytree` knows, and any dataclass, registered or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+
+class _Record:
+    """A dataclass that nobody registered, as a node of the tree."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _opened(value: Any) -> Any:
+    """The tree with dataclasses that would be leaves as nodes."""
+
+    def opened(leaf: Any) -> Any:
+        is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+        return _Record(leaf) if is_record else leaf
+
+    return pytree.tree_map(opened, value)
+
+
+def _fields(record: _Record) -> tuple[list[tuple[Any, Any]], Any]:
+    fields = dataclasses.fields(record.value)
+    keyed = [(pytree.GetAttrKey(f.name), _opened(getattr(record.value, f.name))) for f in fields]
+    return keyed, (type(record.value), tuple((f.name, f.init) for f in fields))
+
+
+def _flattened(record: _Record) -> tuple[list[Any], Any]:
+    keyed, context = _fields(record)
+    return [value for _, value in keyed], context
+
+
+def _made(values: Any, context: Any) -> Any:
+    """The dataclass itself, made as `dataclasses.replace` would."""
+    kind, fields = context
+    given = list(zip(fields, values, strict=True))
+    made = kind(**{name: value for (name, init), value in given if init})
+    for (name, init), value in given:
+        if not init:
+            object.__setattr__(made, name, value)
+    return made
+
+
+pytree.register_pytree_node(_Record, _flattened, _made, flatten_with_keys_fn=_fields)
+
+
+def flatten(root: str, tree: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """Leaves with their paths. The root of inputs is "", and its two items are "args" and "kwargs"."""
+    found, spec = pytree.tree_flatten_with_path(_opened(tree))
+    pairs = []
+    for keys, value in found:
+        parts = [str(_key(key)) for key in keys]
+        if not root:
+            parts[0] = ("args", "kwargs")[int(parts[0])]
+        pairs.append((".".join([root, *parts] if root else parts), value))
+    return pairs, spec
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, pytree.SequenceKey):
+        return key.idx
+    return key.name if isinstance(key, pytree.GetAttrKey) else key.key
