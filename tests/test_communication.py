@@ -97,7 +97,7 @@ PER_TOKEN = TOKENS * FLOAT
 
 
 def vocabulary_parallel(case: Case) -> Counter[tuple[str, str, int]]:
-    return collectives(case, {"tp": 4}, splitting(CLASSES))
+    return collectives(case, {"tp": 4}, splitting(CLASSES, avoid="gather"))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def vocabulary_parallel(case: Case) -> Counter[tuple[str, str, int]]:
         ({"weight": torch.linspace(0.5, 1.5, CLASSES), "label_smoothing": 0.1}, [2 * FLOAT, FLOAT]),
         ({"reduction": "none"}, [PER_TOKEN]),
     ],
-    ids=str,
+    ids=["mean", "sum", "smoothed", "weighted", "weighted and smoothed", "none"],
 )
 def test_cross_entropy_with_the_vocabulary_split(options: dict[str, Any], bytes_: list[int]) -> None:
     """Two all-reduces of [tokens] forward (maximum, sum of exponentials) and one backward; what is picked is
@@ -210,3 +210,40 @@ def test_attention_with_the_heads_split() -> None:
     """One all-reduce, of what the heads add to the output."""
     found = collectives(attention(HEADS, True), {"tp": 2}, splitting(HEADS * HEAD, HEADS))
     assert found == {("all_reduce", "tp", BATCH * SEQUENCE * STATE * FLOAT): 1}
+
+
+# ---------------------------------------------------------------------------------- places along a split dim
+
+
+class Pooled(nn.Module):
+    """States to a few of their places: a function of the states and of tokens [batch, sequence]."""
+
+    def __init__(self, pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale, self.pick = nn.Parameter(torch.randn(STATE)), pick
+
+    def forward(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.pick(states * self.scale, tokens).square().mean()
+
+
+PICKS: dict[str, tuple[list[int], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "the first token": ([], lambda states, tokens: states[:, 0]),
+    "the last token": ([], lambda states, tokens: states[:, -1:]),
+    "the largest": ([16, 16], lambda states, tokens: states[torch.arange(BATCH), tokens.argmax(-1)]),
+    "by gather": ([16, 16], lambda states, tokens: states.take_along_dim(tokens.argmax(-1)[:, None, None], 1)),
+    "by index_select": ([8, 8], lambda states, tokens: states.index_select(1, tokens[0].argmax(0)[None])),
+}
+"""What is picked, and the bytes of the two all-reduces that find its place."""
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_places_along_a_split_sequence(name: str) -> None:
+    """What is picked is reduced, [batch, state]; the sequence is not gathered, and neither is its gradient."""
+    torch.manual_seed(0)
+    found_by, pick = PICKS[name]
+    states, tokens = torch.randn(BATCH, SEQUENCE, STATE), torch.randint(90, (BATCH, SEQUENCE))
+    found = collectives(
+        Case(model=Pooled(pick), batch=lambda step: ((states, tokens), {})), {"sp": 4}, splitting(SEQUENCE)
+    )
+    sizes = [BATCH * STATE * FLOAT, STATE * FLOAT, *found_by]
+    assert found == Counter(("all_reduce", "sp", size) for size in sizes)

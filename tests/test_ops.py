@@ -465,7 +465,7 @@ def _new_full(draw: Draw) -> Arguments:
 # indexing
 
 
-@example("index.Tensor")
+@example("index.Tensor", "_unsafe_index.Tensor")
 def _index(draw: Draw) -> Arguments:
     indices = draw.one_of(
         [draw.indices(4, 6)],
@@ -476,7 +476,7 @@ def _index(draw: Draw) -> Arguments:
     return (draw.floats(4, 6, 4), indices), {}
 
 
-@example("index_put")
+@example("index_put", "_unsafe_index_put")
 def _index_put(draw: Draw) -> Arguments:
     indices, values = draw.one_of(
         ([torch.arange(3)], draw.floats(3, 6, 4)),
@@ -507,6 +507,34 @@ def _scatter(draw: Draw) -> Arguments:
 @example("scatter.value")
 def _scatter_value(draw: Draw) -> Arguments:
     return (draw.floats(4, 6), 1, draw.indices(6, 4, 4), 1.5), {}
+
+
+@example("scatter_reduce.two")
+def _scatter_reduce(draw: Draw) -> Arguments:
+    rest = draw.one_of(("sum",), ("amax",), ("sum", False))
+    how, include = rest[0], {} if len(rest) == 1 else {"include_self": False}
+    return (draw.floats(4, 6), 1, draw.indices(6, 4, 8), draw.floats(4, 8), how), include
+
+
+def _distinct(draw: Draw, size: int, count: int) -> torch.Tensor:
+    return torch.randperm(size, generator=draw.generator)[:count]
+
+
+@example("index_add", "index_copy")
+def _index_add(draw: Draw) -> Arguments:
+    dim, count = draw.one_of((0, 4), (1, 6), (-1, 2))
+    target = draw.floats(4, 12, 6)
+    places = _distinct(draw, target.shape[dim], count)
+    return (target, dim, places, torch.randn_like(target.narrow(dim, 0, count))), {}
+
+
+@example("index_fill.int_Scalar", "index_fill.int_Tensor")
+def _index_fill(draw: Draw) -> Arguments:
+    dim = draw.one_of(0, 1, -1)
+    return (draw.floats(4, 12, 6), dim, draw.indices(4, 3), draw.floats()), {}
+
+
+EXAMPLES["aten.index_fill.int_Scalar"] = lambda draw: ((*_index_fill(draw)[0][:3], 1.5), {})
 
 
 # pointwise, by the schema

@@ -106,7 +106,7 @@ def share_of_last(factor: str) -> Expansion:
     return expand
 
 
-def _local_indices(emitter: Emitter, indices: Ref, axes: tuple[int, ...], size: int) -> tuple[Ref, Ref]:
+def local_indices(emitter: Emitter, indices: Ref, axes: tuple[int, ...], size: int) -> tuple[Ref, Ref]:
     """Indices into a dim split contiguously, relative to this rank's first element, and where they
     are within its `size` elements."""
     local = emitter.op("aten.sub.Tensor", indices, emitter.offset(axes, size))
@@ -119,7 +119,7 @@ def embedding(emitter: Emitter, local: LocalCall) -> Results:
     """Rows of the table split: each rank looks up its own rows and gives zeros for the others."""
     weight, indices = local.args[:2]
     rows = emitter.meta(weight).shape[0]
-    row, mine = _local_indices(emitter, indices, local.splits["v"], rows)
+    row, mine = local_indices(emitter, indices, local.splits["v"], rows)
     other = emitter.op("aten.logical_not.default", mine)
     found = local.result(emitter, weight, emitter.op("aten.masked_fill.Scalar", row, other, 0))
     last = emitter.op("aten.unsqueeze.default", other, -1)
@@ -132,7 +132,7 @@ def embedding_backward(emitter: Emitter, local: LocalCall) -> Results:
     gradient, indices, _, padding, by_frequency = local.args
     assert local.outputs[0] is not None
     rows = local.outputs[0][0]
-    row, mine = _local_indices(emitter, indices, local.splits["v"], rows)
+    row, mine = local_indices(emitter, indices, local.splits["v"], rows)
     if padding >= 0:
         mine = emitter.op("aten.logical_and.default", mine, emitter.op("aten.ne.Scalar", indices, padding))
     row = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), rows)
@@ -143,34 +143,40 @@ def embedding_backward(emitter: Emitter, local: LocalCall) -> Results:
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def _wide(emitter: Emitter, value: Ref) -> Ref:
+def wide(emitter: Emitter, value: Ref) -> Ref:
     """The value in a dtype that the softmax ops compute in."""
     narrow = emitter.meta(value).dtype in _NARROW
     return emitter.op("aten._to_copy.default", value, dtype=torch.float32) if narrow else value
 
 
-def _narrow(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
+def narrow(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
+    """The value in its own dtype again."""
     same = emitter.meta(value).dtype == dtype
     return value if same else emitter.op("aten._to_copy.default", value, dtype=dtype)
 
 
-def softmax(*, log: bool) -> Expansion:
-    """_softmax, _log_softmax with the classes split: two all-reduces without the class dim, of the
-    maximum and of the sum of exponentials."""
+def softmax(*, log: bool = False, safe: bool = False) -> Expansion:
+    """_softmax, _log_softmax, _safe_softmax with the classes split: two all-reduces without the class dim, of the
+    maximum and of the sum of exponentials. The `safe` one gives zeros where all scores are -inf."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         assert local.call.outputs[0] is not None
         dim = (local.call.argument("dim"),)
-        scores = _wide(emitter, local.args[0])
+        scores = wide(emitter, local.args[0])
         highest = all_reduce(emitter, emitter.op("aten.amax.default", scores, dim, True), "max", local.splits["c"])
+        if safe:
+            nowhere = emitter.op("aten.eq.Scalar", highest, -math.inf)
+            highest = emitter.op("aten.masked_fill.Scalar", highest, nowhere, 0.0)
         shifted = emitter.op("aten.sub.Tensor", scores, highest)
         powers = emitter.op("aten.exp.default", shifted)
         total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dim, True), "sum", local.splits["c"])
+        if safe:
+            total = emitter.op("aten.masked_fill.Scalar", total, nowhere, 1.0)
         if log:
             result = emitter.op("aten.sub.Tensor", shifted, emitter.op("aten.log.default", total))
         else:
             result = emitter.op("aten.div.Tensor", powers, total)
-        return (_narrow(emitter, result, local.call.outputs[0].dtype),)
+        return (narrow(emitter, result, local.call.outputs[0].dtype),)
 
     return expand
 
@@ -181,12 +187,12 @@ def softmax_backward(*, log: bool) -> Expansion:
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         assert local.call.outputs[0] is not None
         dim = (local.call.argument("dim"),)
-        gradient, output = _wide(emitter, local.args[0]), _wide(emitter, local.args[1])
+        gradient, output = wide(emitter, local.args[0]), wide(emitter, local.args[1])
         product = gradient if log else emitter.op("aten.mul.Tensor", gradient, output)
         total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", local.splits["c"])
         weight = emitter.op("aten.exp.default", output) if log else output
         result = emitter.op("aten.sub.Tensor", product, emitter.op("aten.mul.Tensor", weight, total))
-        return (_narrow(emitter, result, local.call.outputs[0].dtype),)
+        return (narrow(emitter, result, local.call.outputs[0].dtype),)
 
     return expand
 
@@ -196,7 +202,7 @@ _IGNORED = -1
 
 
 def _local_targets(emitter: Emitter, target: Ref, ignored: int, axes: tuple[int, ...], classes: int) -> Ref:
-    local, mine = _local_indices(emitter, target, axes, classes)
+    local, mine = local_indices(emitter, target, axes, classes)
     mine = emitter.op("aten.logical_and.default", mine, emitter.op("aten.ne.Scalar", target, ignored))
     return emitter.op("aten.masked_fill.Scalar", local, emitter.op("aten.logical_not.default", mine), _IGNORED)
 
@@ -209,11 +215,11 @@ def nll(emitter: Emitter, local: LocalCall) -> Results:
     classes = local.splits.get("c", ())
     tokens = tuple(axis for name, axes in local.splits.items() if name != "c" for axis in axes)
     dtype = emitter.meta(scores).dtype
-    wide = torch.float32 if dtype in _NARROW else dtype
+    exact = torch.float32 if dtype in _NARROW else dtype
     counted = None
     if weight is None and (classes or dtype in _NARROW):
         # each token is in the classes of one rank only, but it counts on all, and exactly
-        counted = emitter.op("aten.sum.default", emitter.op("aten.ne.Scalar", target, ignored), dtype=wide)
+        counted = emitter.op("aten.sum.default", emitter.op("aten.ne.Scalar", target, ignored), dtype=exact)
     if classes:
         size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
         target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
@@ -223,14 +229,14 @@ def nll(emitter: Emitter, local: LocalCall) -> Results:
         return total, weights
     counted = weights if counted is None else counted
     if reduction != MEAN:
-        return total, _narrow(emitter, counted, dtype)
+        return total, narrow(emitter, counted, dtype)
     shared = tokens if weight is None else (*tokens, *classes)
     if shared:
-        both = emitter.op("aten.stack.default", (_wide(emitter, total), _wide(emitter, counted)))
+        both = emitter.op("aten.stack.default", (wide(emitter, total), wide(emitter, counted)))
         both = all_reduce(emitter, both, "sum", shared)
         total, counted = (emitter.op("aten.select.int", both, 0, i) for i in (0, 1))
     mean = emitter.op("aten.div.Tensor", total, counted)
-    return _narrow(emitter, mean, dtype), _narrow(emitter, counted, dtype)
+    return narrow(emitter, mean, dtype), narrow(emitter, counted, dtype)
 
 
 def nll_backward(emitter: Emitter, local: LocalCall) -> Results:

@@ -161,11 +161,6 @@ def the_dims(call: Call, rank: int) -> tuple[int, ...]:
     return axes(call, "dims", rank)
 
 
-def last_two(call: Call, rank: int) -> tuple[int, ...]:
-    """Rows and columns."""
-    return (-2, -1)
-
-
 def padded(call: Call, rank: int) -> tuple[int, ...]:
     """The dims that `constant_pad_nd` makes longer (or shorter)."""
     pad = call.argument("pad")
@@ -179,28 +174,6 @@ def window(start: int | None, end: int | None, size: int) -> tuple[int, int]:
     """A slice's start and end within [0, size]."""
     first, last, _ = slice(start, end).indices(size)
     return first, max(first, last)
-
-
-def part(whole: str = "self", *, linear: Linear = FIRST, moves_nothing: bool = True) -> Rule:
-    """slice, slice_backward, slice_scatter: a window along `dim` of the whole, which is the operand
-    `self`, or, for the backward op, the result."""
-
-    def rule(call: Call) -> OpRule:
-        meta = call.inputs[0] if whole == "self" else call.outputs[0]
-        assert meta is not None
-        rank = len(meta.shape)
-        dim = call.argument("dim") % rank
-        names: list[str | None] = list(_DIMS[:rank])
-        size = meta.shape[dim]
-        start, end = window(call.argument("start"), call.argument("end"), size)
-        if call.argument("step") != 1:
-            names[dim] = None
-        sizes = {_DIMS[dim]: math.gcd(size, start, end)}
-        return assemble(
-            call, [names] * len(call.inputs), [names], linear=linear, sizes=sizes, moves_nothing=moves_nothing
-        )
-
-    return rule
 
 
 def pieces(sizes_of: Callable[[Call], Iterable[int]]) -> Rule:
@@ -247,29 +220,13 @@ def stacked(call: Call) -> OpRule:
 
 
 def taken(call: Call) -> OpRule:
-    """select, unbind: `dim` is whole and gone."""
+    """unbind: `dim` is whole and gone."""
     names: list[str | None] = list(_DIMS[: len(call.inputs[0].shape)])
     dim = call.argument("dim") % len(names)
     rest = names[:dim] + names[dim + 1 :]
     names[dim] = None
     outputs = [rest if meta else () for meta in call.outputs]
     return assemble(call, [names], outputs, linear=FIRST, moves_nothing=True)
-
-
-def put_back(call: Call) -> OpRule:
-    """select_backward: `dim` is whole and new."""
-    rank = len(call.argument("input_sizes"))
-    dim = call.argument("dim") % rank
-    names = _DIMS[: rank - 1]
-    return assemble(call, [names], [(*names[:dim], None, *names[dim:])], linear=FIRST)
-
-
-def select_scattered(call: Call) -> OpRule:
-    """select_scatter: `src` replaces one index of `dim`."""
-    names: list[str | None] = list(_DIMS[: len(call.inputs[0].shape)])
-    dim = call.argument("dim") % len(names)
-    names[dim] = None
-    return assemble(call, [names, names[:dim] + names[dim + 1 :]], [names], linear=BOTH)
 
 
 def expanded(call: Call) -> OpRule:
@@ -301,76 +258,6 @@ def new(call: Call) -> OpRule:
     assert call.outputs[0] is not None
     names = _DIMS[: len(call.outputs[0].shape)]
     return assemble(call, [[None] * len(call.inputs[0].shape)], [names])
-
-
-# Indexing: what is indexed is whole, the index and all other dims can be split.
-
-
-def indexed(call: Call) -> OpRule | None:
-    """index with tensors of integers that stand side by side: x[:, i, j] has the dims of x left of
-    them, then the dims of the broadcast indices, then the dims of x right of them."""
-    places = _places(call)
-    if places is None or call.outputs[0] is None:
-        return None
-    source = _DIMS[: len(call.inputs[0].shape)]
-    index_rank = max(len(meta.shape) for meta in call.inputs[1:])
-    index = [f"i{k}" for k in range(index_rank)]
-    names = [None if d in places else name for d, name in enumerate(source)]
-    output = [*source[: places[0]], *index, *source[places[-1] + 1 :]]
-    inputs: list[Named] = [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])]
-    return assemble(call, inputs, [output], linear=FIRST)
-
-
-def index_put(call: Call) -> OpRule | None:
-    """index_put, whose values have the dims that index would give (some may be missing or 1)."""
-    places = _places(call)
-    if places is None:
-        return None
-    source = _DIMS[: len(call.inputs[0].shape)]
-    indices, values = call.inputs[1:-1], call.inputs[-1]
-    index_rank = max(len(meta.shape) for meta in indices)
-    names = [None if d in places else name for d, name in enumerate(source)]
-    value = [*source[: places[0]], *([None] * index_rank), *source[places[-1] + 1 :]]
-    inputs: list[Named] = [names, *([None] * len(m.shape) for m in indices), value[len(value) - len(values.shape) :]]
-    return assemble(call, inputs, [names], linear=((0, len(call.inputs) - 1),))
-
-
-def _places(call: Call) -> tuple[int, ...] | None:
-    """The dims that are indexed, or None if they do not stand side by side or a mask is among them."""
-    places = tuple(d for d, index in enumerate(call.argument("indices")) if index is not None)
-    masks = any(not meta.dtype.is_signed for meta in call.inputs[1 : 1 + len(places)])
-    if masks or not places or places[-1] - places[0] != len(places) - 1:
-        return None
-    return places
-
-
-def gathered(linear: Linear, *, index_splits: bool) -> Rule:
-    """gather, scatter: `dim` is whole in what is indexed. The other dims move together where they
-    have one size in all operands. Only gather can split the index along `dim`."""
-
-    def rule(call: Call) -> OpRule:
-        rank = len(call.inputs[0].shape)
-        if any(len(meta.shape) != rank for meta in call.inputs):
-            return assemble(call, [[None] * len(m.shape) for m in call.inputs], [[None] * rank])
-        dim = call.argument("dim") % rank if rank else 0
-        names = [None if i == dim else _DIMS[i] for i in range(rank)]
-        # sizes may differ from operand to operand; 1 does not mean broadcasting here
-        equal = [len({meta.shape[i] for meta in call.inputs}) == 1 for i in range(rank)]
-        names = [name if same else None for name, same in zip(names, equal, strict=True)]
-        index = [_DIMS[i] if i == dim and index_splits else names[i] for i in range(rank)]
-        inputs = [names, index, *([names] * (len(call.inputs) - 2))]
-        return assemble(call, inputs, [index if index_splits else names], linear=linear)
-
-    return rule
-
-
-def index_selected(call: Call) -> OpRule:
-    """index_select."""
-    names: list[str | None] = list(_DIMS[: len(call.inputs[0].shape)])
-    dim = call.argument("dim") % len(names)
-    output = [*names[:dim], "i", *names[dim + 1 :]]
-    names[dim] = None
-    return assemble(call, [names, ["i"] if call.inputs[1].shape else []], [output], linear=FIRST)
 
 
 # Norms, losses, convolution.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from . import attention, expansions, local
+from . import attention, expansions, indexing, local, reductions
 from .attention import attention as attended
 from .families import (
     BOTH,
@@ -25,12 +25,7 @@ from .families import (
     expanded,
     filled_with_zero,
     from_template,
-    gathered,
-    index_put,
-    index_selected,
-    indexed,
     joined,
-    last_two,
     loss,
     loss_backward,
     new,
@@ -38,14 +33,11 @@ from .families import (
     nll_backward,
     normalized,
     padded,
-    part,
     permuted,
     pieces,
     pointwise,
-    put_back,
     reduce,
     repeated,
-    select_scattered,
     split_sizes,
     stacked,
     taken,
@@ -54,6 +46,7 @@ from .families import (
     to_dtype,
     true_division,
 )
+from .rule import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +83,20 @@ _histogram = either(
     from_template("*i -> bins!"),
     from_template("*i! -> bins!"),
 )
+
+
+def _adds(call: Call) -> bool:
+    """Whether scatter_reduce is a sum with what stands there."""
+    return bool(call.argument("reduce") == "sum" and call.argument("include_self"))
+
+
+def _always(call: Call) -> bool:
+    return True
+
+
+def _never(call: Call) -> bool:
+    return False
+
 
 TABLE: Mapping[str, Entry] = MappingProxyType({
     # contractions
@@ -147,8 +154,9 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         expand=expansions.embedding)),
     **_aten("embedding_dense_backward", Entry(
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
-    **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(log=False))),
+    **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax())),
     **_aten("_log_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(log=True))),
+    **_aten("_safe_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(safe=True))),
     **_aten("_softmax_backward_data", Entry(
         along(the_dim, linear=FIRST, name="c"), expand=expansions.softmax_backward(log=False))),
     **_aten("_log_softmax_backward_data", Entry(
@@ -173,44 +181,61 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("mean mean.dim", Entry(_mean, expand=expansions.share(_mean))),
     **_aten("amax max", Entry(reduce("max", linear=()))),
     **_aten("amin min", Entry(reduce("min", linear=()))),
-    **_aten("max.dim min.dim argmax argmin any any.dim any.dims all all.dim all.dims prod prod.dim_int logsumexp "
-            "std.correction var.correction var_mean.correction linalg_vector_norm count_nonzero.dim_IntList",
-            Entry(reduce("", linear=()))),
-
+    **_aten("count_nonzero.dim_IntList", Entry(reduce("sum", linear=()))),
+    **_aten("any any.dim any.dims", Entry(reductions.combined(), expand=reductions.truth("max"))),
+    **_aten("all all.dim all.dims", Entry(reductions.combined(), expand=reductions.truth("min"))),
+    **_aten("max.dim", Entry(reductions.combined(reductions.numbers), expand=reductions.extreme("max", values=True))),
+    **_aten("min.dim", Entry(reductions.combined(reductions.numbers), expand=reductions.extreme("min", values=True))),
+    **_aten("argmax", Entry(reductions.combined(reductions.one_dim), expand=reductions.extreme("max", values=False))),
+    **_aten("argmin", Entry(reductions.combined(reductions.one_dim), expand=reductions.extreme("min", values=False))),
+    **_aten("logsumexp", Entry(reductions.combined(reductions.real), expand=reductions.logsumexp)),
+    **_aten("var.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance())),
+    **_aten("std.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance(root=True))),
+    **_aten("var_mean.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance(mean=True))),
+    **_aten("linalg_vector_norm", Entry(reductions.combined(reductions.has_power), expand=reductions.vector_norm)),
+    **_aten("prod prod.dim_int", Entry(reduce("", linear=()))),
     **_aten("histc", Entry(_histogram)),
 
     # along a dim
-    **_aten("cumsum", Entry(along(the_dim, linear=FIRST))),
-    **_aten("cumprod logcumsumexp _safe_softmax sort argsort topk", Entry(along(the_dim))),
+    **_aten("cumsum", Entry(reductions.running, expand=reductions.cumsum)),
+    **_aten("cumprod logcumsumexp sort argsort topk", Entry(along(the_dim))),
     **_aten("flip", Entry(along(the_dims, linear=FIRST))),
     **_aten("roll", Entry(along(the_dims, linear=FIRST))),
-    **_aten("tril triu", Entry(along(last_two, linear=FIRST))),
+    **_aten("tril triu", Entry(reductions.triangle, expand=reductions.cut_triangle)),
     **_aten("constant_pad_nd", Entry(along(padded, linear=filled_with_zero))),
 
     # parts and wholes
-    **_aten("slice.Tensor", Entry(part(), local.window_of_input)),
-    **_aten("slice_backward", Entry(part("output", moves_nothing=False), local.window_of_output)),
-    **_aten("slice_scatter", Entry(part(linear=BOTH, moves_nothing=False), local.window_of_input)),
+    **_aten("slice.Tensor", Entry(indexing.windowed("slice"), local.window_of_input, indexing.slice_of_few)),
+    **_aten("slice_backward", Entry(
+        indexing.windowed("backward"), local.window_of_output, indexing.slice_backward)),
+    **_aten("slice_scatter", Entry(indexing.windowed("scatter"), local.window_of_input, indexing.slice_scatter)),
     **_aten("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", Entry(
         pieces(split_sizes), local.piece_sizes)),
     **_aten("cat", Entry(joined)),
     **_aten("stack", Entry(stacked)),
-    **_aten("select.int unbind.int", Entry(taken)),
-    **_aten("select_backward", Entry(put_back, local.shape_of_output("input_sizes"))),
-    **_aten("select_scatter", Entry(select_scattered)),
+    **_aten("select.int", Entry(indexing.selected, expand=indexing.select)),
+    **_aten("unbind.int", Entry(taken)),
+    **_aten("select_backward", Entry(
+        indexing.put_back, local.shape_of_output("input_sizes"), indexing.select_backward)),
+    **_aten("select_scatter", Entry(indexing.select_scattered, expand=indexing.select_scatter)),
     **_aten("expand", Entry(expanded, local.shape_of_output("size"))),
     **_aten("repeat", Entry(repeated, local.repeats)),
     **_aten("permute", Entry(permuted)),
     **_aten("new_zeros new_ones new_full new_empty", Entry(new, local.shape_of_output("size"))),
 
     # indexing
-    **_aten("index.Tensor", Entry(indexed)),
-    **_aten("index_put", Entry(index_put)),
-    **_aten("index_select", Entry(index_selected)),
-    **_aten("gather", Entry(gathered(FIRST, index_splits=True))),
-    **_aten("scatter.src", Entry(gathered(((0, 2),), index_splits=False))),
-    **_aten("scatter_add", Entry(gathered(((0, 2),), index_splits=False))),
-    **_aten("scatter.value", Entry(gathered((), index_splits=False))),
+    **_aten("index.Tensor _unsafe_index.Tensor", Entry(indexing.indexed, expand=indexing.index)),
+    **_aten("index_put _unsafe_index_put", Entry(indexing.index_put, expand=indexing.put_at_indices)),
+    **_aten("index_select", Entry(indexing.index_selected, expand=indexing.index_select)),
+    **_aten("gather", Entry(indexing.gathered, expand=indexing.gather)),
+    **_aten("scatter.src", Entry(indexing.scattered(_never, ((0, 2),)), expand=indexing.write)),
+    **_aten("scatter.value", Entry(indexing.scattered(_never), expand=indexing.write)),
+    **_aten("scatter_add", Entry(indexing.scattered(_always, ((0, 2),)), expand=indexing.write)),
+    **_aten("scatter_reduce.two", Entry(indexing.scattered(_adds), expand=indexing.write)),
+    **_aten("index_add", Entry(indexing.index_written(True, ((0, 2),)), expand=indexing.write)),
+    **_aten("index_copy", Entry(indexing.index_written(False, ((0, 2),)), expand=indexing.write)),
+    **_aten("index_fill.int_Scalar index_fill.int_Tensor", Entry(
+        indexing.index_written(False), expand=indexing.write)),
 
     # pointwise, by what they are linear in
     **_aten("neg clone detach alias mul.Scalar div.Scalar lift_fresh_copy", Entry(pointwise(FIRST))),

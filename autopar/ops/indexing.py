@@ -1,0 +1,415 @@
+"""Ops that address elements by their place along a dim, with that dim split.
+
+What reads places (select, index, gather, ...) looks up the places that this rank holds and has zeros for the
+others: the result is Partial(sum), and the source is not gathered. What writes places (scatter, index_put, their
+backward ops) drops what is for other ranks' places. What adds at places may also split what is added: every rank
+adds its part, and one of them the tensor that it is added to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..graph import Ref, TensorMeta
+from .expansions import LocalCall, Results, global_indices, local_indices
+from .families import _DIMS as DIMS
+from .families import BOTH, FIRST, Rule, window
+from .rule import Call, Emitter, OpRule
+from .template import Linear, Named, assemble
+
+PLACE = "place"
+"""The factor of the dim in which places are addressed."""
+
+
+def _place(meta: TensorMeta) -> str | None:
+    """The factor of a dim in which elements are looked up, unless the dtype has no sums."""
+    return None if meta.dtype is torch.bool else PLACE
+
+
+def _with(names: Sequence[str | None], dim: int, *inserted: str | None) -> list[str | None]:
+    """The names with others in the place of one dim."""
+    return [*names[:dim], *inserted, *names[dim + 1 :]]
+
+
+def _beside(emitter: Emitter, vector: Ref, rank: int, dim: int) -> Ref:
+    """A vector along one dim of a tensor of this rank."""
+    return emitter.op("aten.reshape.default", vector, tuple(-1 if d == dim else 1 for d in range(rank)))
+
+
+def _dim(call: Call, rank: int) -> int:
+    return int(call.argument("dim")) % rank if rank else 0
+
+
+# what is read
+
+
+def _looked_up(emitter: Emitter, local: LocalCall, source: Ref, dim: int, places: Ref) -> Ref:
+    """The elements at places (a vector of global indices) along a split dim: zeros for other ranks' places."""
+    shape = emitter.meta(source).shape
+    row, mine = local_indices(emitter, places, local.splits[PLACE], shape[dim])
+    other = emitter.op("aten.logical_not.default", mine)
+    found = emitter.op("aten.index_select.default", source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0))
+    return emitter.op("aten.masked_fill.Scalar", found, _beside(emitter, other, len(shape), dim), 0)
+
+
+def selected(call: Call) -> OpRule:
+    """select."""
+    names = DIMS[: len(call.inputs[0].shape)]
+    dim = _dim(call, len(names))
+    return assemble(
+        call, [_with(names, dim, _place(call.inputs[0]))], [_with(names, dim)], linear=FIRST,
+        expands=(PLACE,), contiguous=(PLACE,), moves_nothing=True,
+    )  # fmt: skip
+
+
+def select(emitter: Emitter, local: LocalCall) -> Results:
+    """select of one place."""
+    shape = local.call.inputs[0].shape
+    dim = _dim(local.call, len(shape))
+    place = emitter.op("aten.full.default", (1,), local.call.argument("index") % shape[dim], dtype=torch.int64)
+    return (emitter.op("aten.squeeze.dim", _looked_up(emitter, local, local.args[0], dim, place), dim),)
+
+
+def slice_of_few(emitter: Emitter, local: LocalCall) -> Results:
+    """slice of a few places."""
+    shape = local.call.inputs[0].shape
+    dim = _dim(local.call, len(shape))
+    start, end = window(local.call.argument("start"), local.call.argument("end"), shape[dim])
+    places = emitter.op("aten.arange.start_step", start, end, local.call.argument("step"))
+    return (_looked_up(emitter, local, local.args[0], dim, places),)
+
+
+def index_selected(call: Call) -> OpRule:
+    """index_select."""
+    names = DIMS[: len(call.inputs[0].shape)]
+    dim = _dim(call, len(names))
+    return assemble(
+        call, [_with(names, dim, _place(call.inputs[0])), ["i"] if call.inputs[1].shape else []],
+        [_with(names, dim, "i")], linear=FIRST, expands=(PLACE,), contiguous=(PLACE,),
+    )  # fmt: skip
+
+
+def index_select(emitter: Emitter, local: LocalCall) -> Results:
+    """index_select along a split dim."""
+    source, dim, places = local.args
+    dim %= len(emitter.meta(source).shape)
+    return (_looked_up(emitter, local, source, dim, emitter.op("aten.reshape.default", places, (-1,))),)
+
+
+def gathered(call: Call) -> OpRule:
+    """gather. The other dims move together where they have one size in all operands."""
+    names, dim = _together(call)
+    return assemble(
+        call, [_with(names, dim, _place(call.inputs[0])), _with(names, dim, "i")], [_with(names, dim, "i")],
+        linear=FIRST, expands=(PLACE,), contiguous=(PLACE,),
+    ) if names else _whole(call)  # fmt: skip
+
+
+def gather(emitter: Emitter, local: LocalCall) -> Results:
+    """gather along a split dim."""
+    source, dim, places, *rest = local.args
+    row, mine = local_indices(emitter, places, local.splits[PLACE], emitter.meta(source).shape[dim])
+    other = emitter.op("aten.logical_not.default", mine)
+    found = local.result(emitter, source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0), *rest)
+    return (emitter.op("aten.masked_fill.Scalar", found, other, 0),)
+
+
+def _together(call: Call) -> tuple[list[str | None], int]:
+    """For gather and scatter: names of the dims, without those that differ in size from operand to operand (a
+    1 is not broadcast), and the dim of the places. No names if a number stands for a tensor."""
+    rank = len(call.inputs[0].shape)
+    if any(len(meta.shape) != rank for meta in call.inputs) or not rank:
+        return [], 0
+    equal = [len({meta.shape[d] for meta in call.inputs}) == 1 for d in range(rank)]
+    return [name if same else None for name, same in zip(DIMS, equal, strict=False)], _dim(call, rank)
+
+
+def _whole(call: Call) -> OpRule:
+    return assemble(
+        call, [[None] * len(m.shape) for m in call.inputs], [[None] * len(m.shape) if m else () for m in call.outputs]
+    )
+
+
+# several indices: x[:, i, j]
+
+
+def _indices(call: Call) -> tuple[tuple[int, ...], bool, int] | None:
+    """The dims that are indexed, whether they stand side by side (the dims of the indices then come in their place,
+    else first), and the number of dims of the indices. None for masks, whose results have sizes that depend
+    on the data."""
+    places = tuple(d for d, index in enumerate(call.argument("indices")) if index is not None)
+    indices = call.inputs[1 : 1 + len(places)]
+    if not places or any(not meta.dtype.is_signed for meta in indices):
+        return None
+    return places, places[-1] - places[0] == len(places) - 1, max(len(meta.shape) for meta in indices)
+
+
+def _indexed_dims(rank: int, places: tuple[int, ...], adjacent: bool, index: Sequence[str | None]) -> list[str | None]:
+    """Names of the dims of x[indices], for x with the names `DIMS`."""
+    rest = [name for d, name in enumerate(DIMS[:rank]) if d not in places]
+    before = places[0] if adjacent else 0
+    return [*rest[:before], *index, *rest[before:]]
+
+
+def _place_names(rank: int, places: tuple[int, ...], allowed: bool = True) -> list[str | None]:
+    return [(f"{PLACE}{d}" if allowed else None) if d in places else DIMS[d] for d in range(rank)]
+
+
+def indexed(call: Call) -> OpRule | None:
+    """index with tensors of integers."""
+    found = _indices(call)
+    if found is None:
+        return None
+    places, adjacent, index_rank = found
+    rank = len(call.inputs[0].shape)
+    index = [f"i{k}" for k in range(index_rank)]
+    names = _place_names(rank, places, call.inputs[0].dtype is not torch.bool)
+    expands = tuple(f"{PLACE}{d}" for d in places)
+    return assemble(
+        call, [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])],
+        [_indexed_dims(rank, places, adjacent, index)], linear=FIRST, expands=expands, contiguous=expands,
+    )  # fmt: skip
+
+
+def _split_places(
+    emitter: Emitter, local: LocalCall, source: Ref, outside: Callable[[int], int]
+) -> tuple[list[Ref | None], list[Ref], list[int]]:
+    """The indices relative to this rank's first element, with `outside(size)` for other ranks' places; where those
+    are, one mask for each split dim; and the split dims."""
+    indices: list[Ref | None] = list(local.args[1])
+    shape = emitter.meta(source).shape
+    masks, dims = [], []
+    for d, index in enumerate(indices):
+        axes = local.splits.get(f"{PLACE}{d}", ())
+        if index is not None and axes:
+            counted = emitter.op("aten.remainder.Scalar", index, local.call.inputs[0].shape[d])  # -1 is the last
+            row, mine = local_indices(emitter, counted, axes, shape[d])
+            other = emitter.op("aten.logical_not.default", mine)
+            indices[d] = emitter.op("aten.masked_fill.Scalar", row, other, outside(shape[d]))
+            masks.append(other)
+            dims.append(d)
+    return indices, masks, dims
+
+
+def index(emitter: Emitter, local: LocalCall) -> Results:
+    """index in split dims: what one of the indices says is elsewhere is zero here."""
+    source = local.args[0]
+    known = _indices(local.call)
+    assert known is not None
+    places, adjacent, _ = known
+    indices, masks, _ = _split_places(emitter, local, source, lambda size: 0)
+    found = local.result(emitter, source, tuple(indices))
+    rank = len(emitter.meta(source).shape)
+    behind = rank - 1 - places[-1] if adjacent else rank - len(places)
+    for mask in masks:
+        shape = (*emitter.meta(mask).shape, *(1,) * behind)
+        found = emitter.op("aten.masked_fill.Scalar", found, emitter.op("aten.reshape.default", mask, shape), 0)
+    return (found,)
+
+
+def index_put(call: Call) -> OpRule | None:
+    """index_put, whose values have the dims that index would give (some may be missing or 1). Only what
+    accumulates may split the indices: else the last of two values for one place wins."""
+    found = _indices(call)
+    if found is None:
+        return None
+    places, adjacent, index_rank = found
+    rank, values = len(call.inputs[0].shape), call.inputs[-1]
+    index = [f"i{k}" if call.argument("accumulate") else None for k in range(index_rank)]
+    value = _indexed_dims(rank, places, adjacent, index)
+    names = _place_names(rank, places)
+    expands = tuple(f"{PLACE}{d}" for d in places)
+    inputs: list[Named] = [names, *(index[index_rank - len(m.shape) :] for m in call.inputs[1:-1])]
+    return assemble(
+        call, [*inputs, value[len(value) - len(values.shape) :]], [names], linear=((0, len(call.inputs) - 1),),
+        expands=(*expands, *(i for i in index if i)), contiguous=expands,
+    )  # fmt: skip
+
+
+def put_at_indices(emitter: Emitter, local: LocalCall) -> Results:
+    """index_put in split dims, or of split values."""
+    source = _once(emitter, local, local.args[0], "i")
+    indices, _, dims = _split_places(emitter, local, source, lambda size: size)
+    longer = _longer(emitter, source, dims)
+    return (_cut(emitter, local.result(emitter, longer, tuple(indices), *local.args[2:]), source, dims),)
+
+
+# what is written
+
+
+def _longer(emitter: Emitter, value: Ref, dims: Sequence[int]) -> Ref:
+    """The value with one more element at the end of each of some dims, for what goes elsewhere."""
+    rank = len(emitter.meta(value).shape)
+    pad = [int(rank - 1 - i // 2 in dims and i % 2 == 1) for i in range(2 * rank)]
+    return emitter.op("aten.constant_pad_nd.default", value, tuple(pad), 0) if dims else value
+
+
+def _cut(emitter: Emitter, value: Ref, like: Ref, dims: Sequence[int]) -> Ref:
+    for dim in dims:
+        value = emitter.op("aten.slice.Tensor", value, dim, 0, emitter.meta(like).shape[dim])
+    return value
+
+
+def _once(emitter: Emitter, local: LocalCall, value: Ref, prefix: str) -> Ref:
+    """What is added to is kept by the first rank of those that split what is added, and zero on others."""
+    for name, axes in local.splits.items():
+        for axis in axes if name.startswith(prefix) else ():
+            number = emitter.op("aten.full.default", (), emitter.coordinate(axis), dtype=torch.int64)
+            value = emitter.op("aten.masked_fill.Scalar", value, emitter.op("aten.ne.Scalar", number, 0), 0)
+    return value
+
+
+def scattered(adds: Callable[[Call], bool], linear: Linear = ()) -> Rule:
+    """scatter and the like; what `adds` may split what is added."""
+
+    def rule(call: Call) -> OpRule:
+        names, dim = _together(call)
+        if not names:
+            return _whole(call)
+        target, other = _with(names, dim, PLACE), _with(names, dim, "i" if adds(call) else None)
+        return assemble(
+            call, [target, *([other] * (len(call.inputs) - 1))], [target], linear=linear,
+            expands=(PLACE, "i"), contiguous=(PLACE,),
+        )  # fmt: skip
+
+    return rule
+
+
+def index_written(adds: bool, linear: Linear = ()) -> Rule:
+    """index_add, index_copy, index_fill: a vector of places, and a slice for each (or one number for all)."""
+
+    def rule(call: Call) -> OpRule:
+        names = DIMS[: len(call.inputs[0].shape)]
+        if not names:
+            return _whole(call)
+        dim = _dim(call, len(names))
+        index = "i" if adds else None
+        values = _with(names, dim, index)
+        inputs: list[Named] = [_with(names, dim, PLACE), [index] if call.inputs[1].shape else []]
+        inputs += [values if meta.shape else () for meta in call.inputs[2:]]
+        return assemble(
+            call, inputs, [_with(names, dim, PLACE)], linear=linear, expands=(PLACE, "i"), contiguous=(PLACE,)
+        )  # fmt: skip
+
+    return rule
+
+
+def write(emitter: Emitter, local: LocalCall) -> Results:
+    """scatter, index_add and the like along a split dim, or of a split source: (self, dim, index, ...)."""
+    target, dim, places, *rest = local.args
+    target = _once(emitter, local, target, "i")
+    dims = [dim % len(emitter.meta(target).shape)] if PLACE in local.splits else []
+    for d in dims:
+        size = emitter.meta(target).shape[d]
+        row, mine = local_indices(emitter, places, local.splits[PLACE], size)
+        places = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), size)
+    written = local.result(emitter, _longer(emitter, target, dims), dim, places, *rest, **dict(local.kwargs))
+    return (_cut(emitter, written, target, dims),)
+
+
+# parts of a dim put back in their place: every rank knows which of its places are meant
+
+
+def put_back(call: Call) -> OpRule:
+    """select_backward."""
+    assert call.outputs[0] is not None
+    names = DIMS[: len(call.outputs[0].shape)]
+    dim = _dim(call, len(names))
+    return assemble(call, [_with(names, dim)], [_with(names, dim, PLACE)], linear=FIRST, expands=(PLACE,))
+
+
+def select_backward(emitter: Emitter, local: LocalCall) -> Results:
+    """select_backward into a split dim."""
+    assert local.call.outputs[0] is not None and local.outputs[0] is not None
+    shape, dim = local.call.outputs[0].shape, _dim(local.call, len(local.outputs[0]))
+    other = _other_places(emitter, local, shape, dim, local.call.argument("index") % shape[dim])
+    spread = emitter.op(
+        "aten.expand.default", emitter.op("aten.unsqueeze.default", local.args[0], dim), local.outputs[0]
+    )
+    return (emitter.op("aten.masked_fill.Scalar", spread, other, 0),)
+
+
+def _other_places(emitter: Emitter, local: LocalCall, shape: tuple[int, ...], dim: int, place: int) -> Ref:
+    here = global_indices(emitter, shape[dim], local.results[0], dim)
+    return _beside(emitter, emitter.op("aten.ne.Scalar", here, place), len(shape), dim)
+
+
+def select_scattered(call: Call) -> OpRule:
+    """select_scatter: `src` replaces one place of `dim`."""
+    names = DIMS[: len(call.inputs[0].shape)]
+    dim = _dim(call, len(names))
+    whole = _with(names, dim, PLACE)
+    return assemble(call, [whole, _with(names, dim)], [whole], linear=BOTH, expands=(PLACE,))
+
+
+def select_scatter(emitter: Emitter, local: LocalCall) -> Results:
+    """select_scatter into a split dim."""
+    shape = local.call.inputs[0].shape
+    dim = _dim(local.call, len(shape))
+    other = _other_places(emitter, local, shape, dim, local.call.argument("index") % shape[dim])
+    source = emitter.op("aten.unsqueeze.default", local.args[1], dim)
+    return (emitter.op("aten.where.self", other, local.args[0], source),)
+
+
+def windowed(kind: str) -> Rule:
+    """slice, slice_backward, slice_scatter: a window along `dim` of the whole, which is the operand `self`, or, for
+    the backward op, the result. A window that starts and ends at multiples of a factor's size is split with
+    the whole; of another, a slice looks up a few places and the others know which of their places are meant."""
+
+    def rule(call: Call) -> OpRule:
+        meta = call.outputs[0] if kind == "backward" else call.inputs[0]
+        assert meta is not None
+        names = DIMS[: len(meta.shape)]
+        dim = _dim(call, len(names))
+        size = meta.shape[dim]
+        start, end = window(call.argument("start"), call.argument("end"), size)
+        unit = math.gcd(size, start, end) if call.argument("step") == 1 else 1
+        whole: Named = names
+        part: Named = names
+        if unit == 1:
+            few = 2 * len(range(start, end, call.argument("step"))) <= size
+            whole, part = _with(names, dim, _place(meta) if few or kind != "slice" else None), _with(names, dim, None)
+        inputs = [part] if kind == "backward" else [whole, part][: len(call.inputs)]
+        sizes = {names[dim]: unit} if unit > 1 else {}
+        output = part if kind == "slice" else whole
+        return assemble(
+            call, inputs, [output], linear=BOTH if kind == "scatter" else FIRST, sizes=sizes, expands=(PLACE,),
+            contiguous=(PLACE,) if kind == "slice" else (), moves_nothing=kind == "slice",
+        )  # fmt: skip
+
+    return rule
+
+
+def _in_window(emitter: Emitter, local: LocalCall, dim: int, part: Ref) -> tuple[Ref, Ref]:
+    """What of a window falls on each of this rank's places, and which places have nothing of it."""
+    assert local.call.outputs[0] is not None
+    shape, step = local.call.outputs[0].shape, local.call.argument("step")
+    start, _ = window(local.call.argument("start"), local.call.argument("end"), shape[dim])
+    here = global_indices(emitter, shape[dim], local.results[0], dim)
+    distance = emitter.op("aten.sub.Tensor", here, start)
+    row = emitter.op("aten.div.Tensor_mode", distance, step, rounding_mode="floor")
+    outside = emitter.op("aten.lt.Scalar", distance, 0)
+    for beyond in (
+        emitter.op("aten.ge.Scalar", row, emitter.meta(part).shape[dim]),
+        emitter.op("aten.ne.Scalar", emitter.op("aten.remainder.Scalar", distance, step), 0),
+    ):
+        outside = emitter.op("aten.logical_or.default", outside, beyond)
+    row = emitter.op("aten.masked_fill.Scalar", row, outside, 0)
+    return emitter.op("aten.index_select.default", part, dim, row), _beside(emitter, outside, len(shape), dim)
+
+
+def slice_backward(emitter: Emitter, local: LocalCall) -> Results:
+    """slice_backward into a split dim."""
+    assert local.outputs[0] is not None
+    found, outside = _in_window(emitter, local, _dim(local.call, len(local.outputs[0])), local.args[0])
+    return (emitter.op("aten.masked_fill.Scalar", found, outside, 0),)
+
+
+def slice_scatter(emitter: Emitter, local: LocalCall) -> Results:
+    """slice_scatter into a split dim."""
+    assert local.outputs[0] is not None
+    found, outside = _in_window(emitter, local, _dim(local.call, len(local.outputs[0])), local.args[1])
+    return (emitter.op("aten.where.self", outside, local.args[0], found),)
