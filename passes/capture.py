@@ -273,13 +273,43 @@ class _Fakes:
                 memo[id(tensor)] = self.tensor(name, tensor)
         for module in model.modules():
             for name, attribute in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules"):
+                if name not in _REGISTRIES:
                     for tensor in pytree.tree_leaves(attribute):
                         # neither parameter nor buffer: real ones become constants of the graph
                         if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                             bare = tensor.device.type == "meta" or compat.is_fake(tensor)
                             memo[id(tensor)] = self.tensor(name, tensor) if bare else tensor.detach()
-        return copy.deepcopy(model, memo)
+        return copied(model, memo)
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def copied(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A deep copy of the model with what `memo` says in the place of parts of it. Attributes that cannot be copied
+    (operators of `torch.library.custom_op`, process groups, locks) are shared with it."""
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception as error:
+        shared = dict(memo)
+        names = []
+        for path, module in model.named_modules():
+            for key, attribute in vars(module).items():
+                if key not in _REGISTRIES and not _is_copyable(attribute, memo):
+                    shared[id(attribute)] = attribute
+                    names.append(f"{path}.{key}" if path else key)
+        if not names:
+            raise CaptureError(f"{type(model).__name__} cannot be copied, as capture must: {error}") from error
+        logger.info("shared with the captured copy, since they cannot be copied: %s", ", ".join(names))
+        return copy.deepcopy(model, shared)
+
+
+def _is_copyable(value: Any, memo: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------- the step

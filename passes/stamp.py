@@ -18,7 +18,6 @@ repeats. Where anything does not fit, the model is captured in full.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import re
@@ -34,7 +33,7 @@ from torch import nn
 
 from .. import compat
 from ..graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
-from .capture import Captured, CaptureError, capture
+from .capture import Captured, CaptureError, capture, copied
 from .segments import Repeated, segments
 
 logger = logging.getLogger(__name__)
@@ -306,7 +305,7 @@ def _shortened(model: nn.Module, watches: Sequence[_Watch]) -> nn.Module:
             if position not in run.real:
                 layer = model.get_submodule(run.name(position))
                 memo[id(layer)] = _stand_in(layer, watch, position)
-    shortened = copy.deepcopy(model, memo)
+    shortened = copied(model, memo)
     for watch in watches:
         run = watch.run
         for position in run.real:

@@ -75,6 +75,15 @@ def test_editing_as_in_the_readme(tmp_path: Path) -> None:
     assert layouts["model.embed_tokens.weight"] == (Split(1, 128), Split(0, 256))
 
 
+def test_the_guide_on_operators_of_your_own(tmp_path: Path) -> None:
+    """In a process of its own, for the operator's name is taken once."""
+    text = (ROOT / "docs/guide.md").read_text()
+    (tmp_path / "guide.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)))
+    result = subprocess.run([sys.executable, "guide.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"mylib\.scale_rows\.default: \d+ instances, factors m, k\n", result.stdout)
+
+
 def test_the_readme_names_every_file() -> None:
     rows = re.findall(r"^\| (`.*?) \|", README, flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)(?:\.py|/)`", row)}

@@ -12,8 +12,8 @@ from ..graph import Ref, overload
 from ..layout import Layout, Shape
 from .expansions import LocalCall
 from .local import Arguments
+from .registry import RULES
 from .rule import Call, Emitter, Factor, OpRule, parameters
-from .table import TABLE
 
 __all__ = ["Call", "Emitter", "Factor", "OpRule", "expand", "localize", "needs_no_rule", "rule_of"]
 
@@ -21,7 +21,7 @@ __all__ = ["Call", "Emitter", "Factor", "OpRule", "expand", "localize", "needs_n
 def rule_of(call: Call) -> OpRule | None:
     """The op's rule for these shapes and arguments, or None if there is none: the op is then
     replicated, never guessed. Ops that read no tensor have a rule without factors."""
-    entry = TABLE.get(call.node.op)
+    entry = RULES.get(call.node.op)
     if entry is not None:
         return entry.rule(call)
     if needs_no_rule(call.node.op):
@@ -45,7 +45,7 @@ def needs_no_rule(op: str) -> bool:
 def localize(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
     """The node's args and kwargs (as in `Node`) for operands and results of these local shapes:
     sizes, offsets and counts rewritten."""
-    entry = TABLE.get(call.node.op)
+    entry = RULES.get(call.node.op)
     return entry.local(call, local_inputs, local_outputs) if entry else (call.node.args, call.node.kwargs)
 
 
@@ -65,6 +65,7 @@ def expand(
     that are split, with the mesh axes that split each, outermost first. `operands` and `results` are the
     layouts of what the op reads and makes. Returns the local results.
     """
-    expansion = TABLE[call.node.op].expand
+    entry = RULES.get(call.node.op)
+    expansion = entry.expand if entry else None
     assert expansion is not None, f"{call.node.op} has no expansion"
     return expansion(emitter, LocalCall(call, args, kwargs, splits, operands, results, local_outputs))

@@ -20,6 +20,7 @@ from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Spli
 from ..lockstep import Values, run
 from . import rule_of
 from .emit import OPERAND, Emission, expansion, local_shapes, plain
+from .registry import qualified
 from .rule import Call, OpRule
 
 Coordinate = tuple[int, ...]
@@ -56,15 +57,17 @@ class Cut:
         return f"factor {rule.factors[self.factor].name} of size {rule.factors[self.factor].size} % {self.period}"
 
 
-def check_rule(op: str, *args: Any, compare_values: bool = True, **kwargs: Any) -> Report:
+def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: Any) -> Report:
     """Try everything that the op's rule allows for these arguments.
 
-    `op` is a qualified overload ("aten.mm.default"), the arguments are those of the op, with real
-    tensors. `compare_values=False` compares shapes only, for ops whose values mean nothing.
+    `op` is an operator's name ("aten.mm.default", "mylib::scale_rows"), the arguments are those of the op, with
+    real tensors, of dims that 2, 3 and 4 divide (12) where they can be split. `compare_values=False` compares
+    shapes only, for ops whose values mean nothing.
 
     Raises `RuleError`, which names the op, the split and the largest error, if a split is wrong, and
     `ValueError` if the op has no rule for these arguments.
     """
+    op = qualified(op)
     call, tensors = make_call(op, args, kwargs)
     rule = rule_of(call)
     if rule is None:

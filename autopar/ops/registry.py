@@ -1,0 +1,246 @@
+"""Rules of operators that autopar does not know: the user's lines beside the table's.
+
+One registry for the process, as `torch.library` is one for the operators themselves: what the dims of an
+operator mean is a fact about that operator, the same for every model, mesh and rank, and every step of the flow
+(segments, blocks, strategies, codegen, the oracle) must be told the same. So it is no argument of a plan. It
+only grows: a rule is never replaced silently, and the table's own rules never are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..graph import overload
+from .expansions import Expansion
+from .families import Rule, from_template
+from .local import Local, unchanged
+from .rule import Call, OpRule
+from .table import TABLE, Entry
+from .template import Operand, Template, parse, tensor_arguments
+
+VIEWS = ("aten.reshape.default", "aten.permute.default")
+"""Ops that layouts travel through by what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """A user's entry, and what it was made from: equal for equal registrations."""
+
+    source: tuple[object, ...]
+    entry: Entry
+
+
+class Registry:
+    """The table, and what users add to it."""
+
+    def __init__(self, table: Mapping[str, Entry]) -> None:
+        self._table = table
+        self._added: dict[str, _Registered] = {}
+
+    def get(self, op: str) -> Entry | None:
+        """What is known about "namespace.name.overload"."""
+        found = self._table.get(op)
+        if found is None and op in self._added:
+            found = self._added[op].entry
+        return found
+
+    def add(self, op: str, source: tuple[object, ...], entry: Entry, replace: bool) -> None:
+        """Raises ValueError for an op that was registered from another source."""
+        known = self._added.get(op)
+        if known is not None and known.source != source and not replace:
+            raise ValueError(
+                f"{op} has the rule {known.source[0]!r} already, and is registered again as {source[0]!r} or with "
+                f"other options: register an op once, or pass replace=True"
+            )
+        self._added[op] = _Registered(source, entry)
+
+
+RULES = Registry(TABLE)
+"""What `register_rule` adds to and every step reads."""
+
+
+def register_rule(
+    op: str,
+    rule: str | Rule,
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    contraction: bool = False,
+    flops: Callable[[Call], float] | None = None,
+    expands: Sequence[str] = (),
+    expand: Expansion | None = None,
+    local: Local = unchanged,
+    replace: bool = False,
+) -> None:
+    """Tell autopar what the dims of an operator mean, so that it can be split; without a rule it is replicated.
+
+        autopar.register_rule("mylib::scale_rows", "m k, m -> m k", linear=[[0], [1]])
+
+    `op` is the operator's name ("mylib::scale_rows", for another overload "mylib::scale_rows.out"). `rule` is a
+    template: for each tensor argument of the op's schema, and after "->" for each result, the names of its dims.
+
+        "m k, k n -> m n"          dims of one name are split together; a name that a result lacks is summed over
+        "*i c!, c! -> *i c!"       `*i`: any number of dims; `!`: needed whole
+        "m n, ...m n -> m n"       `...`: may come with fewer leading dims, or size 1, and is broadcast
+
+    Or it is a function from the call to an `OpRule` (see `autopar.ops.template.assemble`), or to None to replicate.
+
+    `linear` lists sets of tensor arguments that may come as partial sums together, the results then being partial
+    sums: [[0], [1]] for a product, [[0, 1]] for a sum. `contraction` counts 2 flops for every combination of
+    the named dims, as in a matrix product; `flops(call)` counts otherwise. `local(call, input_shapes, output_shapes)`
+    gives (args, kwargs) for shards, where the op takes sizes. `expands` names dims of which a split needs another
+    local program than the op itself, which `expand(emitter, local_call)` writes (see `autopar.ops.expansions`).
+
+    Every rank must register the same rules, before it plans. `check_rule` proves a rule by brute force. The
+    operator needs a fake implementation (`register_fake`), and an operator that its backward calls a rule of its own.
+
+    Raises ValueError for an unknown operator, one that writes into its arguments, a template that does not fit
+    its schema, and an operator that has another rule already.
+    """
+    name = qualified(op)
+    if name in TABLE or name in VIEWS:
+        raise ValueError(f"autopar has a rule of its own for {name}, which cannot be replaced")
+    schema = _schema(name)
+    if schema.is_mutable:
+        raise ValueError(f"{name} writes into its arguments ({schema}): only functional operators can be split")
+    sets = tuple(tuple(operands) for operands in linear)
+    count = len(tensor_arguments(name))
+    for operands in sets:
+        if not operands or any(not isinstance(i, int) or not 0 <= i < count for i in operands):
+            raise ValueError(f"linear of {name} holds {operands}: give sets of tensor arguments, 0 to {count - 1}")
+    if bool(expands) != (expand is not None) and isinstance(rule, str):
+        raise ValueError(f"{name}: give `expands` (names of dims) and `expand` (their local program) together")
+    if isinstance(rule, str):
+        _check_template(name, rule, tuple(expands), local is not unchanged)
+        made = from_template(rule, linear=sets, expands=tuple(expands), flops=flops, contraction=contraction)
+    elif sets or expands or flops or contraction:
+        raise ValueError(f"{name}: linear, expands, flops and contraction go with a template; an OpRule has its own")
+    else:
+        made = rule
+    source = (rule, sets, contraction, flops, tuple(expands), expand, local)
+    RULES.add(name, source, Entry(_checked(name, rule, made), local, expand), replace)
+
+
+def qualified(op: str) -> str:
+    """ "mylib::scale_rows" as "mylib.scale_rows.default", which is returned as it is.
+
+    Raises ValueError for what is no name, or no operator that is registered with torch.
+    """
+    if not isinstance(op, str) or not re.fullmatch(r"\w+(::|\.)\w+(\.\w+)?", op):
+        raise ValueError(f"{op!r} is no operator's name: give one like 'mylib::scale_rows' or 'aten.mm.default'")
+    name = op.replace("::", ".")
+    name = name if name.count(".") == 2 else f"{name}.default"
+    try:
+        overload(name)
+    except AttributeError as error:
+        raise ValueError(
+            f"there is no operator {op!r}: register it with torch.library first, or correct the name ({error})"
+        ) from error
+    return name
+
+
+def _schema(name: str):  # type: ignore[no-untyped-def]
+    return overload(name)._schema  # type: ignore[attr-defined]
+
+
+_TOKEN = re.compile(r"\*?[A-Za-z_]\w*!?|1")
+
+
+def _check_template(name: str, text: str, expands: tuple[str, ...], rewrites: bool) -> None:
+    """Raises ValueError where a template is none or does not fit the op's schema."""
+
+    def complain(what: str) -> ValueError:
+        return ValueError(f"the rule {text!r} of {name}: {what}")
+
+    if text.count("->") != 1:
+        raise complain("write operands, one '->', and results, like 'm k, k n -> m n'")
+    sides = [side.split(",") for side in text.split("->")]
+    for operand in (o.strip() for side in sides for o in side):
+        tokens = operand.removeprefix("...").split()
+        for token in tokens:
+            if not _TOKEN.fullmatch(token):
+                raise complain(
+                    f"{token!r} is no dim: dims are names, '*names', names with '!', or 1, with spaces between"
+                )
+        names = [t.strip("*!") for t in tokens if t != "1"]
+        if len(set(names)) < len(names):
+            raise complain(
+                f"{operand!r} has a name twice: mark dims that must be whole with '!', under names of their own"
+            )
+        if sum(t.startswith("*") for t in tokens) > 1:
+            raise complain(f"{operand!r} has two parts of any number of dims, and may have one")
+    arguments, returns = tensor_arguments(name), _schema(name).returns
+    if len(sides[0]) != len(arguments):
+        raise complain(f"it has {len(sides[0])} operands, and the op {len(arguments)} tensors ({', '.join(arguments)})")
+    if any(str(r.type) != "Tensor" for r in returns):
+        raise complain(
+            f"the op does not return tensors one by one ({_schema(name)}): give a function in place of a text"
+        )
+    if len(sides[1]) != len(returns):
+        raise complain(f"it has {len(sides[1])} results, and the op {len(returns)}")
+    template = parse(text)
+    read, made = _names(template.inputs), _names(template.outputs)
+    if unknown := [e for e in expands if e not in read]:
+        raise complain(f"expands names {unknown[0]!r}, which no operand has")
+    if (new := sorted(made - read)) and not rewrites:
+        raise complain(
+            f"no operand has {new[0]!r}, so nothing says how a rank makes its part of it: mark it '!', "
+            f"or say with `local` which arguments the op takes then"
+        )
+
+
+def _names(operands: Sequence[Operand]) -> set[str]:
+    """Names of dims that may be split."""
+    found: set[str] = set()
+    for operand in operands:
+        found.update(n for n in (*operand.left, *operand.right) if n)
+        if operand.variadic and not operand.whole:
+            found.add(operand.variadic)
+    return found
+
+
+def _checked(name: str, source: str | Rule, rule: Rule) -> Rule:
+    """The rule, with a ValueError where it does not fit a call."""
+    shown = repr(source) if isinstance(source, str) else f"made by {getattr(source, '__name__', source)}"
+    template = parse(source) if isinstance(source, str) else None
+
+    def checked(call: Call) -> OpRule | None:
+        if template is not None and (misfit := _misfit(template, call)):
+            raise ValueError(f"the rule {shown} of {name} does not fit {call.node}: {misfit}")
+        made = rule(call)
+        if made is not None and (wrong := _wrong(made, call)):
+            raise ValueError(f"the rule of {name}, {shown}, does not fit {call.node}: {wrong}")
+        return made
+
+    return checked
+
+
+def _misfit(template: Template, call: Call) -> str:
+    """What about the ranks of a call's tensors is not as the template says, or ""."""
+    given = [*zip(template.operands(call), call.inputs, strict=True)]
+    given += [(o, m) for o, m in zip(template.outputs, call.outputs, strict=True) if m is not None]
+    for operand, meta in given:
+        fixed, rank = len(operand.left) + len(operand.right), len(meta.shape)
+        if (rank < fixed and not operand.broadcast) or (rank > fixed and operand.variadic is None):
+            return (
+                f"it has {fixed} dims for {meta}: write '*name' for any number of dims, or give a function of the call"
+            )
+    return ""
+
+
+def _wrong(made: object, call: Call) -> str:
+    """What about a rule does not fit the call that it was made for, or ""."""
+    if not isinstance(made, OpRule):
+        return f"it is a {type(made).__name__}: return an OpRule, or None to replicate"
+    for dims, metas, what in ((made.inputs, call.inputs, "operand"), (made.outputs, call.outputs, "result")):
+        if len(dims) != len(metas):
+            return f"it has {len(dims)} {what}s, and the call {len(metas)}"
+        for i, (carried, meta) in enumerate(zip(dims, metas, strict=True)):
+            if meta is not None and len(carried) != len(meta.shape):
+                return f"it has {len(carried)} dims for {what} {i}, which is {meta}"
+            if any(f is not None and not 0 <= f < len(made.factors) for f in carried):
+                return f"{what} {i} carries {carried}, and there are {len(made.factors)} factors"
+    if any(len(f.reductions) != len(call.outputs) for f in made.factors):
+        return f"give each factor {len(call.outputs)} reductions, one for each result ('' for none)"
+    return ""
