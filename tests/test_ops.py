@@ -537,6 +537,53 @@ def _index_fill(draw: Draw) -> Arguments:
 EXAMPLES["aten.index_fill.int_Scalar"] = lambda draw: ((*_index_fill(draw)[0][:3], 1.5), {})
 
 
+# other views
+
+
+@example("unfold")
+def _unfold(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6, 12), *draw.one_of((1, 3, 1), (-1, 4, 4), (0, 2, 3))), {}
+
+
+@example("unfold_backward")
+def _unfold_backward(draw: Draw) -> Arguments:
+    (source, *window), _ = _unfold(draw)
+    return (torch.randn_like(source.unfold(*window)), list(source.shape), *window), {}
+
+
+@example("diagonal")
+def _diagonal(draw: Draw) -> Arguments:
+    return (draw.floats(4, 6, 12), *draw.one_of((0, 0, 1), (1, 2, 0), (-1, -1, -2))), {}
+
+
+@example("diagonal_backward")
+def _diagonal_backward(draw: Draw) -> Arguments:
+    (source, *where), _ = _diagonal(draw)
+    return (torch.randn_like(source.diagonal(*where)), list(source.shape), *where), {}
+
+
+@example("view_as_complex")
+def _view_as_complex(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(2), 2),), {}
+
+
+@example("view_as_real", "_conj", "_conj_physical")
+def _view_as_real(draw: Draw) -> Arguments:
+    return (torch.view_as_complex(draw.floats(*draw.sizes(2), 2)),), {}
+
+
+@example("bucketize.Tensor")
+def _bucketize(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(2)), draw.floats(4).sort()[0]), {}
+
+
+@example("binary_cross_entropy_with_logits")
+def _binary_cross_entropy(draw: Draw) -> Arguments:
+    shape = draw.sizes(2)
+    weights = draw.one_of((None, None), (draw.positive(*shape), None), (None, draw.positive(shape[-1])))
+    return (draw.floats(*shape), draw.positive(*shape), *weights, draw.one_of(1, 0, 2)), {}
+
+
 # pointwise, by the schema
 
 

@@ -413,3 +413,39 @@ def slice_scatter(emitter: Emitter, local: LocalCall) -> Results:
     assert local.outputs[0] is not None
     found, outside = _in_window(emitter, local, _dim(local.call, len(local.outputs[0])), local.args[1])
     return (emitter.op("aten.where.self", outside, local.args[0], found),)
+
+
+# views that no reshape is
+
+
+def unfolded(call: Call) -> OpRule:
+    """unfold: overlapping windows along a dim, which is whole, as is the new last dim of their elements."""
+    names = DIMS[: len(call.inputs[0].shape)]
+    dim = call.argument("dimension") % len(names)
+    return assemble(call, [_with(names, dim, None)], [[*_with(names, dim, None), None]], linear=FIRST)
+
+
+def unfold_backward(call: Call) -> OpRule:
+    """unfold_backward."""
+    names = DIMS[: len(call.argument("input_sizes"))]
+    dim = call.argument("dim") % len(names)
+    return assemble(call, [[*_with(names, dim, None), None]], [_with(names, dim, None)], linear=FIRST)
+
+
+def _diagonal(call: Call, rank: int) -> tuple[list[str | None], list[str | None]]:
+    """Names of a tensor's dims and of its diagonal's, which come last."""
+    dims = {call.argument("dim1") % rank, call.argument("dim2") % rank}
+    names = [None if d in dims else name for d, name in enumerate(DIMS[:rank])]
+    return names, [*(name for name in names if name), None]
+
+
+def diagonal(call: Call) -> OpRule:
+    """diagonal: two dims, which are whole, become one."""
+    names, kept = _diagonal(call, len(call.inputs[0].shape))
+    return assemble(call, [names], [kept], linear=FIRST)
+
+
+def diagonal_backward(call: Call) -> OpRule:
+    """diagonal_backward."""
+    names, kept = _diagonal(call, len(call.argument("input_sizes")))
+    return assemble(call, [kept], [names], linear=FIRST)

@@ -270,6 +270,8 @@ def _error(whole: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor], la
 
 def _difference(expected: torch.Tensor, given: torch.Tensor) -> float:
     """The largest difference if it is more than rounding, else 0."""
+    if expected.dtype.is_complex:
+        expected, given = torch.view_as_real(expected.resolve_conj()), torch.view_as_real(given.resolve_conj())
     if not expected.dtype.is_floating_point:
         return float((expected != given).any())
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(expected.dtype, 4e-2)

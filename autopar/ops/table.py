@@ -163,7 +163,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         along(the_dim, linear=FIRST, name="c"), expand=expansions.softmax_backward(log=True))),
     **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expansions.nll)),
     **_aten("nll_loss_backward nll_loss2d_backward", Entry(nll_backward, expand=expansions.nll_backward)),
-    **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
+    **_aten("mse_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits", Entry(
+        loss, expand=expansions.share(loss))),
     **_aten("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", Entry(
         loss_backward, expand=expansions.share(loss_backward))),
 
@@ -237,8 +238,18 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("index_fill.int_Scalar index_fill.int_Tensor", Entry(
         indexing.index_written(False), expand=indexing.write)),
 
+    # other views
+    **_aten("unfold", Entry(indexing.unfolded)),
+    **_aten("unfold_backward", Entry(indexing.unfold_backward, local.shape_of_output("input_sizes"))),
+    **_aten("diagonal", Entry(indexing.diagonal)),
+    **_aten("diagonal_backward", Entry(indexing.diagonal_backward, local.shape_of_output("input_sizes"))),
+    **_aten("view_as_complex", Entry(from_template("*i r! -> *i", linear=FIRST))),
+    **_aten("view_as_real", Entry(from_template("*i -> *i r!", linear=FIRST))),
+    **_aten("bucketize.Tensor", Entry(from_template("*i, b! -> *i"))),
+
     # pointwise, by what they are linear in
-    **_aten("neg clone detach alias mul.Scalar div.Scalar lift_fresh_copy", Entry(pointwise(FIRST))),
+    **_aten("neg clone detach alias _conj _conj_physical mul.Scalar div.Scalar lift_fresh_copy",
+            Entry(pointwise(FIRST))),
     **_aten("_to_copy", Entry(pointwise(to_dtype))),
     **_aten("masked_fill.Scalar", Entry(pointwise(filled_with_zero))),
     **_aten("add.Tensor sub.Tensor rsub.Tensor", Entry(pointwise(BOTH))),
@@ -262,6 +273,6 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
             "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor "
             "ge.Scalar ge.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor "
             "bitwise_xor.Tensor bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar "
-            "where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar xlogy.Tensor "
+            "polar where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar xlogy.Tensor "
             "fill.Scalar fill.Tensor zeros_like ones_like full_like empty_like", Entry(pointwise())),
 })  # fmt: skip
