@@ -68,6 +68,9 @@ def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping
             made = [whole.clone() for _ in group]
         elif kind == "reduce_scatter":
             made = [chunk.clone() for chunk in _reduce(given, instruction.args[1]).chunk(n)]
+        elif kind == "shift":
+            sources = [i - instruction.args[1] for i in range(n)]
+            made = [given[i].clone() if 0 <= i < n else torch.zeros_like(given[0]) for i in sources]
         else:
             chunks = [x.chunk(n) for x in given]
             made = [torch.cat([chunks[j][i] for j in range(n)]) for i in range(n)]

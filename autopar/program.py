@@ -15,7 +15,7 @@ from typing import Any
 from .graph import InputRole, OutputRole, Ref, TensorMeta, references
 from .layout import Layout, describe
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
 """The collectives, as ops `collective.<kind>`:
 
 all_reduce(x, reduction, axis)      elementwise, same shape
@@ -23,9 +23,11 @@ all_gather(x, axis)                 along dim 0, in rank order:   [d, ...] -> [n
 reduce_scatter(x, reduction, axis)  along dim 0, n equal chunks:  [n d, ...] -> [d, ...]
 all_to_all(x, axis)                 along dim 0, n equal chunks:  [n d, ...] -> [n d, ...], chunk j of
                                     rank i becomes chunk i of rank j
+shift(x, offset, axis)              what the rank `offset` places before this one has, same shape; zeros
+                                    on ranks without such a one
 wait(x)                             the finished value of any of them
 
-`axis` is the index of a mesh axis. The input of the first four is contiguous.
+`axis` is the index of a mesh axis. The input of the first five is contiguous.
 """
 
 

@@ -58,11 +58,13 @@ def collective_seconds(kind: str, size: float, link: Link) -> float:
 
     `size` is the larger of a rank's input and output in bytes: the whole tensor for all_reduce, the
     gathered one for all_gather, the one to be scattered for reduce_scatter, the local one for
-    all_to_all.
+    all_to_all. A shift is one message, of its operand.
     """
     n = link.ranks
     if n == 1:
         return 0.0
+    if kind == "shift":
+        return size / link.bytes_per_second + link.latency_seconds
     rounds = 2 * (n - 1) if kind == "all_reduce" else n - 1
     return rounds * (size / n / link.bytes_per_second + link.latency_seconds)
 

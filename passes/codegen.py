@@ -29,6 +29,8 @@ from .strategies import (
     border_name,
     needs_expansion,
     operand_layouts,
+    output_name,
+    output_numbers,
     splits_of,
 )
 
@@ -114,7 +116,7 @@ class _Writer:
             elif item.site.kind == "border" and item.site.reads:
                 self.borders[item.name(item.site.name)] = item
             elif item.site.kind == "output":
-                outputs[item.site.name] = item
+                outputs[item.name(item.site.name)] = item
         gradient_values: dict[str, str] = {}
         ops.sort(key=lambda item: item.order)
         for item in ops:
@@ -159,6 +161,10 @@ class _Writer:
                 if a:
                     rename[a] = b
         rename.update(zip(repeat.own[0], repeat.own[k], strict=True))
+        numbers = output_numbers(self.space.graph)
+        for first_value, value in zip(repeat.results[0], repeat.results[k], strict=True):
+            places = zip(numbers.get(first_value, ()), numbers.get(value, ()), strict=True)
+            rename.update({output_name(a): output_name(b) for a, b in places})
         for border in repeat.borders:
             rename[border_name(border.values[0])] = border_name(border.values[k])
             rename[border_name(border.values[1])] = border_name(border.values[k + 1])
@@ -430,11 +436,11 @@ class _Writer:
                 parameter = graph.parameters[output.target]
                 name, layout = gradients[parameter], inputs[parameter]
             else:
-                item = outputs[f"output {number}"]
+                item = outputs[output_name(number)]
                 (read,) = item.site.reads
                 self.context = ("", f"{output.role} {output.target}")
                 phase = int(item.site.backward)
-                name = self._view(read.alias.root, read.alias.steps, item.option.reads[0], phase)
+                name = self._view(item.name(read.alias.root), read.alias.steps, item.option.reads[0], phase)
                 found = from_root(read.alias.steps, item.option.reads[0], space.mesh)
                 assert found is not None
                 layout = found

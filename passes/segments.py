@@ -154,7 +154,8 @@ def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
     """`labels[i]` is equal for nodes with equal op, constants and metas, whoever their operands are.
-    `middle` is the index of the first backward node. `home[value]` is (node, output slot)."""
+    `middle` is the index of the first backward node. `home[value]` is (node, output slot),
+    `outputs[value]` the roles of a graph output."""
 
     graph: JointGraph
     middle: int
@@ -162,11 +163,15 @@ class _Facts:
     operands: tuple[tuple[str, ...], ...]
     home: dict[str, tuple[int, int]]
     readers: dict[str, list[int]]
-    outputs: dict[str, str]
+    outputs: dict[str, tuple[str, ...]]
 
     @staticmethod
     def of(graph: JointGraph) -> _Facts:
         known = signatures(graph)
+        roles: dict[str, tuple[str, ...]] = {}
+        for output in graph.outputs:
+            if output.name is not None:
+                roles[output.name] = (*roles.get(output.name, ()), output.role)
         readers: dict[str, list[int]] = {}
         for i, names in enumerate(known.operands):
             for name in names:
@@ -179,7 +184,7 @@ class _Facts:
             operands=known.operands,
             home=home,
             readers=readers,
-            outputs={output.name: output.role for output in graph.outputs if output.name is not None},
+            outputs=roles,
         )
 
 

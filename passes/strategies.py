@@ -149,6 +149,19 @@ def border_name(value: str) -> str:
     return f"{value}|border"
 
 
+def output_name(number: int) -> str:
+    return f"output {number}"
+
+
+def output_numbers(graph: JointGraph) -> dict[str, list[int]]:
+    """Value -> its places among the graph's outputs, without the gradients that parameters' sites read."""
+    found: dict[str, list[int]] = {}
+    for number, output in enumerate(graph.outputs):
+        if output.name is not None and not (output.role == "gradient" and output.target in graph.parameters):
+            found.setdefault(output.name, []).append(number)
+    return found
+
+
 def strategies(graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster, segments: Segments) -> Space:
     """The search space of a graph on a mesh (axis name -> size)."""
     sizes, axes = tuple(mesh.values()), tuple(mesh)
@@ -226,22 +239,9 @@ class _Builder:
                 first, last = border.values[0], border.values[-1]
                 sites.append(self._border(first, reader_home=-1, read=not border.backward, backward=border.backward))
                 sites.append(self._border(last, reader_home=-1, read=border.backward, backward=border.backward))
-        for number, output in enumerate(self.graph.outputs):
-            if output.name is None or (output.role == "gradient" and output.name in result_values):
-                continue
-            if output.role == "gradient" and output.target in self.graph.parameters:
-                continue  # read by the parameter's site
-            alias = self.space.roots.alias(output.name, -1)
-            sites.append(
-                Site(
-                    name=f"output {number}",
-                    kind="output",
-                    reads=(Read(alias=alias, backward=output.role == "gradient"),),
-                    backward=output.role == "gradient",
-                    meta=self.graph.metas[output.name],
-                    module=f"{output.role} {output.target}",
-                )
-            )
+        for name, numbers in output_numbers(self.graph).items():
+            if name not in result_values:
+                sites += [self._output(number, home=-1) for number in numbers]
         return Region(name="rest", sites={site.name: site for site in sites})
 
     def body(self, repeat: Repeated) -> Region:
@@ -258,7 +258,22 @@ class _Builder:
             sites += [a, b]
             left.append(a.name)
             right.append(b.name)
+        numbers = output_numbers(self.graph)
+        sites += [self._output(number, home) for name in repeat.results[0] for number in numbers.get(name, ())]
         return Region(name=repeat.name, sites={site.name: site for site in sites}, left=tuple(left), right=tuple(right))
+
+    def _output(self, number: int, home: int) -> Site:
+        output = self.graph.outputs[number]
+        assert output.name is not None
+        backward = output.role == "gradient"
+        return Site(
+            name=output_name(number),
+            kind="output",
+            reads=(Read(alias=self.space.roots.alias(output.name, home), backward=backward),),
+            backward=backward,
+            meta=self.graph.metas[output.name],
+            module=f"{output.role} {output.target}",
+        )
 
     def _shared_roots(self, shared: set[str]) -> frozenset[str]:
         """What stands behind shared values. They are made whole: a copy takes the part that it wants."""
@@ -423,7 +438,7 @@ class _Fixpoint:
         factor = rule.factors[number]
         if period < self.ranks or factor.size % period or period % self.ranks:
             return
-        if factor.contiguous and period != factor.size:
+        if (factor.contiguous and period != factor.size) or not factor.may_be_cut(self.ranks):
             return
         if (number, period) in self.seeds[id(site)]:
             return
@@ -594,8 +609,15 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
             nested = [c for c in choice if c[0] == "S" and c[1] == axis_choice[1]]
             if any(c[2] != rule.factors[axis_choice[1]].size for c in nested):
                 return None
+    if not all(factor.may_be_cut(_ranks(mesh, choice, i)) for i, factor in enumerate(rule.factors)):
+        return None
     seconds = _op_seconds(space, call, rule, splits_of(rule, choice), tuple(operands), tuple(results), choice)
     return Option(choice=choice, reads=tuple(reads), makes=tuple(results), seconds=seconds, bytes=0.0)
+
+
+def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:
+    """Over how many ranks a factor is split."""
+    return math.prod(n for n, (kind, *what) in zip(mesh, choice, strict=True) if kind == "S" and what[0] == factor)
 
 
 def _carried(dims: Dims, position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:

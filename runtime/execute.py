@@ -10,7 +10,7 @@ import builtins
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ OWN_MEMORY = frozenset(
         "collective.all_reduce",
         "collective.all_to_all",
         "collective.reduce_scatter",
+        "collective.shift",
     }
 )
 """Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
@@ -64,7 +65,14 @@ OWN_MEMORY = frozenset(
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-Pending = tuple[torch.Tensor, dist.Work]
+
+class Waited(Protocol):
+    """Something that can be waited for: a `dist.Work`, or several."""
+
+    def wait(self) -> Any: ...
+
+
+Pending = tuple[torch.Tensor, Waited]
 """A collective under way: its result, and the handle that says when it is there. Both are held until
 then. (With the functional collectives, which keep the handle in a registry, training on gloo in torch
 2.13 aborted now and then on a loaded machine, in the worker of a coalesced all-gather. The cause was
@@ -100,6 +108,30 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     work = dist.all_to_all_single(exchanged, x, group=group, async_op=True)
     assert work is not None
     return exchanged, work
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages under way, and the tensor that is being sent, held until it is."""
+
+    works: Sequence[dist.Work]
+    sent: torch.Tensor
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
+    rank, ranks = dist.get_rank(group), group.size()
+    received = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    messages = []
+    if 0 <= rank + offset < ranks:
+        messages.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank + offset))
+    if 0 <= rank - offset < ranks:
+        messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank - offset))
+    works = dist.batch_isend_irecv(messages) if messages else []
+    return received, Messages(works, x)
 
 
 def wait(pending: Pending) -> torch.Tensor:
@@ -238,6 +270,8 @@ class _Writer:
             return f"{self.bind(function.__name__, function)}({x}, {instruction.args[1]!r}, {group})"
         if kind == "reduce_scatter":
             return f"{self.bind(kind, reduce_scatter)}({x}, {instruction.args[1]!r}, {group})"
+        if kind == "shift":
+            return f"{self.bind(kind, shift)}({x}, {instruction.args[1]}, {group})"
         return f"{self.bind(kind, {'all_gather': all_gather, 'all_to_all': all_to_all}[kind])}({x}, {group})"
 
     def value(self, value: Any) -> str:

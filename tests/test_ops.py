@@ -6,6 +6,7 @@ stand below by hand, and the ops of captured models' graphs with the shapes they
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,13 +126,19 @@ def _linear(draw: Draw) -> Arguments:
 
 def _convolved(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[Any]]:
     n, o = draw.one_of(2, 4), draw.one_of(4, 6)
-    groups, transposed = draw.one_of((1, False), (2, False), (1, True))
-    c = draw.one_of(4, 6)
-    space = draw.one_of([5], [5, 4])
-    kernel = [3] * len(space)
+    groups, transposed = draw.one_of((1, False), (2, False), (1, True), (2, True))
+    c = draw.one_of(4, 6, groups)
+    space = draw.one_of([5], [6, 8], [6, 3, 4])
+    kernel = [draw.one_of(1, 2, 3, 4) for _ in space]
     weight = [c, o // groups, *kernel] if transposed else [o, c // groups, *kernel]
-    ones, zeros = [1] * len(space), [0] * len(space)
-    rest = [draw.one_of(ones, [2] * len(space)), ones, ones, transposed, zeros, groups]
+    stride = [draw.one_of(1, 1, 2) for _ in space]
+    dilation = [draw.one_of(1, 2) if k < 3 else 1 for k in kernel]
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    padding = [draw.one_of(r // 2, (r + 1) // 2, 0) for r in reach]
+    # mostly so that coarse and fine rows keep step
+    longer = [max(0, s + 2 * p - r - 1) for s, p, r in zip(stride, padding, reach, strict=True)]
+    more = [draw.one_of(m, 0) if m < s else 0 for m, s in zip(longer, stride, strict=True)]
+    rest = [stride, padding, dilation, transposed, more if transposed else [0] * len(space), groups]
     return draw.floats(n, c, *space), draw.floats(*weight), draw.one_of(draw.floats(o), None), rest
 
 
@@ -147,6 +154,100 @@ def _convolution_backward(draw: Draw) -> Arguments:
     gradient = torch.randn_like(torch.ops.aten.convolution(source, weight, None, *rest))
     sizes = None if bias is None else [gradient.shape[1]]
     return (gradient, source, weight, sizes, *rest, [True, True, bias is not None]), {}
+
+
+# pooling and resampling
+
+
+def _plane(draw: Draw, spatial: int) -> torch.Tensor:
+    batch = draw.one_of([4], [])
+    return draw.floats(*batch, draw.one_of(4, 6), *(draw.one_of(8, 6, 5) for _ in range(spatial)))
+
+
+def _pool(spatial: int) -> Callable[[Draw], list[Any]]:
+    def options(draw: Draw) -> list[Any]:
+        size = [draw.one_of(2, 2, 1, 3) for _ in range(spatial)]
+        return [size, *draw.one_of([[]], [size], [[1] * spatial], [[2] * spatial, [1 if min(size) > 1 else 0]])]
+
+    return options
+
+
+def _forward(op: str) -> Any:
+    return overload(f"aten.{op}.default")
+
+
+for _dims in (2, 3):
+
+    @example(f"max_pool{_dims}d_with_indices")
+    def _max_pool(draw: Draw, spatial: int = _dims) -> Arguments:
+        return (_plane(draw, spatial), *_pool(spatial)(draw)), {}
+
+    @example(f"max_pool{_dims}d_with_indices_backward")
+    def _max_pool_backward(draw: Draw, spatial: int = _dims) -> Arguments:
+        source, size, *rest = _plane(draw, spatial), *_pool(spatial)(draw)
+        options = [size, *rest, *([0], [1], False)[len(rest) - 1 :]]
+        output, indices = _forward(f"max_pool{spatial}d_with_indices")(source, *options)
+        return (draw.floats(*output.shape), source, *options, indices), {}
+
+    @example(f"avg_pool{_dims}d")
+    def _average_pool(draw: Draw, spatial: int = _dims) -> Arguments:
+        return (_plane(draw, spatial), *_pool(spatial)(draw)), {}
+
+    @example(f"avg_pool{_dims}d_backward")
+    def _average_pool_backward(draw: Draw, spatial: int = _dims) -> Arguments:
+        source, size, *rest = _plane(draw, spatial), *_pool(spatial)(draw)
+        options = [size, *rest, *([0], False, draw.one_of(True, False), draw.one_of(None, 3))[len(rest) - 1 :]]
+        output = _forward(f"avg_pool{spatial}d")(source, *options)
+        return (draw.floats(*output.shape), source, *options), {}
+
+    @example(f"_adaptive_avg_pool{_dims}d")
+    def _adaptive_pool(draw: Draw, spatial: int = _dims) -> Arguments:
+        return (_plane(draw, spatial), [draw.one_of(4, 3, 2, 1) for _ in range(spatial)]), {}
+
+    @example(f"_adaptive_avg_pool{_dims}d_backward")
+    def _adaptive_pool_backward(draw: Draw, spatial: int = _dims) -> Arguments:
+        (source, size), _ = _adaptive_pool(draw, spatial)
+        return (draw.floats(*source.shape[:-spatial], *size), source), {}
+
+
+@example("adaptive_max_pool2d")
+def _adaptive_max_pool(draw: Draw) -> Arguments:
+    return (_plane(draw, 2), [draw.one_of(4, 3), 2]), {}
+
+
+@example("adaptive_max_pool2d_backward")
+def _adaptive_max_pool_backward(draw: Draw) -> Arguments:
+    (source, size), _ = _adaptive_max_pool(draw)
+    output, indices = torch.ops.aten.adaptive_max_pool2d(source, size)
+    return (draw.floats(*output.shape), source, indices), {}
+
+
+for _kind, _dims in (
+    ("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)
+):  # fmt: skip
+
+    @example(f"upsample_{_kind}{_dims}d")
+    def _upsample(draw: Draw, kind: str = _kind, spatial: int = _dims) -> Arguments:
+        source = draw.floats(4, draw.one_of(4, 6), *[3] * spatial)
+        return (source, [6] * spatial, *([] if kind == "nearest" else [draw.one_of(True, False)])), {}
+
+    @example(f"upsample_{_kind}{_dims}d_backward")
+    def _upsample_backward(draw: Draw, kind: str = _kind, spatial: int = _dims) -> Arguments:
+        (source, size, *rest), _ = _upsample(draw, kind, spatial)
+        return (draw.floats(*source.shape[:2], *size), size, list(source.shape), *rest), {}
+
+
+for _kind, _dims in itertools.product(("reflection", "replication"), (1, 2, 3)):
+
+    @example(f"{_kind}_pad{_dims}d")
+    def _edge_pad(draw: Draw, spatial: int = _dims) -> Arguments:
+        return (_plane(draw, spatial), [draw.one_of(0, 2) for _ in range(2 * spatial)]), {}
+
+    @example(f"{_kind}_pad{_dims}d_backward")
+    def _edge_pad_backward(draw: Draw, kind: str = _kind, spatial: int = _dims) -> Arguments:
+        (source, padding), _ = _edge_pad(draw, spatial)
+        gradient = torch.randn_like(_forward(f"{kind}_pad{spatial}d")(source, padding))
+        return (gradient, source, padding), {}
 
 
 # attention
@@ -279,6 +380,40 @@ def _rms_norm_backward(draw: Draw) -> Arguments:
     (source, shape, weight, epsilon), _ = _rms_norm(draw)
     output, scale = torch.ops.aten._fused_rms_norm(source, shape, weight, epsilon)
     return (torch.randn_like(output), source, shape, scale, weight, [True, weight is not None]), {}
+
+
+def _batch(draw: Draw) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    c = draw.one_of(4, 6)
+    source = draw.floats(draw.one_of(4, 6), c, *draw.one_of([], [6], [4, 3])) + 100
+    weights = draw.one_of((draw.floats(c), draw.floats(c)), (None, None))
+    return source, *weights
+
+
+@example("_native_batch_norm_legit_functional")
+def _batch_norm(draw: Draw) -> Arguments:
+    source, weight, bias = _batch(draw)
+    running = (draw.floats(source.shape[1]), draw.positive(source.shape[1]))
+    return (source, weight, bias, *running, draw.one_of(True, True, False), 0.1, 1e-5), {}
+
+
+@example("_native_batch_norm_legit_no_training")
+def _batch_norm_in_evaluation(draw: Draw) -> Arguments:
+    source, weight, bias = _batch(draw)
+    return (source, weight, bias, draw.floats(source.shape[1]), draw.positive(source.shape[1]), 0.1, 1e-5), {}
+
+
+@example("_native_batch_norm_legit.no_stats")
+def _batch_norm_without_running_statistics(draw: Draw) -> Arguments:
+    return (*_batch(draw), True, 0.1, 1e-5), {}
+
+
+@example("native_batch_norm_backward")
+def _batch_norm_backward(draw: Draw) -> Arguments:
+    (source, weight, bias, *running, train, _, epsilon), _ = _batch_norm(draw)
+    made = torch.ops.aten._native_batch_norm_legit_functional(source, weight, bias, *running, train, 0.1, epsilon)
+    running = draw.one_of(made[3:], (None, None)) if train else running
+    mask = [draw.one_of(True, False) or weight is None, weight is not None, weight is not None]
+    return (draw.floats(*source.shape), source, weight, *running, *made[1:3], train, epsilon, mask), {}
 
 
 @example("native_group_norm")
@@ -688,7 +823,7 @@ def test_rule_of_every_op(op: str) -> None:
     check()
     assert any(report.instances for report, _ in reports) or not any(rule.factors for _, rule in reports)
     for report, rule in reports:
-        divisible = [f.name for f in rule.factors if any(f.size % n == 0 for n in (2, 3, 4))]
+        divisible = [f.name for f in rule.factors if any(f.size % n == 0 and f.may_be_cut(n) for n in (2, 3, 4))]
         assert set(report.factors) == set(divisible)
         assert bool(report.linear) == bool(rule.linear)
 

@@ -180,6 +180,12 @@ def round_trips(ranks: int, dtype: torch.dtype) -> Program:
     )
     p.collective("largest", "all_reduce", "a", "max", 0, shape=(n, 4))
     p.collective("smallest", "all_reduce", "a", "min", 0, shape=(n, 4))
+    offsets = {"down": 1, "up": -1, "far": ranks - 1}
+    for name, offset in offsets.items():  # all under way at once
+        p.op(f"{name}_started", "collective.shift", "a", offset, 0, shape=(n, 4), dtype=dtype)
+    for name in offsets:
+        p.op(name, "collective.wait", f"{name}_started", shape=(n, 4), dtype=dtype)
+        p.output(name, "output", name, (8, 4), split, dtype)
     p.output("whole", "output", "whole", (8, 4), (R,), dtype)
     p.output("summed", "output", "summed", (8, 4), split, dtype)
     p.output("transposed", "output", "transposed", (8, 4), (Split(1, 4),), dtype)
@@ -187,6 +193,17 @@ def round_trips(ranks: int, dtype: torch.dtype) -> Program:
     p.output("largest", "output", "largest", (n, 4), (R,), dtype)
     p.output("smallest", "output", "smallest", (n, 4), (R,), dtype)
     return p.build()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_shift_moves_shards_along_and_zeros_in(ranks: int) -> None:
+    whole = torch.arange(32).reshape(8, 4) - 7
+    made = simulate_step(round_trips(ranks, torch.int64), {}, {"args.0": whole}).outputs
+    n = 8 // ranks
+    none = torch.zeros(n, 4, dtype=torch.int64)
+    torch.testing.assert_close(made["down"], torch.cat([none, whole[:-n]]))
+    torch.testing.assert_close(made["up"], torch.cat([whole[n:], none]))
+    torch.testing.assert_close(made["far"], torch.cat([none] * (ranks - 1) + [whole[:n]]))
 
 
 def test_simulated_data_parallel_linear_equals_one_device() -> None:

@@ -50,7 +50,14 @@ class LocalEmitter:
         return self.metas[value.name]
 
     def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
-        (started,) = self._append("collective.all_reduce", (value, reduction, axis), (), (self.meta(value),))
+        return self._collective("all_reduce", value, reduction, axis)
+
+    def shift(self, value: Ref, offset: int, axis: int) -> Ref:
+        return self._collective("shift", value, offset, axis)
+
+    def _collective(self, kind: str, value: Ref, *args: Any) -> Ref:
+        """A collective whose result is like its operand."""
+        (started,) = self._append(f"collective.{kind}", (value, *args), (), (self.meta(value),))
         (finished,) = self._append("collective.wait", (started,), (), (self.meta(value),))
         return finished
 
@@ -71,16 +78,16 @@ class LocalEmitter:
         return self.metas[name]
 
     def _append(
-        self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: tuple[TensorMeta, ...]
+        self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: tuple[TensorMeta | None, ...]
     ) -> tuple[Ref, ...]:
         hint = op.split(".")[1]
-        names = tuple(self.fresh(hint) for _ in metas)
-        self.metas.update(zip(names, metas, strict=True))
+        names = tuple(self.fresh(hint) if meta else "" for meta in metas)
+        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if meta})
         self.instructions.append(Instruction(op=op, args=args, kwargs=kwargs, outputs=names))
         return tuple(Ref(name) for name in names)
 
 
-def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta, ...]:
+def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta | None, ...]:
     """Metas of an op's outputs from its arguments, with `TensorMeta`s in the place of tensors."""
 
     def concrete(value: Any) -> Any:
@@ -100,7 +107,7 @@ def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -
     outputs = overload(op)(*(concrete(a) for a in args), **named)
     if isinstance(outputs, torch.Tensor):
         outputs = (outputs,)
-    return tuple(TensorMeta(tuple(o.shape), o.dtype) for o in outputs)
+    return tuple(None if o is None else TensorMeta(tuple(o.shape), o.dtype) for o in outputs)
 
 
 def _tuples(value: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from ..graph import Ref
 from .rule import Call, OpRule, parameters
-from .template import Linear, Named, assemble, contraction_flops, parse, roles
+from .template import Linear, Named, assemble, contraction_flops, parse
 
 Rule = Callable[[Call], OpRule | None]
 
@@ -254,13 +254,18 @@ def permuted(call: Call) -> OpRule:
 
 
 def new(call: Call) -> OpRule:
-    """new_zeros and the like: nothing of the operand is read."""
-    assert call.outputs[0] is not None
-    names = _DIMS[: len(call.outputs[0].shape)]
-    return assemble(call, [[None] * len(call.inputs[0].shape)], [names])
+    """new_zeros and the like: nothing of the operand is read. It goes along in the dims that the result has too, so
+    that it need not be gathered."""
+    source, result = call.inputs[0], call.outputs[0]
+    assert result is not None
+    names = _DIMS[: len(result.shape)]
+    if len(source.shape) != len(result.shape):
+        return assemble(call, [[None] * len(source.shape)], [names])
+    pairs = zip(names, source.shape, result.shape, strict=True)
+    return assemble(call, [[name if a == b else None for name, a, b in pairs]], [names])
 
 
-# Norms, losses, convolution.
+# Norms, losses.
 
 
 def normalized(linear: Linear = ()) -> Rule:
@@ -335,32 +340,3 @@ def nll_backward(call: Call) -> OpRule:
 def _scores(rank: int) -> list[str]:
     """Names of the dims of the scores: [c], [n, c] or [n, c, d...]."""
     return ["c"] if rank == 1 else ["n", "c", *_DIMS[: rank - 2]]
-
-
-def convolution(plain: str, transposed: str, grouped: str, *, products: int) -> Rule:
-    """Convolutions: the template for one group, for one group transposed, and for several groups. A
-    split of the input channels adds up outputs, each with its share of the bias, if there is one."""
-
-    def flops(call: Call) -> float:
-        metas = dict(zip(roles(call), call.inputs, strict=True))
-        weight = metas["weight"]
-        scores = metas["input"] if call.argument("transposed") else metas.get("grad_output", call.outputs[0])
-        assert scores is not None
-        return 2.0 * products * scores.numel * weight.numel / weight.shape[0]
-
-    def built(text: str, expands: tuple[str, ...], linear: Linear) -> Rule:
-        return from_template(
-            text, linear=linear, expands=expands, flops=flops, contraction=True,
-            reductions={"c": ("sum", "", "")[: products + products // 2]},
-        )  # fmt: skip
-
-    texts = (plain, transposed, grouped)
-    forward = products == 1
-    free = [built(text, (), EACH if forward else FIRST) for text in texts]
-    biased = [built(text, ("c",), ((0, 2), (1, 2))) for text in texts]
-
-    def rule(call: Call) -> OpRule | None:
-        kind = 2 if call.argument("groups") != 1 else 1 if call.argument("transposed") else 0
-        return (biased if "bias" in roles(call) else free)[kind](call)
-
-    return rule

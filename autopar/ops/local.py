@@ -98,12 +98,6 @@ def repeats(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Sh
     return replaced(call, repeats=tuple(o // s for o, s in zip(local_outputs[0], source, strict=True)))
 
 
-def bias_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-    """convolution_backward: the bias has the channels of the output."""
-    sizes = call.argument("bias_sizes")
-    return replaced(call, bias_sizes=sizes and (local_inputs[0][1],))
-
-
 def query_length(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
     """Flash attention's backward is told the number of queries."""
     return replaced(call, max_q=local_inputs[0][2]) if isinstance(call.argument("max_q"), int) else replaced(call)

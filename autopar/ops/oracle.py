@@ -9,6 +9,7 @@ in this process, in lock step where an expansion holds collectives.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,8 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
     for mesh, cuts in _cuts(rule):
         if not all(is_legal(m.shape, _layout(rule, d, cuts), mesh) for d, m in _dims(rule, call)):
             continue
+        if not all(factor.may_be_cut(_ranks(mesh, cuts, i)) for i, factor in enumerate(rule.factors)):
+            continue
         check_cuts(call, rule, tensors, mesh, cuts, wholes if compare_values else None)
         instances += 1
         for cut in cuts:
@@ -141,6 +144,11 @@ def _cuts(rule: OpRule) -> Iterator[tuple[Shape, tuple[Cut, ...]]]:
                 nested = Cut(i, factor.size), Cut(i, factor.size // outer)
                 yield (outer, inner), nested
                 yield (inner, outer), nested[::-1]
+
+
+def _ranks(mesh: Shape, cuts: tuple[Cut, ...], factor: int) -> int:
+    """Over how many ranks a factor is split."""
+    return math.prod(n for n, cut in zip(mesh, cuts, strict=True) if cut.factor == factor)
 
 
 def _layout(rule: OpRule, dims: tuple[int | None, ...], cuts: tuple[Cut, ...], operand: int = -1) -> Layout:

@@ -30,7 +30,8 @@ class Factor:
     reduction ("sum", "max", "min") that the output is partial in when the factor is split.
     `expands` says that the op on shards is not the op: the table has an expansion, a small local
     program that may hold collectives. `contiguous` says that only a split of period `size`
-    (nested ones included) is allowed, because the expansion computes global indices.
+    (nested ones included) is allowed, because the expansion computes global indices. A shard
+    holds at least `least` indices: what its neighbours need of it.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Factor:
     reductions: tuple[str, ...]
     expands: bool = False
     contiguous: bool = False
+    least: int = 1
+
+    def may_be_cut(self, ranks: int) -> bool:
+        """Whether shards of a split over `ranks` in all hold what the op needs."""
+        return self.size // ranks >= self.least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +116,17 @@ class Emitter(Protocol):
         """Append an ATen op with one output."""
 
     def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
-        """Append an ATen op with several outputs."""
+        """Append an ATen op with several outputs. What it does not make (masked gradients) has an empty name."""
 
     def meta(self, value: Ref) -> TensorMeta:
         """Local shape and dtype."""
 
     def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
         """Append an all-reduce over a mesh axis, finished."""
+
+    def shift(self, value: Ref, offset: int, axis: int) -> Ref:
+        """Append a shift along a mesh axis, finished: what the rank `offset` places before this one
+        has (negative: behind), zeros on ranks without such a one. The value is contiguous."""
 
     def ranks(self, axis: int) -> int:
         """Size of a mesh axis."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from . import attention, expansions, indexing, local, reductions
+from . import attention, convolution, expansions, indexing, local, normalization, pooling, reductions
 from .attention import attention as attended
 from .families import (
     BOTH,
@@ -20,7 +20,6 @@ from .families import (
     FIRST,
     Rule,
     along,
-    convolution,
     either,
     expanded,
     filled_with_zero,
@@ -112,14 +111,35 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         expand=expansions.share_of_bias)),
     **_aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
     **_aten("convolution", Entry(
-        convolution("n c *s!, o c *k!, o -> n o *s!", "n c *s!, c o *k!, o -> n o *s!",
-                    "n c! *s!, o! c! *k!, o! -> n o! *s!", products=1),
-        expand=expansions.share_of_last("c"))),
+        convolution.convolution, convolution.group_count, convolution.convolution_with_halos)),
     **_aten("convolution_backward", Entry(
-        convolution("n o *s!, n c *s!, o c *k! -> n c *s!, o c *k!, o",
-                    "n o *s!, n c *s!, c o *k! -> n c *s!, c o *k!, o",
-                    "n o! *s!, n c! *s!, o! c! *k! -> n c! *s!, o! c! *k!, o!", products=2),
-        local.bias_sizes)),
+        convolution.convolution, convolution.group_count, convolution.convolution_backward_with_halos)),
+
+    # pooling and resampling
+    **_aten("max_pool2d_with_indices", Entry(pooling.pooled(2), expand=pooling.max_pool)),
+    **_aten("max_pool2d_with_indices_backward", Entry(pooling.pooled(2), expand=pooling.max_pool_backward)),
+    **_aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool)),
+    **_aten("max_pool3d_with_indices_backward", Entry(pooling.pooled(3), expand=pooling.max_pool_backward)),
+    **_aten("avg_pool2d avg_pool2d_backward", Entry(pooling.pooled(2))),
+    **_aten("avg_pool3d avg_pool3d_backward", Entry(pooling.pooled(3))),
+    **_aten("_adaptive_avg_pool2d", Entry(pooling.pooled(2, "output_size"), pooling.size_of_output(2))),
+    **_aten("_adaptive_avg_pool2d_backward", Entry(pooling.pooled(2, "output_size"))),
+    **_aten("_adaptive_avg_pool3d", Entry(pooling.pooled(3, "output_size"), pooling.size_of_output(3))),
+    **_aten("_adaptive_avg_pool3d_backward", Entry(pooling.pooled(3, "output_size"))),
+    **_aten("adaptive_max_pool2d", Entry(pooling.resampled(2, linear=()))),
+    **_aten("adaptive_max_pool2d_backward", Entry(pooling.resampled(2))),
+    **_aten("upsample_nearest1d upsample_linear1d reflection_pad1d reflection_pad1d_backward replication_pad1d "
+            "replication_pad1d_backward", Entry(pooling.resampled(1))),
+    **_aten("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d reflection_pad2d reflection_pad2d_backward "
+            "replication_pad2d replication_pad2d_backward", Entry(pooling.resampled(2))),
+    **_aten("upsample_nearest3d upsample_trilinear3d reflection_pad3d reflection_pad3d_backward replication_pad3d "
+            "replication_pad3d_backward", Entry(pooling.resampled(3))),
+    **_aten("upsample_nearest1d_backward upsample_linear1d_backward", Entry(
+        pooling.resampled(1), local.shape_of_output("input_size"))),
+    **_aten("upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward", Entry(
+        pooling.resampled(2), local.shape_of_output("input_size"))),
+    **_aten("upsample_nearest3d_backward upsample_trilinear3d_backward", Entry(
+        pooling.resampled(3), local.shape_of_output("input_size"))),
 
     # attention: query, key, value, mask -> output, logsumexp, and what random numbers need
     **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(
@@ -171,6 +191,11 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     # norms
     **_aten("native_layer_norm _fused_rms_norm", Entry(normalized())),
     **_aten("native_layer_norm_backward _fused_rms_norm_backward", Entry(normalized(FIRST))),
+    **_aten("_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats "
+            "_native_batch_norm_legit_no_training", Entry(
+        normalization.batch_norm, expand=normalization.batch_norm_statistics)),
+    **_aten("native_batch_norm_backward", Entry(
+        normalization.batch_norm_backward, expand=normalization.batch_norm_gradients)),
     **_aten("native_group_norm", Entry(
         from_template("n c! *s!, c!, c! -> n c! *s!, n g!, n g!"), local.rows_of_input("N"))),
     **_aten("native_group_norm_backward", Entry(

@@ -39,6 +39,7 @@ def assemble(
     reductions: Mapping[str, tuple[str, ...]] | None = None,
     expands: Collection[str] = (),
     contiguous: Collection[str] = (),
+    least: Mapping[str, int] | None = None,
     flops: float = 0.0,
     contraction: bool = False,
     moves_nothing: bool = False,
@@ -78,7 +79,9 @@ def assemble(
         read = any(i in carried for carried in input_dims)
         stated = (reductions or {}).get(name, ("sum" if read else "",) * len(output_dims))
         reduced = tuple("" if i in carried else r for carried, r in zip(output_dims, stated, strict=True))
-        factors.append(Factor(name, found[name], reduced, name in expands, name in contiguous))
+        factors.append(
+            Factor(name, found[name], reduced, name in expands, name in contiguous, (least or {}).get(name, 1))
+        )
     return OpRule(
         factors=tuple(factors),
         inputs=input_dims,

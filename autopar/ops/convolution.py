@@ -1,0 +1,278 @@
+"""Convolutions: which dims are split together, and the exchange of edges where spatial dims are split.
+
+A convolution of stride s reads a *fine* tensor (its input) and makes a *coarse* one; transposed, and in the
+gradient of the input, it is the other way round. Where the fine dim is s times as long as the coarse one, coarse row i
+belongs to the fine rows [s i, s (i + 1)). It touches, with padding p, dilation d and a kernel of k, the rows
+[s i - p, s i - p + d (k - 1)], so that a shard of the coarse rows needs p fine rows before its own and
+d (k - 1) - p - s + 1 after them: its halo. The neighbours have them; beyond the ends they are zeros, as the
+padding is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..graph import Ref
+from ..layout import Shape
+from .expansions import LocalCall, Results
+from .families import EACH, FIRST, has
+from .local import Arguments, replaced
+from .rule import Call, Emitter, OpRule
+from .template import Linear, Named, assemble, roles
+
+Name = str | None
+
+
+def scaled(name: str, times: int) -> Name:
+    return name if times == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A convolution along one spatial dim. `before` and `after` are the rows of the halo."""
+
+    stride: int
+    padding: int
+    reach: int
+    """dilation * (kernel - 1): rows between the first and the last one that a coarse row touches."""
+
+    @property
+    def before(self) -> int:
+        return self.padding
+
+    @property
+    def after(self) -> int:
+        return max(0, self.excess)
+
+    @property
+    def excess(self) -> int:
+        """Rows touched beyond the own ones; negative if the last of the own ones are not touched."""
+        return self.reach - self.padding - self.stride + 1
+
+    @property
+    def coarse_rows(self) -> int:
+        """Coarse rows that a shard must have for the neighbours to hold its halo."""
+        return max(1, -(-max(self.before, self.after) // self.stride))
+
+
+def windows(call: Call) -> tuple[Window, ...]:
+    """One a spatial dim."""
+    kernel = dict(zip(roles(call), call.inputs, strict=True))["weight"].shape[2:]
+
+    def each(name: str) -> tuple[int, ...]:
+        values = tuple(call.argument(name))
+        return values * len(kernel) if len(values) == 1 else values
+
+    steps = zip(each("stride"), each("padding"), each("dilation"), kernel, strict=True)
+    return tuple(Window(stride, padding, dilation * (size - 1)) for stride, padding, dilation, size in steps)
+
+
+def convolution(call: Call) -> OpRule:
+    """convolution and convolution_backward: batch, output channels ("o"), input channels ("c"), or, if there are
+    several, groups ("g"), and spatial dims ("s0", ...) where the coarse and the fine rows keep step. A split of the
+    input channels adds up outputs, each with its share of the bias."""
+    metas = dict(zip(roles(call), call.inputs, strict=True))
+    forward, transposed, groups = not has(call, "grad_output"), call.argument("transposed"), call.argument("groups")
+    source, weight = metas["input"], metas["weight"]
+    target = call.outputs[0] if forward else metas["grad_output"]
+    assert target is not None
+    coarse, fine = (source, target) if transposed else (target, source)
+
+    into: Name = scaled("g", source.shape[1] // groups) if groups > 1 else "c"
+    out: Name = scaled("g", target.shape[1] // groups) if groups > 1 else "o"
+    if groups > 1 and (into is None or out is None):
+        into = out = None
+    first, second = (into, out) if transposed else (out, into)
+    kernel: Named = [first, second if groups == 1 else None, *([None] * (len(weight.shape) - 2))]
+    coarse_dims: list[Name] = []
+    fine_dims: list[Name] = []
+    halos: list[str] = []
+    least: dict[str, int] = {}
+    for i, window in enumerate(windows(call)):
+        in_step = fine.shape[2 + i] == window.stride * coarse.shape[2 + i]
+        coarse_dims.append(f"s{i}" if in_step else None)
+        fine_dims.append(scaled(f"s{i}", window.stride) if in_step else None)
+        if in_step and fine_dims[-1] is None:
+            coarse_dims[-1] = None
+        elif in_step and (window.before or window.after):
+            halos.append(f"s{i}")
+            least[f"s{i}"] = window.coarse_rows
+    source_dims, target_dims = (coarse_dims, fine_dims) if transposed else (fine_dims, coarse_dims)
+    whole = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
+
+    flops = 2.0 * coarse.numel * weight.numel / weight.shape[0]
+    if forward:
+        biased = "bias" in metas
+        linear: Linear = ((0, 2), (1, 2)) if biased else EACH
+        inputs, outputs = [whole[role] for role in metas], [whole["output"]]
+        expands = [*halos, *(["c"] if biased else [])]
+        reductions: Mapping[str, tuple[str, ...]] = {}
+    else:
+        made = [whole[name] if meta else [] for name, meta in zip(_GRADIENTS, call.outputs, strict=True)]
+        inputs, outputs = [whole["output"], whole["input"], kernel], made
+        linear, expands, flops = FIRST, halos, flops * sum(meta is not None for meta in call.outputs[:2])
+        reductions = {"c": ("sum", "", "")}
+    return assemble(
+        call, inputs, outputs, linear=linear, expands=expands, contiguous=halos, least=least, reductions=reductions,
+        flops=flops, contraction=True,
+    )  # fmt: skip
+
+
+_GRADIENTS = ("input", "weight", "bias")
+
+
+def group_count(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """The groups of a shard, whose weight has their share of the channels, and (backward) the bias has the channels
+    of the output."""
+    weight = roles(call).index("weight")
+    groups = call.argument("groups")
+    if groups > 1:
+        groups = groups * local_inputs[weight][0] // call.inputs[weight].shape[0]
+    if not has(call, "bias_sizes"):
+        return replaced(call, groups=groups)
+    sizes = call.argument("bias_sizes")
+    return replaced(call, groups=groups, bias_sizes=sizes and (local_inputs[0][1],))
+
+
+# Halos
+
+
+def neighbour(emitter: Emitter, value: Ref, axes: tuple[int, ...], step: int) -> Ref:
+    """What the shard before this one (`step` 1) or after it (-1) has, of a dim split by `axes` (outermost first); zeros
+    at the ends."""
+    *outer, inner = axes
+    received = emitter.shift(value, step, inner)
+    if outer:
+        # at the end of an inner run the neighbour is at the other end of the next one
+        wrapped = emitter.shift(value, -step * (emitter.ranks(inner) - 1), inner)
+        received = emitter.op("aten.add.Tensor", received, neighbour(emitter, wrapped, tuple(outer), step))
+    return received
+
+
+def _rows(emitter: Emitter, value: Ref, dim: int, start: int, end: int) -> Ref:
+    if (start, end) == (0, emitter.meta(value).shape[dim]):
+        return value
+    return emitter.op("aten.slice.Tensor", value, dim, start, end)
+
+
+def _sent(emitter: Emitter, value: Ref, dim: int, start: int, end: int) -> Ref:
+    """Rows to send."""
+    return emitter.op("aten.contiguous.default", _rows(emitter, value, dim, start, end))
+
+
+def with_halo(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
+    """A shard of fine rows with the neighbours' rows around it."""
+    rows, parts = emitter.meta(value).shape[dim], [value]
+    if window.before:
+        edge = _sent(emitter, value, dim, rows - window.before, rows)
+        parts.insert(0, neighbour(emitter, edge, axes, 1))
+    if window.after:
+        parts.append(neighbour(emitter, _sent(emitter, value, dim, 0, window.after), axes, -1))
+    return emitter.op("aten.cat.default", tuple(parts), dim)
+
+
+def halo_added(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
+    """The transpose of `with_halo`: a shard's rows, and what the neighbours' halos add to them."""
+    before, after = window.before, window.after
+    end = emitter.meta(value).shape[dim] - after
+    rows = end - before
+    from_after = from_before = None
+    if before:
+        from_after = neighbour(emitter, _sent(emitter, value, dim, 0, before), axes, -1)
+    if after:
+        from_before = neighbour(emitter, _sent(emitter, value, dim, end, end + after), axes, 1)
+    parts = []
+    for start, stop in itertools.pairwise(sorted({0, after, rows - before, rows})):
+        part = _rows(emitter, value, dim, before + start, before + stop)
+        if from_before is not None and stop <= after:
+            part = emitter.op("aten.add.Tensor", part, _rows(emitter, from_before, dim, start, stop))
+        if from_after is not None and start >= rows - before:
+            first = rows - before
+            part = emitter.op("aten.add.Tensor", part, _rows(emitter, from_after, dim, start - first, stop - first))
+        parts.append(part)
+    return emitter.op("aten.cat.default", tuple(parts), dim)
+
+
+def _halos(local: LocalCall) -> dict[int, tuple[Window, tuple[int, ...]]]:
+    """Spatial dims that are split and have a halo -> window and mesh axes."""
+    found = {}
+    for i, window in enumerate(windows(local.call)):
+        if (window.before or window.after) and f"s{i}" in local.splits:
+            found[i] = window, local.splits[f"s{i}"]
+    return found
+
+
+def _unpadded(local: LocalCall, halos: Mapping[int, tuple[Window, tuple[int, ...]]]) -> dict[str, object]:
+    """The op's arguments by name: dims with a halo are padded by it, and end where it ends."""
+    rank = len(local.call.inputs[0].shape) - 2
+    names = ("stride", "padding", "dilation", "output_padding")
+    values = {name: list(local.call.argument(name)) for name in names}
+    values = {name: value * rank if len(value) == 1 else value for name, value in values.items()}
+    for i, (window, _) in halos.items():
+        values["padding"][i] = 0
+        values["output_padding"][i] = max(0, -window.excess) if local.call.argument("transposed") else 0
+    return {name: tuple(value) for name, value in values.items()}
+
+
+def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
+    """Spatial dims split, or input channels with a bias, of which each rank adds its share."""
+    source, weight, bias = local.args[:3]
+    groups = local.args[8]
+    halos = _halos(local)
+    sizes = _unpadded(local, halos)
+    transposed = local.call.argument("transposed")
+    if bias is not None and "c" in local.splits:
+        shards = 1
+        for axis in local.splits["c"]:
+            shards *= emitter.ranks(axis)
+        bias = emitter.op("aten.mul.Scalar", bias, 1.0 / shards)
+    late = bias if transposed and halos else None  # or it would be added once more where halos overlap
+    if not transposed:
+        for i, (window, axes) in halos.items():
+            source = with_halo(emitter, source, 2 + i, window, axes)
+    result = local.result(
+        emitter, source, weight, None if late is not None else bias, sizes["stride"], sizes["padding"],
+        sizes["dilation"], transposed, sizes["output_padding"], groups,
+    )  # fmt: skip
+    if transposed:
+        for i, (window, axes) in halos.items():
+            result = halo_added(emitter, result, 2 + i, window, axes)
+    if late is not None:
+        column = emitter.op("aten.reshape.default", late, (-1, *([1] * len(sizes["stride"]))))  # type: ignore[arg-type]
+        result = emitter.op("aten.add.Tensor", result, column)
+    return (result,)
+
+
+def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Results:
+    """Spatial dims split. The edges of what is fine travel: the input's for the gradient of the weight, those of the
+    gradient of the input back; transposed, those of the gradient of the output, for both."""
+    gradient, source, weight, bias_sizes = local.args[:4]
+    groups, mask = local.args[9:11]
+    halos = _halos(local)
+    sizes = _unpadded(local, halos)
+    transposed = local.call.argument("transposed")
+    original, bias = gradient, None
+    for i, (window, axes) in halos.items():
+        if transposed:
+            gradient = with_halo(emitter, gradient, 2 + i, window, axes)
+        elif mask[1]:
+            source = with_halo(emitter, source, 2 + i, window, axes)
+        else:  # only its shape is looked at
+            shape = list(emitter.meta(source).shape)
+            shape[2 + i] += window.before + window.after
+            source = emitter.op("aten.new_empty.default", source, tuple(shape))
+    if mask[2] and transposed:
+        dims = (0, *range(2, len(emitter.meta(original).shape)))
+        bias = emitter.op("aten.sum.dim_IntList", original, dims)
+    made = emitter.ops(
+        local.call.node.op, gradient, source, weight, bias_sizes, sizes["stride"], sizes["padding"], sizes["dilation"],
+        transposed, sizes["output_padding"], groups, (mask[0], mask[1], mask[2] and not transposed),
+    )  # fmt: skip
+    result = made[0]
+    if mask[0] and not transposed:
+        for i, (window, axes) in halos.items():
+            result = halo_added(emitter, result, 2 + i, window, axes)
+    results = (result, made[1], bias if transposed else made[2])
+    return tuple(value if wanted else None for value, wanted in zip(results, mask, strict=True))

@@ -1,0 +1,173 @@
+"""Batch norm: rules, and the expansions that make statistics of all ranks' elements.
+
+A split of the batch or of spatial dims costs one all-reduce of 2 numbers a channel forward and one
+backward; a split of the channels costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..graph import Ref, TensorMeta
+from ..layout import Shape
+from .expansions import LocalCall, Results
+from .families import FIRST, has
+from .rule import Call, Emitter, OpRule
+from .template import Named, assemble, roles
+
+CHANNEL = "c"
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def _names(rank: int) -> tuple[str, ...]:
+    """Batch, channels and spatial dims."""
+    return ("n", CHANNEL, *(f"s{i}" for i in range(rank - 2)))
+
+
+def _trains(call: Call) -> bool:
+    """Whether the statistics are those of the input."""
+    name = "train" if has(call, "train") else "training"
+    return has(call, name) and call.argument(name)
+
+
+def batch_norm(call: Call) -> OpRule:
+    """Batch norm forward: output, saved mean and inverse deviation (empty in evaluation) and, of the
+    functional op, the running statistics."""
+    names = _names(len(call.inputs[0].shape))
+    others = [name for name in names if name != CHANNEL]
+
+    def of(meta: TensorMeta | None) -> Named:
+        if meta is None or meta.shape == (0,):
+            return () if meta is None else (None,)
+        return names if len(meta.shape) == len(names) else (CHANNEL,)
+
+    outputs = [of(meta) for meta in call.outputs]
+    return assemble(
+        call, [of(meta) for meta in call.inputs], outputs, expands=others if _trains(call) else (),
+        reductions={name: ("",) * len(outputs) for name in others},
+    )  # fmt: skip
+
+
+def batch_norm_backward(call: Call) -> OpRule:
+    """Batch norm backward. The gradient of the input takes sums over all ranks' elements in training; without
+    it, or in evaluation, the op on a shard gives a share of the gradients of weight and bias."""
+    names = _names(len(call.inputs[0].shape))
+    others = [name for name in names if name != CHANNEL]
+    inputs: list[Named] = [names if role in ("grad_out", "input") else [CHANNEL] for role in roles(call)]
+    # in evaluation nothing was saved
+    inputs = [(None,) if meta.shape == (0,) else named for named, meta in zip(inputs, call.inputs, strict=True)]
+    gives_input = call.argument("output_mask")[0]
+    if not (_trains(call) and gives_input):
+        return assemble(call, inputs, [names if gives_input else (), [CHANNEL], [CHANNEL]], linear=FIRST)
+    outputs: list[Named] = [names, *([CHANNEL] if meta else () for meta in call.outputs[1:])]
+    return assemble(
+        call, inputs, outputs, linear=FIRST, expands=others, reductions={name: ("", "", "") for name in others}
+    )
+
+
+def _over(local: LocalCall) -> tuple[int, ...]:
+    """The mesh axes that split anything but the channels."""
+    return tuple(axis for name, axes in local.splits.items() if name != CHANNEL for axis in axes)
+
+
+def _summed(emitter: Emitter, pair: Sequence[Ref], axes: tuple[int, ...]) -> tuple[Ref, Ref]:
+    """Two tensors of one shape, summed over the ranks of `axes` in one all-reduce an axis."""
+    both = emitter.op("aten.stack.default", tuple(pair))
+    for axis in axes:
+        both = emitter.all_reduce(both, "sum", axis)
+    first, second = (emitter.op("aten.select.int", both, 0, i) for i in range(2))
+    return first, second
+
+
+def _as(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
+    same = emitter.meta(value).dtype == dtype
+    return value if same else emitter.op("aten._to_copy.default", value, dtype=dtype)
+
+
+def _wide(emitter: Emitter, value: Ref) -> Ref:
+    """The value in a dtype to compute in."""
+    dtype = emitter.meta(value).dtype
+    return _as(emitter, value, torch.float32 if dtype in NARROW else dtype)
+
+
+def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, axes: tuple[int, ...]) -> tuple[Ref, Ref]:
+    """Mean and variance (biased, float64) over local `dims` and the ranks of `axes`, of `count` elements in all.
+
+    The shards' own means and variances are combined (Chan, Golub, LeVeque 1979) by summing E[x] and E[x^2] of
+    each: exact in float64 where the sums of single elements would cancel, and one all-reduce for both.
+    """
+    shape = emitter.meta(source).shape
+    share = math.prod(shape[d] for d in dims) / count
+    variance, mean = emitter.ops("aten.var_mean.correction", _wide(emitter, source), dims, correction=0)
+    mean, variance = _as(emitter, mean, torch.float64), _as(emitter, variance, torch.float64)
+    squares = emitter.op("aten.addcmul.default", variance, mean, mean)
+    pair = [emitter.op("aten.mul.Scalar", moment, share) for moment in (mean, squares)]
+    mean, squares = _summed(emitter, pair, axes)
+    variance = emitter.op("aten.addcmul.default", squares, mean, mean, value=-1)
+    return mean, emitter.op("aten.clamp_min.default", variance, 0)
+
+
+def _elements(call: Call, source: TensorMeta) -> int:
+    """Elements of a channel, on all ranks."""
+    return source.numel // source.shape[1]
+
+
+def batch_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
+    """Batch norm in training with the batch or spatial dims split: statistics of all ranks' elements, then the op with
+    these as its running statistics."""
+    call = local.call
+    named = dict(zip(roles(call), call.inputs, strict=True))
+    source, weight, bias = local.args[:3]
+    count = _elements(call, named["input"])
+    rank = len(named["input"].shape)
+    mean, variance = moments(emitter, source, (0, *range(2, rank)), count, _over(local))
+    epsilon = call.argument("eps")
+    scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
+
+    dtype = emitter.meta(source).dtype
+    statistic = emitter.meta(weight).dtype if weight is not None else torch.float32 if dtype in NARROW else dtype
+    plain = (_as(emitter, mean, statistic), _as(emitter, variance, statistic))
+    output = emitter.op("aten.batch_norm.default", source, weight, bias, *plain, False, 0.0, epsilon, True)
+    saved = [_as(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:3], strict=True)]
+    if len(call.outputs) == 3:
+        return (output, *saved)
+    # the running variance is unbiased
+    unbiased = emitter.op("aten.mul.Scalar", variance, count / max(1, count - 1))
+    running = []
+    for old, new in zip(local.args[3:5], (mean, unbiased), strict=True):
+        new = _as(emitter, new, emitter.meta(old).dtype)
+        running.append(emitter.op("aten.lerp.Scalar", old, new, call.argument("momentum")))
+    return (output, *saved, *running)
+
+
+def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
+    """Batch norm backward in training with the batch or spatial dims split. With sums over all ranks' elements, N a
+    channel, and x^ = (x - mean) * invstd:
+
+        dx = weight * invstd * (dy - sum(dy) / N - x^ * sum(dy * x^) / N)
+    """
+    call = local.call
+    gradient, source, weight, _, _, mean, scale = local.args[:7]
+    count = _elements(call, call.inputs[1])
+    given = weight if weight is not None else emitter.op("aten.ones_like.default", mean)
+    arguments = (gradient, source, given, *local.args[3:7], True, call.argument("eps"), (False, True, True))
+    _, product, total = emitter.ops(call.node.op, *arguments)
+    product, total = _summed(emitter, [_wide(emitter, product), _wide(emitter, total)], _over(local))
+
+    shape: Shape = (1, -1, *([1] * (len(emitter.meta(source).shape) - 2)))
+    mean, scale = _wide(emitter, mean), _wide(emitter, scale)
+    slope = emitter.op("aten.mul.Tensor", scale, _wide(emitter, given))
+    offset = emitter.op("aten.mul.Scalar", emitter.op("aten.mul.Tensor", slope, total), -1 / count)
+    steps = emitter.op("aten.mul.Tensor", emitter.op("aten.mul.Tensor", slope, scale), product)
+    steps = emitter.op("aten.mul.Scalar", steps, -1 / count)
+    mean, slope, offset, steps = (
+        emitter.op("aten.reshape.default", value, shape) for value in (mean, slope, offset, steps)
+    )
+    centered = emitter.op("aten.sub.Tensor", source, mean)
+    result = emitter.op("aten.addcmul.default", offset, centered, steps)
+    result = emitter.op("aten.addcmul.default", result, gradient, slope)
+    made = (result, product, total)
+    return tuple(_as(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))

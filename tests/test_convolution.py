@@ -1,0 +1,293 @@
+"""Convolutions, batch and group norm, pools: every way to split them, what that communicates, and whole models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import torch
+from models import assert_close
+from test_communication import Force, forced
+from torch import nn
+
+from autopar.api import Planner
+from autopar.graph import overload
+from autopar.ops import rule_of
+from autopar.ops.emit import Emission
+from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
+from autopar.passes.bucket import bucket
+from autopar.passes.codegen import codegen
+from autopar.passes.strategies import AxisChoice, Site
+from autopar.program import Program
+from autopar.runtime.simulate import simulate_step
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DOUBLE = torch.float64
+FLOAT = 4
+
+
+def numbers(*shape: int, dtype: torch.dtype = DOUBLE) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# ------------------------------------------------------------------------------------------ each op
+
+
+def check_convolution(
+    source: Sequence[int], weight: Sequence[int], *, stride: Sequence[int] = (1,), padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,), transposed: bool = False, longer: Sequence[int] = (0,), groups: int = 1,
+    bias: bool = True, mask: tuple[bool, bool] = (True, True),
+) -> tuple[Report, Report]:  # fmt: skip
+    """The oracle on a convolution and on its backward op."""
+    x, w = numbers(*source), numbers(*weight)
+    outputs = weight[1] * groups if transposed else weight[0]
+    b = numbers(outputs) if bias else None
+    rest = (list(stride), list(padding), list(dilation), transposed, list(longer), groups)
+    made = torch.ops.aten.convolution(x, w, b, *rest)
+    gradient = numbers(*made.shape)
+    sizes = [outputs] if bias else None
+    return (
+        check_rule("aten.convolution.default", x, w, b, *rest),
+        check_rule("aten.convolution_backward.default", gradient, x, w, sizes, *rest, [*mask, bias]),
+    )
+
+
+SAME = [
+    ("1D", {"source": (2, 3, 12), "weight": (4, 3, 3), "padding": [1]}),
+    ("1D, 5 wide", {"source": (2, 3, 12), "weight": (4, 3, 5), "padding": [2], "bias": False}),
+    ("even kernel", {"source": (2, 3, 12), "weight": (4, 3, 2), "padding": [1], "dilation": [2]}),
+    ("dilated", {"source": (2, 2, 12, 8), "weight": (4, 2, 3, 3), "padding": [2, 1], "dilation": [2, 1]}),
+    ("3D", {"source": (2, 2, 4, 6, 4), "weight": (2, 2, 3, 3, 1), "padding": [1, 1, 0]}),
+    ("transposed", {"source": (2, 4, 12), "weight": (4, 3, 3), "padding": [1], "transposed": True}),
+    ("transposed 3D", {"source": (2, 2, 4, 4, 4), "weight": (2, 4, 1, 3, 3), "padding": [0, 1, 1], "transposed": True}),
+    ("depthwise", {"source": (2, 4, 8, 6), "weight": (4, 1, 3, 3), "padding": [1, 1], "groups": 4}),
+    ("first layer", {"source": (2, 3, 12), "weight": (4, 3, 3), "padding": [1], "mask": (False, True)}),
+    ("frozen weight", {"source": (2, 3, 12, 8), "weight": (4, 3, 3, 3), "padding": [1, 1], "mask": (True, False)}),
+]
+
+
+@pytest.mark.parametrize("options", [options for _, options in SAME], ids=[name for name, _ in SAME])
+def test_convolutions_split_in_every_dim(options: dict[str, Any]) -> None:
+    """Batch, channels in and out, or groups, and every spatial dim, alone and in pairs, also nested."""
+    forward, backward = check_convolution(**options)
+    channels = {"g"} if options.get("groups", 1) > 1 else {"c", "o"}
+    spatial = {f"s{i}" for i in range(len(options["source"]) - 2)}
+    assert set(forward.factors) == set(backward.factors) == {"n"} | channels | spatial
+
+
+def test_a_spatial_dim_is_whole_where_rows_do_not_keep_step() -> None:
+    forward, backward = check_convolution((2, 4, 12, 12), (4, 4, 3, 3), padding=[0, 1])
+    assert "s0" not in forward.factors + backward.factors and "s1" in forward.factors
+
+
+def test_a_halo_is_not_wider_than_a_shard() -> None:
+    """With a halo of 4 rows, 12 rows are cut for 2 or 3 ranks, not for 4."""
+    call, _ = make_call("aten.convolution.default", (numbers(1, 1, 12), numbers(1, 1, 9), None, [1], [4], [1], False,
+                                                     [0], 1), {})  # fmt: skip
+    rule = rule_of(call)
+    assert rule is not None
+    (factor,) = rule.factors
+    assert [factor.may_be_cut(ranks) for ranks in (2, 3, 4)] == [True, True, False]
+
+
+def emission(op: str, *args: Any, split: Sequence[str], ranks: int = 2) -> Emission:
+    """The local program with these factors split, each over an axis of its own. It is run, and must be right."""
+    call, tensors = make_call(op, args, {})
+    rule = rule_of(call)
+    assert rule is not None
+    cuts = tuple(Cut(i, f.size) for name in split for i, f in enumerate(rule.factors) if f.name == name)
+    assert len(cuts) == len(split)
+    result = overload(op)(*args)
+    wholes = result if isinstance(result, tuple) else (result,)
+    return check_cuts(call, rule, tensors, (ranks,) * len(cuts), cuts, wholes)
+
+
+def communicated(program: Emission) -> list[tuple[str, tuple[int, ...]]]:
+    """Kind and local shape of each collective."""
+    return [(i.collective, program.metas[i.outputs[0]].shape) for i in program.instructions if i.collective]
+
+
+def test_only_edge_rows_travel() -> None:
+    """A 5 x 3 kernel on an image [2, 3, 8, 6] of which the rows are split in 2, and then the columns too: 2 rows to
+    each side, then 1 column, corners included; the input's edges again for the gradient of the weight, and those of the
+    gradient of the input back."""
+    x, w, b = numbers(2, 3, 8, 6), numbers(4, 3, 5, 3), numbers(4)
+    rest: tuple[Any, ...] = ([1, 1], [2, 1], [1, 1], False, [0, 0], 1)
+    forward = "aten.convolution.default", x, w, b, *rest
+    rows = [("shift", (2, 3, 2, 6))] * 2
+    assert communicated(emission(*forward, split=["s0"])) == rows
+    both = [("shift", (2, 3, 2, 3))] * 2 + [("shift", (2, 3, 8, 1))] * 2
+    assert communicated(emission(*forward, split=["s0", "s1"])) == both
+
+    gradient = numbers(2, 4, 8, 6)
+
+    def backward(*mask: bool) -> list[tuple[str, tuple[int, ...]]]:
+        arguments = (gradient, x, w, [4], *rest, list(mask))
+        return communicated(emission("aten.convolution_backward.default", *arguments, split=["s0"]))
+
+    assert backward(True, True, True) == rows * 2
+    assert backward(False, True, True) == backward(True, False, True) == rows
+    assert backward(False, False, True) == []
+
+
+def test_a_kernel_of_one_row_exchanges_nothing() -> None:
+    rest: tuple[Any, ...] = ([1, 1], [0, 1], [1, 1], False, [0, 0], 1)
+    made = emission("aten.convolution.default", numbers(2, 3, 8, 6), numbers(4, 3, 1, 3), None, *rest, split=["s0"])
+    assert communicated(made) == []
+
+
+def test_batch_norm_reduces_two_numbers_a_channel() -> None:
+    """Forward a mean and a mean square (float64), backward two sums, whether the batch, a spatial dim or both are
+    split. With the channels split nothing, and nothing for a first layer, whose input has no gradient, or in
+    evaluation."""
+    x, w, b = numbers(4, 6, 8), numbers(6), numbers(6)
+    running = numbers(6), numbers(6).abs()
+    op = "aten._native_batch_norm_legit_functional.default"
+
+    def forward(*split: str, training: bool = True) -> list[tuple[str, tuple[int, ...]]]:
+        return communicated(emission(op, x, w, b, *running, training, 0.1, 1e-5, split=split))
+
+    assert forward("n") == forward("s0") == [("all_reduce", (2, 6))]
+    assert forward("n", "s0") == [("all_reduce", (2, 6))] * 2
+    assert forward("n", "c") == [("all_reduce", (2, 3))]
+    assert forward("c") == forward("n", training=False) == []
+
+    _, mean, scale, *running = overload(op)(x, w, b, *running, True, 0.1, 1e-5)
+
+    def backward(*split: str, input_too: bool = True) -> list[tuple[str, tuple[int, ...]]]:
+        arguments = (numbers(4, 6, 8), x, w, *running, mean, scale, True, 1e-5, [input_too, True, True])
+        return communicated(emission("aten.native_batch_norm_backward.default", *arguments, split=split))
+
+    assert backward("n") == backward("s0") == [("all_reduce", (2, 6))]
+    assert backward("c") == backward("n", input_too=False) == []
+
+
+def test_batch_norm_far_from_zero() -> None:
+    """Variances of 1 around 100 in float32: E[x^2] - E[x]^2 would have three correct digits."""
+    x = numbers(8, 4, 6, dtype=torch.float32) + 100
+    check_rule("aten._native_batch_norm_legit.no_stats", x, None, None, True, 0.1, 1e-5)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, None], ids=str)
+def test_batch_norm_in_half_precision(parameters: torch.dtype | None) -> None:
+    """As under autocast: the input is narrow, parameters and statistics are not."""
+    x = numbers(8, 4, 6, dtype=torch.bfloat16)
+    weights = (None, None) if parameters is None else (torch.rand(4), torch.rand(4))
+    running = torch.zeros(4), torch.ones(4)
+    op = "aten._native_batch_norm_legit_functional.default"
+    check_rule(op, x, *weights, *running, True, 0.1, 1e-5)
+    _, mean, scale, *_ = overload(op)(x, *weights, *running, True, 0.1, 1e-5)
+    mask = [True, parameters is not None, parameters is not None]
+    gradient = numbers(8, 4, 6, dtype=torch.bfloat16)
+    arguments = (gradient, x, weights[0], *running, mean, scale, True, 1e-5, mask)
+    emission("aten.native_batch_norm_backward.default", *arguments, split=["n", "s0"])
+
+
+# ------------------------------------------------------------------------------------ whole models
+
+Batch = dict[str, torch.Tensor]
+
+
+@functools.cache
+def example(name: str) -> tuple[nn.Module, Batch]:
+    """A model of the examples with a batch of 8."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import resnet
+        import unet
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    torch.manual_seed(0)
+    if name == "resnet":
+        return resnet.ResNet((1, 1), 8), resnet.batches(1, 8, 32)[0]
+    return unet.UNet((8, 16), *name.split()[1:]), unet.batches(1, 8, 16)[0]
+
+
+MODELS = ("resnet", "unet group conv conv", "unet batch pool nearest")
+MESHES: tuple[dict[str, int], ...] = ({"a": 4}, {"dp": 2, "tp": 2})
+
+
+def mesh_id(mesh: dict[str, int]) -> str:
+    return "x".join(map(str, mesh.values()))
+
+
+@functools.cache
+def _planner(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
+    model, batch = example(name)
+    return Planner(model, dict(axes), (), batch)
+
+
+def planner(name: str, mesh: dict[str, int]) -> Planner:
+    return _planner(name, tuple(mesh.items()))
+
+
+def check(name: str, mesh: dict[str, int], program: Program) -> None:
+    """Loss, every gradient and every buffer are those of one process."""
+    model, batch = example(name)
+    captured = planner(name, mesh).captured
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
+    made = simulate_step(program, held, captured.bind((), batch), tolerance=1e-4)
+    alone = copy.deepcopy(model)
+    loss = alone(**batch)
+    loss.backward()
+    (found,) = made.outputs.values()
+    assert_close(found, loss, "loss")
+    gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    assert made.gradients.keys() == gradients.keys()
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    for target, gradient in gradients.items():
+        # the bias of a convolution before a batch norm has a gradient of zero by arithmetic
+        if float(gradient.abs().max()) > 1e-6 * largest:
+            assert_close(made.gradients[target], gradient, f"gradient {target}", 1e-4)
+        else:
+            assert float(made.gradients[target].abs().max()) < 1e-5 * largest
+    buffers = dict(alone.named_buffers())
+    assert made.mutations.keys() == buffers.keys()
+    for target, value in buffers.items():
+        assert_close(made.mutations[target], value, f"buffer {target}")
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_under_presets_and_the_solver(name: str, mesh: dict[str, int]) -> None:
+    made = planner(name, mesh)
+    assert not made.space.without_rule
+    for solver in ("ddp", "fsdp", "megatron", *(["dp"] if len(mesh) == 1 else [])):
+        check(name, mesh, made.program(made.plan(solver=solver)))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_under_random_plans(name: str, mesh: dict[str, int]) -> None:
+    made = planner(name, mesh)
+    for seed in range(2):
+        check(name, mesh, bucket(codegen(made.space, plans.random_assignment(made.space, seed))))
+
+
+def spatially(dim: int) -> Force:
+    """Whatever can split this spatial dim of images does; all else is whole, or passes partial sums on."""
+    names = f"s{dim}", f"d{2 + dim}"
+
+    def force(site: Site, choices: Sequence[AxisChoice]) -> Sequence[AxisChoice]:
+        factors = site.rule.factors if site.rule is not None else ()
+        found = [c for c in choices if c[0] == "S" and factors and factors[c[1]].name in names]
+        return found or [c for c in choices if c[0] != "S"]
+
+    return force
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_spatial_dims_split(name: str) -> None:
+    for mesh, axes in (({"a": 4}, [0]), ({"dp": 2, "tp": 2}, [0, 1])):
+        made = planner(name, mesh)
+        program = bucket(codegen(made.space, forced(made.space, *map(spatially, axes))))
+        kinds = Counter(kind for kind, _, _ in program.collectives())
+        assert kinds["shift"] >= 10
+        check(name, mesh, program)
