@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 from .cluster import Cluster, named_cluster
 from .graph import JointGraph, Node, overload
 from .layout import Layout, Split
+from .ops import rule_of
+from .ops.routing import in_token_order
 from .passes.account import account, parameter_layouts
 from .passes.blocks import blocks
 from .passes.bucket import bucket
@@ -182,7 +184,8 @@ class Planner:
         self.captured: Captured = self._timed(
             "capture", lambda: capture_stamped(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
         )
-        graph = self.captured.graph
+        graph = in_token_order(self.captured.graph, rule_of)
+        self.captured = replace(self.captured, graph=graph)
         if names := self.captured.without_gradient:
             shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             logger.warning(

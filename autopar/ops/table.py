@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from . import attention, convolution, expansions, indexing, local, normalization, pooling, reductions
+from . import attention, convolution, expansions, experts, indexing, local, normalization, pooling, reductions
 from .attention import attention as attended
 from .families import (
     BOTH,
@@ -99,6 +99,8 @@ def _never(call: Call) -> bool:
 
 TABLE: Mapping[str, Entry] = MappingProxyType({
     # contractions
+    experts.MM: Entry(experts.mm_rule, expand=experts.mm),
+    experts.MM_WEIGHT: Entry(experts.mm_weight_rule, local.rows_of_output("experts"), experts.mm_weight),
     **_aten("mm", Entry(from_template("m k, k n -> m n", linear=EACH, contraction=True))),
     **_aten("bmm", Entry(from_template("b m k, b k n -> b m n", linear=EACH, contraction=True))),
     **_aten("mv", Entry(from_template("m k, k -> m", linear=EACH, contraction=True))),
