@@ -370,7 +370,8 @@ class _Writer:
             if dim == 0 and above == 1:
                 return reshape(value, (ways * stride, *old[1:]))
             cut = reshape(value, (ways, *old[:dim], above, stride, *old[dim + 1 :]))
-            back = move(cut, 0, dim + 1)
+            # some kernels take operands to be dense: attention on CPU its rows, layer norm's backward all
+            back = self._contiguous(phase, root, move(cut, 0, dim + 1))
             return reshape(back, (*old[:dim], above * ways * stride, *old[dim + 1 :]))
 
         before, after = step.before[axis], step.after[axis]

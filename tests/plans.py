@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
 from autopar.passes.problem import Assignment, ProblemBuilder
-from autopar.passes.strategies import KEEP, REGATHER, Space
+from autopar.passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space
 from autopar.problem import Problem
 from autopar.search import unique_sites
 from autopar.solve import solve
 
 
-def random_assignment(space: Space, seed: int, options_per_site: int = 3) -> Assignment:
+def random_assignment(
+    space: Space,
+    seed: int,
+    options_per_site: int = 3,
+    wanted: Callable[[Site], Sequence[SiteChoice] | None] = lambda site: None,
+) -> Assignment:
     """A random feasible assignment: each site may take a few random options (or work on the whole),
-    all costs are random, and the solver finds the cheapest of that."""
+    all costs are random, and the solver finds the cheapest of that. `wanted` may leave a site no others
+    than the given ones."""
     generator = random.Random(seed)
     builder = ProblemBuilder(space)
     allowed = {}
@@ -25,9 +32,10 @@ def random_assignment(space: Space, seed: int, options_per_site: int = 3) -> Ass
         suffixes = ((KEEP,), (REGATHER,)) if site.kind == "parameter" else ((),)
         every = [(*c, *s) for c in product(*per_axis) for s in suffixes]
         generator.shuffle(every)
-        kept = [space.whole(site)]
+        chosen = wanted(site)
+        kept = [space.whole(site)] if chosen is None else list(chosen)
         for choice in every:
-            if len(kept) > options_per_site:
+            if len(kept) > options_per_site or chosen is not None:
                 break
             if choice not in kept and space.option(site, choice) is not None:
                 kept.append(choice)

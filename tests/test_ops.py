@@ -103,6 +103,20 @@ def _dot(draw: Draw) -> Arguments:
     return (draw.floats(k), draw.floats(k)), {}
 
 
+def _expert_mm(draw: Draw) -> Arguments:
+    s, e, k, n = draw.sizes(4)
+    return (draw.floats(s, k), draw.floats(e, k, n), draw.indices(e, s)), {}
+
+
+def _expert_mm_weight(draw: Draw) -> Arguments:
+    s, e, k, n = draw.sizes(4)
+    return (draw.floats(s, k), draw.floats(s, n), draw.indices(e, s), e), {}
+
+
+EXAMPLES["autopar.expert_mm.default"] = _expert_mm
+EXAMPLES["autopar.expert_mm_weight.default"] = _expert_mm_weight
+
+
 @example("addmm")
 def _addmm(draw: Draw) -> Arguments:
     m, k, n = draw.sizes(3)

@@ -13,10 +13,6 @@ from .expansions import LocalCall, Results
 from .families import EACH, from_template
 from .rule import Call, Emitter
 
-_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
-_LIBRARY.define("expert_mm(Tensor x, Tensor weight, Tensor ids, int first=0) -> Tensor")
-_LIBRARY.define("expert_mm_weight(Tensor x, Tensor gradient, Tensor ids, int experts, int first=0) -> Tensor")
-
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"
 
 
@@ -30,6 +26,7 @@ def grouped(ids: torch.Tensor, experts: int, first: int) -> tuple[torch.Tensor, 
     return order[: ends[-1]], ends
 
 
+@torch.library.custom_op("autopar::expert_mm", mutates_args=())
 def expert_mm(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
     """y[s] = x[s] @ weight[ids[s] - first], and 0 where there is no such expert.
 
@@ -52,6 +49,7 @@ def _products(rows: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> torc
     return made
 
 
+@torch.library.custom_op("autopar::expert_mm_weight", mutates_args=())
 def expert_mm_weight(
     x: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, experts: int, first: int = 0
 ) -> torch.Tensor:
@@ -82,20 +80,16 @@ def _offsets(rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=rows.device)
 
 
+@expert_mm.register_fake
 def _expert_mm_meta(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
+@expert_mm_weight.register_fake
 def _expert_mm_weight_meta(
     x: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, experts: int, first: int = 0
 ) -> torch.Tensor:
     return x.new_empty(experts, x.shape[1], gradient.shape[1])
-
-
-_LIBRARY.impl("expert_mm", expert_mm, "CompositeExplicitAutograd")
-_LIBRARY.impl("expert_mm", _expert_mm_meta, "Meta")
-_LIBRARY.impl("expert_mm_weight", expert_mm_weight, "CompositeExplicitAutograd")
-_LIBRARY.impl("expert_mm_weight", _expert_mm_weight_meta, "Meta")
 
 
 # ---- rules

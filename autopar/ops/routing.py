@@ -81,9 +81,7 @@ class _Rewrite:
 
     def done(self) -> JointGraph:
         """The new graph, without what only served what was replaced."""
-        outputs = tuple(
-            replace(o, name=self.same.get(o.name, o.name)) if o.name else o for o in self.graph.outputs
-        )
+        outputs = tuple(replace(o, name=self.same.get(o.name, o.name)) if o.name else o for o in self.graph.outputs)
         used = {o.name for o in outputs}
         served = {name for node in (*self.graph.nodes, *self.nodes) for name in node.inputs}
         kept: list[Node] = []
@@ -208,7 +206,8 @@ def _put(node: Node) -> _Put | None:
     if node.op != "aten.index_put.default" or len(node.args[1]) != 1 or node.args[1][0] is None:
         return None
     accumulate = node.args[3] if len(node.args) > 3 else dict(node.kwargs).get("accumulate", False)
-    return _Put(*node.inputs, accumulate)
+    base, index, values = node.inputs
+    return _Put(base, index, values, accumulate)
 
 
 # ---- rows sorted by expert
