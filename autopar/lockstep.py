@@ -11,7 +11,7 @@ import torch
 
 from .graph import Ref, overload
 from .layout import Shape
-from .program import Instruction, RankIndex
+from .program import Instruction, RankIndex, names_no_device
 
 Values = dict[str, Any]
 
@@ -40,7 +40,10 @@ def _local(instruction: Instruction, coordinate: Shape, values: Values) -> None:
         return argument
 
     arguments = [value(argument) for argument in instruction.args]
-    result = overload(instruction.op)(*arguments, **{key: value(v) for key, v in instruction.kwargs})
+    named = {key: value(v) for key, v in instruction.kwargs}
+    if names_no_device(instruction):
+        named["device"] = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
+    result = overload(instruction.op)(*arguments, **named)
     made = result if isinstance(result, tuple | list) else (result,)
     for name, tensor in zip(instruction.outputs, made, strict=True):
         if name:

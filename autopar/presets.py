@@ -75,7 +75,7 @@ class _Context:
             return starts
         for site in self.sites.values():
             for number, factor in enumerate(site.rule.factors if site.rule else ()):
-                if factor.expands and factor.contiguous:
+                if factor.expands and factor.contiguous and _points_into(site, number):
                     assert site.rule is not None
                     for read, dims in zip(site.reads, site.rule.inputs, strict=True):
                         starts += [
@@ -173,6 +173,13 @@ def _tensor(context: _Context, site: Site, axis: int, *, by_sequence: bool) -> t
         assert site.meta is not None
         return choices if len(site.meta.shape) > 1 or context.feeds_contraction(site) else (WHOLE,)
     return choices if site.kind == "output" else (WHOLE,)
+
+
+def _points_into(site: Site, factor: int) -> bool:
+    """Whether an operand of integers says which of a factor's indices are meant: tokens, labels."""
+    assert site.rule is not None and site.call is not None
+    operands = zip(site.rule.inputs, site.call.inputs, strict=True)
+    return any(factor not in dims and not meta.dtype.is_floating_point for dims, meta in operands)
 
 
 def _splits_weight(site: Site, weights: list[int], factor: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .graph import InputRole, OutputRole, Ref, TensorMeta, references
+from .graph import InputRole, OutputRole, Ref, TensorMeta, overload, references
 from .layout import Layout, describe
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
@@ -66,6 +66,14 @@ class Instruction:
     def collective(self) -> str | None:
         kind = self.op.removeprefix("collective.")
         return kind if kind != self.op and kind in COLLECTIVES else None
+
+
+def names_no_device(instruction: Instruction) -> bool:
+    """Whether an op makes a tensor from nothing and does not say on which device: an expansion's arange."""
+    if instruction.inputs or instruction.op.startswith("collective."):
+        return False
+    named = {key for key, _ in instruction.kwargs}
+    return any(a.name == "device" for a in overload(instruction.op)._schema.arguments) and "device" not in named  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

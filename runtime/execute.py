@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from autopar.compat import all_gather_single, reduce_scatter_single
 from autopar.graph import Ref, overload
-from autopar.program import Instruction, Program, RankIndex
+from autopar.program import Instruction, Program, RankIndex, names_no_device
 
 EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
@@ -258,6 +258,8 @@ class _Writer:
             return self.collective(kind, instruction, in_place)
         values = [self.value(argument) for argument in instruction.args]
         values += [f"{key}={self.value(value)}" for key, value in instruction.kwargs]
+        if self.device is not None and names_no_device(instruction):
+            values.append(f"device={self.value(self.device)}")
         function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or overload(op))
         return f"{function}({', '.join(values)})"
 

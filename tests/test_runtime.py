@@ -206,6 +206,15 @@ def test_a_shift_moves_shards_along_and_zeros_in(ranks: int) -> None:
     torch.testing.assert_close(made["far"], torch.cat([none] * (ranks - 1) + [whole[:n]]))
 
 
+def test_what_is_made_from_nothing_is_made_on_the_device_of_the_mesh() -> None:
+    build = Builder(dp=1)
+    build.op("i", "aten.arange.default", 4, shape=(4,), dtype=torch.int64)
+    build.output("i", "output", "i", (4,), (R,), torch.int64)
+    executable = compile(build.build(), [None], device=torch.device("meta"))
+    (made,), _ = executable.forward([])
+    assert made is not None and made.device.type == "meta"
+
+
 def test_simulated_data_parallel_linear_equals_one_device() -> None:
     w, x = torch.randn(4, 6, requires_grad=True), torch.randn(8, 6)
     loss = (x @ w.t()).sum() / 8

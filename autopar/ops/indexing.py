@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..graph import Ref, TensorMeta
+from ..layout import Split
 from .expansions import LocalCall, Results, global_indices, local_indices
 from .families import _DIMS as DIMS
 from .families import BOTH, FIRST, Rule, window
@@ -39,6 +40,28 @@ def _beside(emitter: Emitter, vector: Ref, rank: int, dim: int) -> Ref:
     return emitter.op("aten.reshape.default", vector, tuple(-1 if d == dim else 1 for d in range(rank)))
 
 
+def _held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Ref, Ref]:
+    """Global indices into a dim of the first operand as indices of what this rank holds of it, and which of
+    them it holds."""
+    shape, layout = local.call.inputs[0].shape, local.operands[0]
+    splits = [(p.period // emitter.ranks(axis), axis) for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim]
+    digits = sorted(splits, reverse=True)
+    above = [shape[dim], *(stride for stride, _ in digits)]
+    if all(stride * emitter.ranks(axis) >= whole for (stride, axis), whole in zip(digits, above, strict=False)):
+        return local_indices(emitter, places, tuple(axis for _, axis in digits), digits[-1][0])
+    mine = emitter.op("aten.ge.Scalar", places, 0)
+    for stride, axis in digits:
+        # each axis takes one digit of the mixed-radix index, what is above and below it moves together
+        ranks = emitter.ranks(axis)
+        digit = emitter.op("aten.remainder.Scalar", emitter.op("aten.floor_divide.Scalar", places, stride), ranks)
+        here = emitter.op("aten.eq.Scalar", digit, emitter.coordinate(axis))
+        mine = emitter.op("aten.logical_and.default", mine, here)
+        higher = emitter.op("aten.floor_divide.Scalar", places, stride * ranks)
+        lower = emitter.op("aten.remainder.Scalar", places, stride)
+        places = emitter.op("aten.add.Tensor", emitter.op("aten.mul.Scalar", higher, stride), lower)
+    return places, mine
+
+
 def _dim(call: Call, rank: int) -> int:
     return int(call.argument("dim")) % rank if rank else 0
 
@@ -49,7 +72,7 @@ def _dim(call: Call, rank: int) -> int:
 def _looked_up(emitter: Emitter, local: LocalCall, source: Ref, dim: int, places: Ref) -> Ref:
     """The elements at places (a vector of global indices) along a split dim: zeros for other ranks' places."""
     shape = emitter.meta(source).shape
-    row, mine = local_indices(emitter, places, local.splits[PLACE], shape[dim])
+    row, mine = _held(emitter, local, places, dim)
     other = emitter.op("aten.logical_not.default", mine)
     found = emitter.op("aten.index_select.default", source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0))
     return emitter.op("aten.masked_fill.Scalar", found, _beside(emitter, other, len(shape), dim), 0)
@@ -61,7 +84,7 @@ def selected(call: Call) -> OpRule:
     dim = _dim(call, len(names))
     return assemble(
         call, [_with(names, dim, _place(call.inputs[0]))], [_with(names, dim)], linear=FIRST,
-        expands=(PLACE,), contiguous=(PLACE,), moves_nothing=True,
+        expands=(PLACE,), moves_nothing=True,
     )  # fmt: skip
 
 
@@ -88,7 +111,7 @@ def index_selected(call: Call) -> OpRule:
     dim = _dim(call, len(names))
     return assemble(
         call, [_with(names, dim, _place(call.inputs[0])), ["i"] if call.inputs[1].shape else []],
-        [_with(names, dim, "i")], linear=FIRST, expands=(PLACE,), contiguous=(PLACE,),
+        [_with(names, dim, "i")], linear=FIRST, expands=(PLACE,),
     )  # fmt: skip
 
 
@@ -104,14 +127,14 @@ def gathered(call: Call) -> OpRule:
     names, dim = _together(call)
     return assemble(
         call, [_with(names, dim, _place(call.inputs[0])), _with(names, dim, "i")], [_with(names, dim, "i")],
-        linear=FIRST, expands=(PLACE,), contiguous=(PLACE,),
+        linear=FIRST, expands=(PLACE,),
     ) if names else _whole(call)  # fmt: skip
 
 
 def gather(emitter: Emitter, local: LocalCall) -> Results:
     """gather along a split dim."""
     source, dim, places, *rest = local.args
-    row, mine = local_indices(emitter, places, local.splits[PLACE], emitter.meta(source).shape[dim])
+    row, mine = _held(emitter, local, places, dim % len(emitter.meta(source).shape))
     other = emitter.op("aten.logical_not.default", mine)
     found = local.result(emitter, source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0), *rest)
     return (emitter.op("aten.masked_fill.Scalar", found, other, 0),)
@@ -170,7 +193,7 @@ def indexed(call: Call) -> OpRule | None:
     expands = tuple(f"{PLACE}{d}" for d in places)
     return assemble(
         call, [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])],
-        [_indexed_dims(rank, places, adjacent, index)], linear=FIRST, expands=expands, contiguous=expands,
+        [_indexed_dims(rank, places, adjacent, index)], linear=FIRST, expands=expands,
     )  # fmt: skip
 
 
@@ -183,10 +206,9 @@ def _split_places(
     shape = emitter.meta(source).shape
     masks, dims = [], []
     for d, index in enumerate(indices):
-        axes = local.splits.get(f"{PLACE}{d}", ())
-        if index is not None and axes:
+        if index is not None and f"{PLACE}{d}" in local.splits:
             counted = emitter.op("aten.remainder.Scalar", index, local.call.inputs[0].shape[d])  # -1 is the last
-            row, mine = local_indices(emitter, counted, axes, shape[d])
+            row, mine = _held(emitter, local, counted, d)
             other = emitter.op("aten.logical_not.default", mine)
             indices[d] = emitter.op("aten.masked_fill.Scalar", row, other, outside(shape[d]))
             masks.append(other)
@@ -225,7 +247,7 @@ def index_put(call: Call) -> OpRule | None:
     inputs: list[Named] = [names, *(index[index_rank - len(m.shape) :] for m in call.inputs[1:-1])]
     return assemble(
         call, [*inputs, value[len(value) - len(values.shape) :]], [names], linear=((0, len(call.inputs) - 1),),
-        expands=(*expands, *(i for i in index if i)), contiguous=expands,
+        expands=(*expands, *(i for i in index if i)),
     )  # fmt: skip
 
 
@@ -272,7 +294,7 @@ def scattered(adds: Callable[[Call], bool], linear: Linear = ()) -> Rule:
         target, other = _with(names, dim, PLACE), _with(names, dim, "i" if adds(call) else None)
         return assemble(
             call, [target, *([other] * (len(call.inputs) - 1))], [target], linear=linear,
-            expands=(PLACE, "i"), contiguous=(PLACE,),
+            expands=(PLACE, "i"),
         )  # fmt: skip
 
     return rule
@@ -291,7 +313,7 @@ def index_written(adds: bool, linear: Linear = ()) -> Rule:
         inputs: list[Named] = [_with(names, dim, PLACE), [index] if call.inputs[1].shape else []]
         inputs += [values if meta.shape else () for meta in call.inputs[2:]]
         return assemble(
-            call, inputs, [_with(names, dim, PLACE)], linear=linear, expands=(PLACE, "i"), contiguous=(PLACE,)
+            call, inputs, [_with(names, dim, PLACE)], linear=linear, expands=(PLACE, "i")
         )  # fmt: skip
 
     return rule
@@ -304,7 +326,7 @@ def write(emitter: Emitter, local: LocalCall) -> Results:
     dims = [dim % len(emitter.meta(target).shape)] if PLACE in local.splits else []
     for d in dims:
         size = emitter.meta(target).shape[d]
-        row, mine = local_indices(emitter, places, local.splits[PLACE], size)
+        row, mine = _held(emitter, local, places, d)
         places = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), size)
     written = local.result(emitter, _longer(emitter, target, dims), dim, places, *rest, **dict(local.kwargs))
     return (_cut(emitter, written, target, dims),)
@@ -377,7 +399,7 @@ def windowed(kind: str) -> Rule:
         output = part if kind == "slice" else whole
         return assemble(
             call, inputs, [output], linear=BOTH if kind == "scatter" else FIRST, sizes=sizes, expands=(PLACE,),
-            contiguous=(PLACE,) if kind == "slice" else (), moves_nothing=kind == "slice",
+            moves_nothing=kind == "slice",
         )  # fmt: skip
 
     return rule
