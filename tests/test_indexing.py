@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from autopar.api import Planner
 from autopar.ops.oracle import Report, check_rule
 
 SIZES = (4, 12, 6)
@@ -123,3 +126,24 @@ def test_values_that_are_put_in_order() -> None:
     """Without accumulation, for a place that comes twice, the order decides: the indices are whole."""
     found = check("index_put", floats(*SIZES), [None, distinct(12, 8)], floats(4, 8, 6))
     assert found == {"d0", "place1", "d2"}
+
+
+class Positioned(nn.Module):
+    """Tokens whose positions are counted, as OPT and RoBERTa do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(16, 8), nn.Embedding(12, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        states = self.tokens(tokens) + self.positions((tokens > 0).cumsum(-1) - 1)
+        return F.cross_entropy(self.head(states[:, 0]), labels)
+
+
+def test_a_preset_takes_only_what_tokens_point_into_for_classes() -> None:
+    """A dim along which sums run, or from which one place is taken, is no vocabulary."""
+    batch = torch.ones(4, 12, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    planner = Planner(Positioned(), {"tp": 2}, batch)
+    plan = planner.plan(solver="megatron")
+    split = {name for name, choice in planner.assignment(plan).rest.items() if choice[0][0] == "S"}
+    assert "_log_softmax" in split and not split & {"cumsum", "select"}

@@ -44,7 +44,11 @@ def _held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Re
     """Global indices into a dim of the first operand as indices of what this rank holds of it, and which of
     them it holds."""
     shape, layout = local.call.inputs[0].shape, local.operands[0]
-    splits = [(p.period // emitter.ranks(axis), axis) for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim]
+    splits = [
+        (p.period // emitter.ranks(axis), axis)
+        for axis, p in enumerate(layout)
+        if isinstance(p, Split) and p.dim == dim
+    ]
     digits = sorted(splits, reverse=True)
     above = [shape[dim], *(stride for stride, _ in digits)]
     if all(stride * emitter.ranks(axis) >= whole for (stride, axis), whole in zip(digits, above, strict=False)):
