@@ -584,10 +584,13 @@ class _Conversion:
 
     def graph(self) -> JointGraph:
         inputs = [self._input(p) for p in self.joint.placeholders]
+        needed = self._needed()
         for node in self.joint.graph.nodes:
+            if node not in needed:
+                continue  # assertions, and what only they read
             if node.op == "call_function":
                 self._node(node)
-            elif node.op == "get_attr" and node.users:
+            elif node.op == "get_attr":
                 raise CaptureError(f"the model has control flow ({node.target}), which one graph cannot hold")
         outputs = tuple(self._output(r) for r in self.joint.results)
         nodes, used = self._ordered(inputs, outputs)
@@ -599,6 +602,16 @@ class _Conversion:
         return JointGraph(
             inputs=tuple(inputs), nodes=nodes, outputs=outputs, metas={name: self.metas[name] for name in names}
         )
+
+    def _needed(self) -> set[fx.Node]:
+        """The nodes that a result needs."""
+        waiting = [result.node for result in self.joint.results if result.node is not None]
+        found = set(waiting)
+        while waiting:
+            fresh = [node for node in waiting.pop().all_input_nodes if node not in found]
+            found.update(fresh)
+            waiting += fresh
+        return found
 
     def _input(self, placeholder: compat.Placeholder) -> GraphInput:
         kind, index = placeholder.kind, placeholder.index
@@ -634,9 +647,7 @@ class _Conversion:
         if target is operator.getitem:
             self._item(node)
             return
-        value = node.meta.get("val")
-        if value is None:
-            return  # assertions, and other nodes without a value
+        value = node.meta["val"]
         if isinstance(value, (tuple, list)):
             self._emit(node, outputs=[""] * len(value))
             return

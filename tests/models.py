@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.passes.capture import Captured
@@ -106,20 +107,24 @@ def mean_square(output: torch.Tensor) -> torch.Tensor:
 def case(name: str) -> Case:
     """The case with the same weights in every process."""
     torch.manual_seed(0)
-    made = CASES[name]()
+    return perturbed(CASES[name]())
+
+
+def perturbed(made: Case) -> Case:
+    """The case with noise on its weights: norms of ones and biases of zeros would hide what is lost of them."""
     with torch.no_grad():
         for parameter in made.model.parameters():
-            # norms of ones and biases of zeros would hide what is lost of them
             parameter.add_(0.05 * torch.randn_like(parameter))
     return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step makes: outputs by path, gradients by name."""
+    """What one step makes: outputs by path, gradients by name, and what buffers are then (None: not looked at)."""
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] | None = None
 
 
 def tangents(output: torch.Tensor) -> torch.Tensor:
@@ -144,6 +149,7 @@ def eager(case: Case, step: int = 0) -> Step:
     return Step(
         outputs={path: value.detach() for path, value in found.items()},
         gradients={name: g for name, g in named.items() if g is not None},
+        buffers=dict(model.named_buffers()),
     )
 
 
@@ -167,27 +173,77 @@ def simulated(program: Program, captured: Captured, case: Case, step: int = 0) -
     return Step(
         outputs=flat(captured.unflatten({leaf.path: made.outputs.get(leaf.path) for leaf in captured.output_leaves})),
         gradients=made.gradients,
+        buffers={**dict(model.named_buffers()), **made.mutations},
     )
 
 
-def assert_same(found: Step, expected: Step, tolerance: float = 1e-5) -> None:
-    """Every output and every gradient, relative to the largest element of the expected one."""
-    assert found.outputs.keys() == expected.outputs.keys()
-    assert found.gradients.keys() == expected.gradients.keys()
-    for what, ours, theirs in (
-        ("output", found.outputs, expected.outputs),
-        ("gradient", found.gradients, expected.gradients),
-    ):
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a rank, put together from all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_ranks(module: nn.Module, case: Case, step: int = 0) -> Step:
+    """One step of a parallel module, on every rank at once."""
+    args, kwargs = case.batch(step)
+    output = module(*args, **kwargs)
+    loss_of(output).backward()
+    gradients = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    return Step(
+        outputs={path: whole(value).detach() for path, value in flat(output).items()},
+        gradients=gradients,
+        buffers={name: whole(b) for name, b in module.named_buffers()},
+    )
+
+
+NEGLIGIBLE = 1e-2
+"""Share of the largest gradient of all below which a gradient may be zero by arithmetic, as that of
+attention's key bias is: it then is nothing but the rounding of the others."""
+
+
+def differences(found: Step, expected: Step) -> dict[str, float]:
+    """The largest difference in every output, gradient and buffer, relative to the largest element of the
+    expected one. AssertionError where one is missing, of another shape or dtype."""
+    largest = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0)
+    parts = [
+        ("output", found.outputs, expected.outputs, 0.0),
+        ("gradient", found.gradients, expected.gradients, NEGLIGIBLE * largest),
+    ]
+    if found.buffers is not None and expected.buffers is not None:
+        parts.append(("buffer", found.buffers, expected.buffers, 0.0))
+    relative: dict[str, float] = {}
+    for what, ours, theirs, floor in parts:
+        assert ours.keys() == theirs.keys(), f"{what}s of one only: {sorted(ours.keys() ^ theirs.keys())}"
         for name in theirs:
-            assert_close(ours[name], theirs[name], f"{what} {name}", tolerance)
+            relative[f"{what} {name}"] = difference(ours[name], theirs[name], f"{what} {name}", floor)
+    return relative
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor, what: str, floor: float = 0.0) -> float:
+    """The largest difference relative to the largest element, which counts as `floor` at least. Infinite
+    elements must be the same."""
+    assert found.shape == expected.shape and found.dtype == expected.dtype, (
+        f"{what}: {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    )
+    if not expected.numel():
+        return 0.0
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    finite = expected.isfinite()
+    assert torch.allclose(found[~finite], expected[~finite], equal_nan=True), f"{what}: not infinite alike"
+    found, expected = found[finite], expected[finite]
+    scale = max(expected.abs().max().item() if expected.numel() else 0.0, floor, 1e-6)
+    return ((found - expected).abs().max().item() if expected.numel() else 0.0) / scale
+
+
+def assert_same(found: Step, expected: Step, tolerance: float = 1e-5) -> None:
+    """Every output, gradient and buffer is the same, up to `differences` of `tolerance`."""
+    worst = sorted(((error, what) for what, error in differences(found, expected).items()), reverse=True)
+    wrong = [f"{what}: {error:.3g}" for error, what in worst if not error <= tolerance]
+    assert not wrong, f"{len(wrong)} of {len(worst)} differ by more than {tolerance:g}: {', '.join(wrong[:5])}"
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = 1e-5) -> None:
-    assert found.shape == expected.shape and found.dtype == expected.dtype, what
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    scale = max(expected.abs().max().item(), 1e-6)
-    difference = (found - expected).abs().max().item()
-    assert difference <= tolerance * scale, f"{what}: differs by {difference:.3g}, largest {scale:.3g}"
+    error = difference(found, expected, what)
+    assert error <= tolerance, f"{what}: differs by {error:.3g} of the largest element"
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -3,69 +3,149 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
-from autopar.passes.problem import Assignment, ProblemBuilder
-from autopar.passes.strategies import KEEP, REGATHER, Site, SiteChoice, Space
-from autopar.problem import Problem
-from autopar.search import unique_sites
-from autopar.solve import solve
+from autopar.layout import Layout
+from autopar.passes.problem import Assignment
+from autopar.passes.strategies import KEEP, REGATHER, WHOLE, Option, Region, Site, SiteChoice, Space, border_name
+
+TRIED = 12
+"""Options of a site that are looked at before it works on the whole."""
+
+QUIET = 0.7
+"""How often a site looks for an option that reads everything as it is made."""
+
+DRAWS = 20
+"""Draws before borders pass on no partial sums, which not everything in front of them can make."""
 
 
-def random_assignment(
-    space: Space,
-    seed: int,
-    options_per_site: int = 3,
-    wanted: Callable[[Site], Sequence[SiteChoice] | None] = lambda site: None,
-) -> Assignment:
-    """A random feasible assignment: each site may take a few random options (or work on the whole),
-    all costs are random, and the solver finds the cheapest of that. `wanted` may leave a site no others
-    than the given ones."""
+Wanted = Callable[[Site], Sequence[SiteChoice] | None]
+
+
+def random_assignment(space: Space, seed: int, wanted: Wanted = lambda site: None) -> Assignment:
+    """A random feasible assignment, in which the copies of a repeat differ. Every option of every site can
+    come up; mostly those that need no redistribution, so that digits travel some way. `wanted` may leave
+    a site no others than the given ones."""
     generator = random.Random(seed)
-    builder = ProblemBuilder(space)
-    allowed = {}
-    borders = {}
-    for name, site in unique_sites(space).items():
-        per_axis = [site.choices[ranks] for ranks in space.mesh]
-        suffixes = ((KEEP,), (REGATHER,)) if site.kind == "parameter" else ((),)
-        every = [(*c, *s) for c in product(*per_axis) for s in suffixes]
-        generator.shuffle(every)
-        chosen = wanted(site)
-        kept = [space.whole(site)] if chosen is None else list(chosen)
-        for choice in every:
-            if len(kept) > options_per_site or chosen is not None:
-                break
-            if choice not in kept and space.option(site, choice) is not None:
-                kept.append(choice)
-        if site.kind == "border":
-            # the two ends of a run offer the same options
-            kept = borders.setdefault(builder.twins[name][0], kept)
-        allowed[name] = kept
-    problem, decoder = builder.build(allowed)
-    return decoder.decode(solve(_scrambled(problem, generator), "dp").choice)
+    for draw in range(DRAWS + 1):
+        found = _draw(space, generator, wanted, partial_borders=draw < DRAWS)
+        if found is not None:
+            return found
+    raise AssertionError(f"seed {seed}: no draw is feasible")
 
 
-def _scrambled(problem: Problem, generator: random.Random) -> Problem:
-    def variable(v, free):  # type: ignore[no-untyped-def]
-        seconds = tuple(0.0 if free else generator.random() for _ in v.options)
-        return replace(v, seconds=seconds, bytes=(0.0,) * len(v.options))
+def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_borders: bool) -> Assignment | None:
+    """One draw: what the borders pass on first, then copy by copy and the rest."""
+    legal = _Border(space, partial_borders)
+    rest_borders: dict[str, SiteChoice] = {}
+    copies: list[tuple[dict[str, SiteChoice], ...]] = []
+    for repeat, region in zip(space.repeats, space.bodies, strict=True):
+        crossing = [[legal.draw(border_name(b.values[0]), generator) for b in repeat.borders]]
+        made: list[dict[str, SiteChoice]] = []
+        for _ in repeat.copies:
+            crossing.append([legal.draw(border_name(b.values[0]), generator) for b in repeat.borders])
+            borders = dict(zip((*region.left, *region.right), (*crossing[-2], *crossing[-1]), strict=True))
+            decisions = _Drawing(space, region, generator, wanted).decisions(borders)
+            if decisions is None:
+                return None
+            made.append(decisions)
+        copies.append(tuple(made))
+        for border, first, last in zip(repeat.borders, crossing[0], crossing[-1], strict=True):
+            rest_borders[border_name(border.values[0])] = first
+            rest_borders[border_name(border.values[-1])] = last
+    rest = _Drawing(space, space.rest, generator, wanted).decisions(rest_borders)
+    return None if rest is None else Assignment(rest=rest, copies=tuple(copies))
 
-    ends = {i for r in problem.repeats for i in (*r.left, *r.right)}
-    return Problem(
-        variables=tuple(variable(v, i in ends) for i, v in enumerate(problem.variables)),
-        tensors=tuple(
-            replace(t, costs={key: (0.2 * generator.random(), 0.0) for key in t.costs}) for t in problem.tensors
-        ),
-        repeats=tuple(replace(r, body=_body(r, generator)) for r in problem.repeats),
-    )
+
+def _choices(space: Space, site: Site, generator: random.Random) -> Iterator[SiteChoice]:
+    """A few choices of a site, legal or not, in random order; the whole comes last."""
+    suffixes = ((KEEP,), (REGATHER,)) if site.kind == "parameter" else ((),)
+    every = [(*c, *s) for c in product(*(site.choices[ranks] for ranks in space.mesh)) for s in suffixes]
+    yield from generator.sample(every, min(TRIED, len(every)))
+    yield space.whole(site)
 
 
-def _body(repeat, generator: random.Random) -> Problem:  # type: ignore[no-untyped-def]
-    body = _scrambled(repeat.body, generator)
-    ends = {*repeat.body_left, *repeat.body_right}
-    variables = tuple(
-        replace(v, seconds=(0.0,) * len(v.options)) if i in ends else v for i, v in enumerate(body.variables)
-    )
-    return replace(body, variables=variables)
+class _Border:
+    """What a border may pass on: what all sites of its name, and of the names that are one with it, can."""
+
+    def __init__(self, space: Space, partial: bool) -> None:
+        self.space, self.partial = space, partial
+        self.sites: dict[str, list[Site]] = {}
+        by_name: dict[str, list[Site]] = {}
+        for region in space.regions():
+            for site in region.sites.values():
+                by_name.setdefault(site.name, []).append(site)
+        for repeat in space.repeats:
+            for border in repeat.borders:
+                ends = {border_name(v) for v in (border.values[0], border.values[1], border.values[-1])}
+                self.sites[border_name(border.values[0])] = [s for name in sorted(ends) for s in by_name[name]]
+
+    def draw(self, name: str, generator: random.Random) -> SiteChoice:
+        sites = self.sites[name]
+        return next(
+            choice
+            for choice in _choices(self.space, sites[0], generator)
+            if (self.partial or ("P",) not in choice)
+            and all(self.space.option(site, choice) is not None for site in sites)
+        )
+
+
+class _Drawing:
+    """Draws options site by site, in an order in which what is read is made before."""
+
+    def __init__(self, space: Space, region: Region, generator: random.Random, wanted: Wanted) -> None:
+        self.space, self.region, self.generator, self.wanted = space, region, generator, wanted
+        self.made: dict[str, Layout] = {}
+        self.promised: dict[str, list[Layout]] = {}
+
+    def decisions(self, borders: Mapping[str, SiteChoice]) -> dict[str, SiteChoice] | None:
+        """A choice for every site, those of the borders given; None where one cannot be had."""
+        taken: dict[str, SiteChoice] = {}
+        sites = self.region.sites.values()
+        for stored in (True, False):
+            for site in (s for s in sites if (s.kind not in ("op", "output")) is stored):
+                option = self._option(site, borders.get(site.name))
+                if option is None:
+                    return None
+                taken[site.name] = option.choice
+                self.made.update((root, layout) for root, layout in zip(site.makes, option.makes, strict=True) if root)
+                if stored:  # reads what is made later: a gradient, or what crosses a border
+                    for read, layout in zip(site.reads, option.reads, strict=True):
+                        self.promised.setdefault(read.alias.root, []).append(layout)
+        return {name: taken[name] for name in self.region.sites}
+
+    def _option(self, site: Site, given: SiteChoice | None) -> Option | None:
+        chosen = (given,) if given is not None else self.wanted(site)
+        choices = _choices(self.space, site, self.generator) if chosen is None else iter(chosen)
+        quiet = self.generator.random() < QUIET
+        second: Option | None = None
+        for choice in choices:
+            option = self.space.option(site, choice)
+            if option is None or not self._is_feasible(site, option):
+                continue
+            if not quiet or self._is_quiet(site, option):
+                return option
+            second = second or option
+        return second
+
+    def _is_feasible(self, site: Site, option: Option) -> bool:
+        """Whether all that it reads can be had, and what others read of it already."""
+        reads = [(self.made[r.alias.root], layout, r.alias.root) for r, layout in self._read(site, option)]
+        made = zip(site.makes, option.makes, strict=True)
+        reads += [(here, there, root) for root, here in made for there in self.promised.get(root, ())]
+        return all(self._is_had(root, here, there) for here, there, root in reads)
+
+    def _read(self, site: Site, option: Option):  # type: ignore[no-untyped-def]
+        return [(r, layout) for r, layout in zip(site.reads, option.reads, strict=True) if r.alias.root in self.made]
+
+    def _is_had(self, root: str, here: Layout, there: Layout) -> bool:
+        meta = self.space.metas[root]
+        return here == there or self.space.redistributor.route(meta.shape, meta.dtype, here, there) is not None
+
+    def _is_quiet(self, site: Site, option: Option) -> bool:
+        """Whether it reads all as it is made; where there is nothing to read, whether it splits."""
+        read = self._read(site, option)
+        if not read:
+            return any(choice != WHOLE for choice in option.choice[: len(self.space.mesh)])
+        return all(self.made[r.alias.root] == layout for r, layout in read)

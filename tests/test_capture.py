@@ -394,6 +394,16 @@ def test_tensors_that_the_model_closes_over_are_constants() -> None:
     assert [i.role for i in captured.graph.inputs if i.target == name] == ["buffer"]
 
 
+def test_checks_of_a_value_that_no_result_needs_are_left_out() -> None:
+    class Checked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._check(x[x > 0].numel() == 7)
+            return (x * x).sum()
+
+    graph = capture(Checked(), (X.clone().requires_grad_(),)).graph
+    assert [node.op for node in graph.nodes if not node.backward] == ["aten.mul.Tensor", "aten.sum.default"]
+
+
 def test_parameters_without_a_gradient() -> None:
     """Some may be without, as in eager, and are named; not all of them."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from models import CASES, assert_close, assert_same, case, eager, simulated
+from models import CASES, assert_close, assert_same, case, eager, on_ranks, simulated, whole
 from ranks import run as _run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -143,27 +143,19 @@ def parallel(made: models.Case, mesh: dict[str, int], solver: str = "ddp") -> Pa
     return autopar.parallelize(made.model, axes(mesh), made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def step_and_train(name: str, mesh: dict[str, int], solver: str, clip: float | None) -> dict[str, Any]:
     """One step's outputs and gradients, and the losses and parameters of 20 AdamW steps."""
     made = case(name)
     module = parallel(made, mesh, solver)
-    args, kwargs = made.batch(0)
-    output = module(*args, **kwargs)
-    models.loss_of(output).backward()
+    step = on_ranks(module, made)
     named = dict(module.named_parameters())
     assert named.keys() == dict(made.model.named_parameters()).keys()
     assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in named.values())
-    gradients = {name: whole(p.grad) for name, p in named.items() if p.grad is not None}
     module.zero_grad()
     optimizer = models.adamw(module)
     losses = models.train(module, optimizer, made, STEPS, clip=clip)
     return {
-        "outputs": {path: whole(value).detach() for path, value in models.flat(output).items()},
-        "gradients": gradients,
+        "step": step,
         "losses": losses,
         "parameters": {name: whole(p).detach() for name, p in module.named_parameters()},
         "keys": list(module.state_dict()),
@@ -191,7 +183,7 @@ def test_real_ranks_train_as_one_process(name: str, mesh: dict[str, int], solver
     results = run(dist_size(mesh), step_and_train, name, mesh, solver, clip)
 
     for found in results:
-        assert_same(models.Step(outputs=found["outputs"], gradients=found["gradients"]), expected)
+        assert_same(found["step"], expected)
         assert found["losses"] == pytest.approx(losses, rel=1e-4)
         assert found["keys"] == list(made.model.state_dict())
         for key, parameter in module.named_parameters():
