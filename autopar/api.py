@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from .cluster import Cluster, named_cluster
-from .graph import JointGraph, Node, overload
 from .layout import Layout, Split
 from .ops import rule_of
 from .ops.routing import in_token_order
@@ -22,6 +21,7 @@ from .passes.bucket import bucket
 from .passes.capture import Captured
 from .passes.codegen import codegen
 from .passes.problem import Assignment, parse_choice, str_choice
+from .passes.seeds import seeds
 from .passes.segments import Segments, segments
 from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, Space, strategies
@@ -184,7 +184,7 @@ class Planner:
         self.captured: Captured = self._timed(
             "capture", lambda: capture_stamped(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
         )
-        graph = in_token_order(self.captured.graph, rule_of)
+        graph = in_token_order(seeds(self.captured.graph), rule_of)
         self.captured = replace(self.captured, graph=graph)
         if names := self.captured.without_gradient:
             shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
@@ -193,7 +193,6 @@ class Planner:
                 len(names),
                 shown,
             )
-        _check_random(graph)
         self.segments: Segments = self._timed("segments", lambda: segments(graph))
         self.space: Space = self._timed("strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments))
         if self.space.without_rule:
@@ -384,32 +383,6 @@ def _check_mesh(mesh_shape: Mapping[str, int]) -> None:
 def _check_solver(solver: str) -> None:
     if solver not in SOLVERS and solver not in PRESETS:
         raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
-
-
-def _check_random(graph: JointGraph) -> None:
-    """Raises ValueError for operators that draw random numbers: ranks would draw masks of their own."""
-    found = {node.module or "(no module)": node.op for node in graph.nodes if _draws(node)}
-    if found:
-        shown = ", ".join(f"{module} ({op})" for module, op in list(found.items())[:5])
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ValueError(
-            f"random operators cannot be made parallel yet, and the model has them in {shown}{more}: "
-            f"set dropout to 0 in the model's configuration, or call eval() first"
-        )
-
-
-def _draws(node: Node) -> bool:
-    """Whether a node draws random numbers: its operator may, and no probability of 0 says that it does not."""
-    function = overload(node.op)
-    if torch.Tag.nondeterministic_seeded not in function.tags:  # type: ignore[attr-defined]
-        return False
-    given = dict(node.kwargs)
-    for position, parameter in enumerate(function._schema.arguments):  # type: ignore[attr-defined]
-        default = parameter.default_value if parameter.has_default_value() else None
-        value = node.args[position] if position < len(node.args) else given.get(parameter.name, default)
-        if parameter.name in ("p", "dropout_p") and isinstance(value, int | float) and value == 0:
-            return False
-    return True
 
 
 def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[Run, ...]:

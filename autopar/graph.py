@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-InputRole = Literal["parameter", "buffer", "input", "tangent"]
+InputRole = Literal["parameter", "buffer", "input", "tangent", "seed"]
 OutputRole = Literal["output", "gradient", "mutation"]
 
 
@@ -83,7 +83,8 @@ class Node:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInput:
     """`target` is the parameter's or buffer's name, the path of an input in (args, kwargs)
-    ("args.0", "kwargs.input_ids"), or, for a tangent, the path of the output it belongs to."""
+    ("args.0", "kwargs.input_ids"), for a tangent the path of the output it belongs to, or, for a seed,
+    the number of the random operator that it is the key of."""
 
     name: str
     role: InputRole

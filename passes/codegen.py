@@ -103,7 +103,7 @@ class _Writer:
         gradients: dict[str, list[Placed]] = {}
         ops: list[Placed] = []
         for item in placed:
-            if item.site.kind in ("parameter", "buffer", "input", "tangent"):
+            if item.site.kind in ("parameter", "buffer", "input", "tangent", "seed"):
                 name = item.name(item.site.name)
                 layout = item.option.makes[0]
                 phase = int(item.site.kind == "tangent")

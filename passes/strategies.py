@@ -72,7 +72,7 @@ class Read:
 @dataclass(kw_only=True, eq=False)
 class Site:
     """One place of decision. `choices` are the choices on one axis (what is legal depends on the
-    axis size and on the other axes). `kind`: op, parameter, buffer, input, tangent, output, border,
+    axis size and on the other axes). `kind`: op, parameter, buffer, input, tangent, seed, output, border,
     shared. `node` is the graph's node of an op."""
 
     name: str
@@ -734,5 +734,6 @@ _OPTION = {
     "border": _stored_option,
     "buffer": _whole_option,
     "tangent": _whole_option,
+    "seed": _whole_option,
     "shared": _whole_option,
 }

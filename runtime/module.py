@@ -19,10 +19,12 @@ from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
 from autopar.layout import Layout, Partial, Replicate, Shape, describe, local_shape
 from autopar.passes.capture import Captured
 from autopar.program import Program, ProgramInput, ProgramOutput
+from autopar.randomness import keys
 
 from .agree import all_equal, coordinate_of, exchange, process_groups, raise_together
 from .execute import Executable, compile
 from .placements import is_gatherable, is_strided, local_slice, placements_of
+from .seeds import step_seed
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -167,8 +169,12 @@ class _State:
         self.device = (
             torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device(kind)
         )
-        self.executable = compile(program, process_groups(mesh), device=self.device)
-        self.inputs = tuple(i for i in program.inputs if i.role != "tangent")
+        self.groups = process_groups(mesh)
+        self.executable = compile(program, self.groups, device=self.device)
+        self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
+        self.seeds = sum(i.role == "seed" for i in program.inputs)
+        order = [i.role for i in program.inputs if i.role != "tangent"]
+        assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
         self.tangents = tuple(i for i in program.inputs if i.role == "tangent")
         self.made = tuple(o for o in program.outputs if o.role != "gradient")
         self.gradients = {o.target: i for i, o in enumerate(o for o in program.outputs if o.role == "gradient")}
@@ -382,6 +388,10 @@ class _State:
             return f"{i.role} {i.target} is on meta: call materialize(init_fn or state_dict) before the first step"
         return f"{i.role} {i.target} is on {local.device} and the mesh on {self.device}: move it there"
 
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        """The keys of this step's random operators."""
+        return keys(step_seed(self.groups, self.device), self.seeds) if self.seeds else ()
+
     def write_back(self, made: tuple[torch.Tensor | None, ...]) -> None:
         for index, o in self.mutations:
             value = made[index]
@@ -432,6 +442,7 @@ class _Call:
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
         state = self.state
+        self.values += state.keys()
         made, saved = state.executable.forward(self.values)
         if state.mutations:
             kept = list(saved)

@@ -11,6 +11,7 @@ import torch
 from autopar.layout import Layout, Replicate, Shape, unshard
 from autopar.lockstep import Values, run
 from autopar.program import Instruction, Program
+from autopar.randomness import keys
 
 from .placements import local_slice
 
@@ -36,18 +37,22 @@ def simulate_step(
     inputs: Mapping[str, torch.Tensor],
     tangents: Mapping[str, torch.Tensor] | None = None,
     *,
+    seed: int = 0,
     tolerance: float = 1e-6,
 ) -> Simulated:
     """Forward and backward of whole tensors, given by target.
 
     `parameters` holds parameters and buffers, `inputs` the model's inputs, `tangents` the gradients
-    of the outputs (absent: ones). Each is cut by its layout, and the results are put together by
-    theirs. AssertionError if replicas differ by more than `tolerance` relative to their largest
-    element.
+    of the outputs (absent: ones); `seed` is that of the step's random numbers. Each is cut by its
+    layout, and the results are put together by theirs. AssertionError if replicas differ by more than
+    `tolerance` relative to their largest element.
     """
     given: dict[Shape, Values] = {coordinate: {} for coordinate in coordinates(program.mesh)}
+    drawn = keys(torch.tensor(seed), sum(i.role == "seed" for i in program.inputs))
     for i in program.inputs:
-        if i.role == "tangent":
+        if i.role == "seed":
+            whole = drawn[int(i.target)]
+        elif i.role == "tangent":
             whole = (tangents or {}).get(i.target, torch.ones(i.meta.shape, dtype=i.meta.dtype))
         else:
             whole = (inputs if i.role == "input" else parameters)[i.target]

@@ -159,8 +159,8 @@ def flat(output: Any) -> dict[str, torch.Tensor]:
     return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
-def simulated(program: Program, captured: Captured, case: Case, step: int = 0) -> Step:
-    """One step of the program on all its ranks, in this process."""
+def simulated(program: Program, captured: Captured, case: Case, step: int = 0, seed: int = 0) -> Step:
+    """One step of the program on all its ranks, in this process. `seed` is that of its random numbers."""
     args, kwargs = case.batch(step)
     model = case.model
     held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
@@ -169,7 +169,7 @@ def simulated(program: Program, captured: Captured, case: Case, step: int = 0) -
         for i in program.inputs
         if i.role == "tangent" and i.meta.shape
     }
-    made = simulate_step(program, held, captured.bind(args, kwargs), given, tolerance=1e-5)
+    made = simulate_step(program, held, captured.bind(args, kwargs), given, seed=seed, tolerance=1e-5)
     return Step(
         outputs=flat(captured.unflatten({leaf.path: made.outputs.get(leaf.path) for leaf in captured.output_leaves})),
         gradients=made.gradients,

@@ -109,20 +109,30 @@ def test_a_loss_that_depends_on_no_parameter() -> None:
     assert "weight, bias" in message and "requires_grad_(False)" in message
 
 
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
 @pytest.mark.parametrize(
-    ("made", "where"),
+    ("function", "where"),
     [
-        (lambda: Case(model=models.gpt2(resid_pdrop=0.1), batch=models.tokens), "transformer.h.0"),
-        (lambda: Case(model=models.gpt2(attn_pdrop=0.1), batch=models.tokens), "transformer.h.1.attn"),
-        (lambda: Case(model=models.llama(attention_dropout=0.1), batch=models.tokens), "layers.1.self_attn"),
-        (lambda: Case(model=nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5)), batch=models.vectors), "in 1 "),
-        (lambda: Case(model=nn.Sequential(nn.Linear(16, 8), nn.RReLU()), batch=models.vectors), "in 1 "),
+        (lambda x: x * torch.multinomial(x.detach().softmax(-1), 1), "in 1 (aten.multinomial.default)"),
+        (lambda x: x * torch.poisson(x.detach().abs()), "in 1 (aten.poisson.default)"),
+        (lambda x: x * torch.empty_like(x).geometric_(0.5), "in 1 (aten.geometric.default)"),
     ],
-    ids=["residual dropout", "attention dropout", "llama's attention dropout", "dropout", "randomised relu"],
+    ids=["multinomial", "poisson", "geometric"],
 )
-def test_random_operators(made: Callable[[], Case], where: str) -> None:
-    message = refused(plan, made())
-    assert where in message and "set dropout to 0" in message
+def test_random_operators_that_cannot_be_made_parallel(
+    function: Callable[[torch.Tensor], torch.Tensor], where: str
+) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), Function(function))
+    message = refused(plan, Case(model=model, batch=models.vectors))
+    assert where in message and "draw these numbers outside of the model" in message
 
 
 def test_dropout_in_evaluation_is_none() -> None:

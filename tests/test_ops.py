@@ -20,6 +20,7 @@ from autopar.ops import Call, Factor, OpRule, needs_no_rule, oracle, rule_of
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
 from autopar.ops.rule import parameters
 from autopar.ops.table import TABLE
+from autopar.randomness import keys
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Shape = Sequence[int]
@@ -74,6 +75,16 @@ def example(*ops: str) -> Callable[[Example], Example]:
         return function
 
     return add
+
+
+def _key(draw: Draw) -> torch.Tensor:
+    return keys(torch.tensor(draw.one_of(0, 1, 2)), 1)[0]
+
+
+EXAMPLES["autopar.dropout.default"] = lambda draw: ((_key(draw), draw.floats(*draw.sizes(3)), 0.3), {})
+for _op in ("uniform", "normal"):
+    EXAMPLES[f"autopar.{_op}.default"] = lambda draw: ((_key(draw), draw.sizes(3), torch.float64), {})
+EXAMPLES["autopar.integers.default"] = lambda draw: ((_key(draw), draw.sizes(3), -5, 1000, torch.int64), {})
 
 
 # contractions

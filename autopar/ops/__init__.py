@@ -42,11 +42,20 @@ def needs_no_rule(op: str) -> bool:
     return not results or not (reads or random)
 
 
-def localize(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+def localize(
+    call: Call,
+    local_inputs: tuple[Shape, ...],
+    local_outputs: tuple[Shape | None, ...],
+    results: tuple[Layout, ...],
+    mesh: Shape,
+) -> Arguments:
     """The node's args and kwargs (as in `Node`) for operands and results of these local shapes:
-    sizes, offsets and counts rewritten."""
+    sizes, offsets and counts rewritten. `results` are the layouts of the latter."""
     entry = RULES.get(call.node.op)
-    return entry.local(call, local_inputs, local_outputs) if entry else (call.node.args, call.node.kwargs)
+    if entry is None:
+        return call.node.args, call.node.kwargs
+    args, kwargs = entry.local(call, local_inputs, local_outputs)
+    return args, (*kwargs, *entry.place(call, results, mesh).items()) if entry.place else kwargs
 
 
 def expand(

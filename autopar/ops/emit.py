@@ -134,8 +134,8 @@ def expansion(
     counter = iter(range(1 << 30))
     emitter = LocalEmitter(mesh, metas, lambda hint: f"{hint}_{next(counter)}")
     feed = iter(range(len(local_inputs)))
-    arguments = map_references(localize(call, local_inputs, local_outputs), lambda _: Ref(OPERAND.format(next(feed))))
-    args, kwargs = arguments
+    given = localize(call, local_inputs, local_outputs, results, mesh)
+    args, kwargs = map_references(given, lambda _: Ref(OPERAND.format(next(feed))))
     made = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
     return Emission(tuple(emitter.instructions), metas, tuple(r.name if r is not None else None for r in made))
 
@@ -146,8 +146,8 @@ def plain(call: Call, operands: tuple[Layout, ...], results: tuple[Layout, ...],
     shapes = zip(local_inputs, call.inputs, strict=True)
     metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
     feed = iter(range(len(local_inputs)))
-    arguments = map_references(localize(call, local_inputs, local_outputs), lambda _: Ref(OPERAND.format(next(feed))))
-    args, kwargs = arguments
+    given = localize(call, local_inputs, local_outputs, results, mesh)
+    args, kwargs = map_references(given, lambda _: Ref(OPERAND.format(next(feed))))
     names = tuple(f"result_{i}" if shape is not None else "" for i, shape in enumerate(local_outputs))
     for name, meta, shape in zip(names, call.outputs, local_outputs, strict=True):
         if meta is not None and shape is not None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..layout import Shape
+from ..layout import Layout, Shape
 from .families import split_sizes, window
 from .rule import Call, parameters
 
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """Like `Node.args` and `Node.kwargs`."""
+
+Place = Callable[[Call, tuple[Layout, ...], Shape], Mapping[str, Any]]
+"""From the layouts of the results and the mesh: arguments, by name, that say which elements a rank makes."""
 
 Local = Callable[[Call, tuple[Shape, ...], tuple[Shape | None, ...]], Arguments]
 

@@ -12,7 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from . import attention, convolution, expansions, experts, indexing, local, normalization, pooling, reductions
+from . import (
+    attention,
+    convolution,
+    expansions,
+    experts,
+    indexing,
+    local,
+    normalization,
+    pooling,
+    randomness,
+    reductions,
+)
 from .attention import attention as attended
 from .families import (
     BOTH,
@@ -45,6 +56,7 @@ from .families import (
     to_dtype,
     true_division,
 )
+from .local import Place
 from .rule import Call
 
 
@@ -55,6 +67,12 @@ class Entry:
     rule: Rule
     local: local.Local = local.unchanged
     expand: expansions.Expansion | None = None
+    place: Place | None = None
+
+
+def _own(names: str, entry: Entry) -> dict[str, Entry]:
+    """The same entry for operators of autopar."""
+    return {f"autopar.{name}.default": entry for name in names.split()}
 
 
 def _aten(names: str, entry: Entry) -> dict[str, Entry]:
@@ -274,6 +292,11 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("view_as_real", Entry(from_template("*i -> *i r!", linear=FIRST))),
     **_aten("bucketize.Tensor", Entry(from_template("*i, b! -> *i"))),
 
+    # random numbers, by key and global index
+    **_own("dropout", Entry(randomness.drawn, place=randomness.held)),
+    **_own("uniform normal integers", Entry(
+        randomness.drawn, local.shape_of_output("size"), place=randomness.held)),
+
     # pointwise, by what they are linear in
     **_aten("neg clone detach alias _conj _conj_physical mul.Scalar div.Scalar lift_fresh_copy",
             Entry(pointwise(FIRST))),
@@ -289,7 +312,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     # backward ops are linear in the gradient
     **_aten("gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward "
             "leaky_relu_backward elu_backward softplus_backward mish_backward hardswish_backward "
-            "hardsigmoid_backward native_dropout_backward", Entry(pointwise(FIRST))),
+            "hardsigmoid_backward native_dropout_backward rrelu_with_noise_backward", Entry(pointwise(FIRST))),
     **_aten("relu gelu silu sigmoid tanh mish hardtanh hardswish hardsigmoid leaky_relu elu softplus threshold abs "
             "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh erf erfc "
             "sign sgn ceil floor round trunc frac isnan isinf logical_not bitwise_not",

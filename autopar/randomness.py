@@ -1,0 +1,242 @@
+"""Random numbers as a function of a key and of an element's global index.
+
+A stateful generator gives every rank numbers of its own, or the same numbers at other places. Here a
+number is a hash of (key, index): whoever holds an element of a tensor draws the same number for it,
+whatever else he holds, on a CPU and on a GPU. The operators `autopar::dropout`, `autopar::uniform`,
+`autopar::normal` and `autopar::integers` are made of that (a "counter-based" generator; Salmon et al.,
+Parallel random numbers: as easy as 1, 2, 3, SC 2011).
+
+A key is int32 [2]; `keys` makes one for each random operator of a program from the seed of a step.
+Which elements a rank holds is said by `box` and `strides`: its elements in row-major order are the
+nested loops of lengths `box`, each of which steps by `strides` through the whole tensor in row-major
+order, from index `base` on. Without them an operator makes the whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# odd numbers: 2^32 / golden ratio, the multipliers of Wellons' lowbias32, and 2^32 / plastic number
+_WEYL, _FIRST, _SECOND, _HIGH = 0x9E3779B9, 0x7FEB352D, 0x846CA68B, 0xC13FA9A9
+_BITS = 32
+KEY_SHAPE, KEY_DTYPE = (2,), torch.int32
+_CHUNK = {"cpu": 1 << 16}
+"""Elements worked on at a time: on a CPU what fits into the cache of a core, else `_CHUNK_MOST`."""
+_CHUNK_MOST = 1 << 24
+
+
+def keys(seed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The keys of `count` operators, from a seed int64 [] or [1]: the outputs of splitmix64."""
+    z = torch.arange(1, count + 1, device=seed.device) * _int64(0x9E3779B97F4A7C15) + seed
+    z = (z ^ _shifted(z, 30)) * _int64(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _int64(0x94D049BB133111EB)
+    z = z ^ _shifted(z, 31)
+    return z.view(torch.int32).view(count, 2).unbind()
+
+
+def _shifted(z: torch.Tensor, places: int) -> torch.Tensor:
+    """The logical right shift of int64."""
+    return (z >> places) & ((1 << (64 - places)) - 1)
+
+
+def _int64(value: int) -> int:
+    return (value & (1 << 64) - 1 ^ 1 << 63) - (1 << 63)
+
+
+def _int32(value: int) -> int:
+    return (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
+
+
+def _wrapped(value: torch.Tensor) -> torch.Tensor:
+    """int64 modulo 2^32, as int32."""
+    return (((value & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)).to(torch.int32)
+
+
+class _Part(NamedTuple):
+    """The elements that a rank holds: `box`, `strides` and `base`."""
+
+    box: Sequence[int]
+    strides: Sequence[int]
+    base: int
+
+
+def _part(shape: Sequence[int], box: Sequence[int] | None, strides: Sequence[int] | None, base: int) -> _Part:
+    """Of a local tensor of this shape."""
+    if box is None or strides is None:
+        return _Part((math.prod(shape),), (1,), base)
+    assert math.prod(box) == math.prod(shape), f"a box {tuple(box)} for a shape {tuple(shape)}"
+    return _Part(box, strides, base)
+
+
+def _chunks(key: torch.Tensor, part: _Part, word: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(start, stop, bits): 32 random bits, as int32, of the elements [start, stop) of a part, in
+    row-major order. `word` tells several numbers of one element apart. The bits are overwritten by the next.
+
+    index * odd + key goes through the finaliser of lowbias32, with more key between its rounds.
+    """
+    box, strides, base = part
+    size = math.prod(box)
+    if not size:
+        return
+    device, chunk = key.device, _CHUNK.get(key.device.type, _CHUNK_MOST)
+    wide = base + sum((n - 1) * s for n, s in zip(box, strides, strict=True)) >= 1 << _BITS
+    # the loops inside `inner` fit into a chunk, or the innermost alone does not; rows are the others
+    inner, depth = 1, len(box)
+    while depth and (inner == 1 or inner * box[depth - 1] <= chunk):
+        depth -= 1
+        inner *= box[depth]
+    row = _indices(torch.arange(min(inner, chunk), device=device), box[depth:], strides[depth:])[None]
+    step = strides[-1] if inner > chunk else 0  # then the row is one loop, and goes on for longer than a chunk
+    rows, rows_at_once = size // inner, max(1, chunk // inner)
+    room = torch.empty((2, min(rows, rows_at_once), row.numel()), dtype=torch.int32, device=device)
+    if word:
+        key = key + word * torch.tensor((0x3C6EF372, 0x1B873593), dtype=torch.int32, device=device)
+    first, second = key.unbind()
+    hashed = _wrapped(row * _WEYL) + first
+    for top in range(0, rows, rows_at_once):
+        bottom = min(rows, top + rows_at_once)
+        above = _indices(torch.arange(top, bottom, device=device), box[:depth], strides[:depth])[:, None]
+        for left in range(0, inner, row.numel()):
+            right = min(inner, left + row.numel())
+            x, t = room[:, : bottom - top, : right - left]
+            start = base + left * step
+            if depth:
+                torch.add(_wrapped((above + start) * _WEYL), hashed[:, : right - left], out=x)
+            else:
+                torch.add(hashed[:, : right - left], _int32(start * _WEYL), out=x)
+            more = second
+            if wide:
+                more = second + _wrapped(((above + start + row[:, : right - left]) >> _BITS) * _HIGH)
+            _xor_shifted(x, t, 16)
+            torch.add(more, x, alpha=_FIRST, out=x)
+            _xor_shifted(x, t, 15)
+            x.mul_(_int32(_SECOND))
+            _xor_shifted(x, t, 16)
+            begin = top * inner + left
+            yield begin, begin + x.numel(), x.view(-1)
+
+
+def _xor_shifted(x: torch.Tensor, room: torch.Tensor, places: int) -> None:
+    torch.bitwise_right_shift(x, places, out=room)
+    x.bitwise_xor_(room.bitwise_and_((1 << (_BITS - places)) - 1))
+
+
+def _indices(counter: torch.Tensor, box: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """Where the iterations of nested loops, numbered row-major, are. int64."""
+    if len(box) == 1:
+        return counter * strides[0]
+    found = torch.zeros_like(counter)
+    below = 1
+    for n, stride in zip(reversed(box), reversed(strides), strict=True):
+        found += (counter // below) % n * stride
+        below *= n
+    return found
+
+
+def dropout(
+    key: torch.Tensor,
+    x: torch.Tensor,
+    p: float,
+    box: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    base: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with elements zero with probability p, the others divided by 1 - p; and which were kept (bool)."""
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    largest = round((1.0 - p) * 2**_BITS) - 2 ** (_BITS - 1) - 1
+    if p in (0.0, 1.0):
+        kept.fill_(p == 0.0)
+    else:
+        flat = kept.view(-1)
+        for start, stop, bits in _chunks(key, _part(x.shape, box, strides, base), 0):
+            torch.le(bits, largest, out=flat[start:stop])
+    return x.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
+
+
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8}
+"""Random bits of a number in [0, 1) that its dtype holds exactly; 24 of float32 and 53 of float64."""
+
+
+def uniform(
+    key: torch.Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    box: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    base: int = 0,
+) -> torch.Tensor:
+    """Numbers of a floating dtype, even in [0, 1): multiples of a power of 2 that the dtype holds exactly."""
+    return _uniform(key, size, dtype, _part(size, box, strides, base), 0)
+
+
+def _uniform(key: torch.Tensor, size: Sequence[int], dtype: torch.dtype, part: _Part, word: int) -> torch.Tensor:
+    made = torch.empty(tuple(size), dtype=dtype, device=key.device)
+    flat = made.view(-1)
+    if dtype == torch.float64:
+        low = _uniform(key, size, torch.float32, part, word + 1).view(-1)
+        for start, stop, bits in _chunks(key, part, word):
+            high = (bits >> 3) & 0x1FFFFFFF
+            torch.add(low[start:stop].double(), high, out=flat[start:stop]).mul_(2.0**-29)
+        return made
+    digits = _DIGITS.get(dtype, 24)
+    for start, stop, bits in _chunks(key, part, word):
+        flat[start:stop] = (bits >> (_BITS - digits)).bitwise_and_((1 << digits) - 1)
+    return made.mul_(2.0**-digits)
+
+
+def normal(
+    key: torch.Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    box: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    base: int = 0,
+) -> torch.Tensor:
+    """Numbers with mean 0 and variance 1 (Box and Muller; each element has a pair of its own)."""
+    part = _part(size, box, strides, base)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    radius = _uniform(key, size, wide, part, 0).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
+    angle = _uniform(key, size, wide, part, 2).mul_(2.0 * math.pi)
+    return radius.mul_(angle.cos_()).to(dtype)
+
+
+def integers(
+    key: torch.Tensor,
+    size: Sequence[int],
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+    box: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    base: int = 0,
+) -> torch.Tensor:
+    """Integers in [low, high), of 62 random bits modulo their number."""
+    part = _part(size, box, strides, base)
+    flat = torch.empty(math.prod(size), dtype=torch.int64, device=key.device)
+    for start, stop, bits in _chunks(key, part, 0):
+        flat[start:stop] = (bits & 0x7FFFFFFF).to(torch.int64) << 31
+    for start, stop, bits in _chunks(key, part, 1):
+        flat[start:stop] |= bits & 0x7FFFFFFF
+    return flat.remainder_(high - low).add_(low).view(tuple(size)).to(dtype)
+
+
+_FORM = "SymInt[]? box=None, SymInt[]? strides=None, SymInt base=0"
+OPERATORS: Mapping[Callable[..., Any], str] = {
+    dropout: f"(Tensor key, Tensor x, float p, {_FORM}) -> (Tensor, Tensor)",
+    uniform: f"(Tensor key, SymInt[] size, ScalarType dtype, {_FORM}) -> Tensor",
+    normal: f"(Tensor key, SymInt[] size, ScalarType dtype, {_FORM}) -> Tensor",
+    integers: f"(Tensor key, SymInt[] size, SymInt low, SymInt high, ScalarType dtype, {_FORM}) -> Tensor",
+}
+
+for _function, _schema in OPERATORS.items():
+    torch.library.define(f"autopar::{_function.__name__}", _schema)
+    torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd")(_function)
+
+
+@torch.library.impl("autopar::dropout", "Meta")
+def _(key: torch.Tensor, x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty(x.shape, dtype=torch.bool, device=x.device)
