@@ -169,6 +169,27 @@ def test_batch_norm_reduces_two_numbers_a_channel() -> None:
     assert backward("c") == backward("n", input_too=False) == []
 
 
+def test_group_norm_reduces_two_numbers_a_group_and_sample() -> None:
+    """Only where spatial dims are split."""
+    x, w, b = numbers(4, 6, 8), numbers(6), numbers(6)
+    sizes = (4, 6, 8, 2)
+
+    def forward(*split: str) -> list[tuple[str, tuple[int, ...]]]:
+        return communicated(emission("aten.native_group_norm.default", x, w, b, *sizes, 1e-5, split=split))
+
+    assert forward("s0") == [("all_reduce", (2, 4, 2))]
+    assert forward("n", "s0") == [("all_reduce", (2, 2, 2))]
+    assert forward("n") == []
+    _, mean, scale = torch.ops.aten.native_group_norm(x, w, b, *sizes, 1e-5)
+
+    def backward(*split: str, mask: tuple[bool, ...] = (True, True, True)) -> list[tuple[str, tuple[int, ...]]]:
+        arguments = (numbers(4, 6, 8), x, mean, scale, w, *sizes, list(mask))
+        return communicated(emission("aten.native_group_norm_backward.default", *arguments, split=split))
+
+    assert backward("s0") == [("all_reduce", (2, 4, 2))]
+    assert backward("n") == backward("s0", mask=(False, True, True)) == []
+
+
 def test_batch_norm_far_from_zero() -> None:
     """Variances of 1 around 100 in float32: E[x^2] - E[x]^2 would have three correct digits."""
     x = numbers(8, 4, 6, dtype=torch.float32) + 100

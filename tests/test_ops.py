@@ -7,6 +7,7 @@ stand below by hand, and the ops of captured models' graphs with the shapes they
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -443,16 +444,17 @@ def _batch_norm_backward(draw: Draw) -> Arguments:
 
 @example("native_group_norm")
 def _group_norm(draw: Draw) -> Arguments:
-    n, c, space = draw.one_of(4, 6), 6, 5
+    n, c, space = draw.one_of(4, 6), draw.one_of(4, 8, 6), draw.one_of([5], [6], [4, 3])
     weights = draw.one_of((draw.floats(c), draw.floats(c)), (None, None))
-    return (draw.floats(n, c, space), *weights, n, c, space, draw.one_of(2, 3), 1e-5), {}
+    groups = draw.one_of(2, c, c // 2)
+    return (draw.floats(n, c, *space) + 100, *weights, n, c, math.prod(space), groups, 1e-5), {}
 
 
 @example("native_group_norm_backward")
 def _group_norm_backward(draw: Draw) -> Arguments:
     (source, weight, bias, *rest), _ = _group_norm(draw)
     output, mean, scale = torch.native_group_norm(source, weight, bias, *rest)
-    mask = [True, weight is not None, weight is not None]
+    mask = [draw.one_of(True, False) or weight is None, weight is not None, weight is not None]
     return (torch.randn_like(output), source, mean, scale, weight, *rest[:-1], mask), {}
 
 

@@ -54,15 +54,6 @@ def rows_of_output(argument: str) -> Local:
     return local
 
 
-def rows_of_input(argument: str) -> Local:
-    """The argument is the size of the first dim of the first operand."""
-
-    def local(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-        return replaced(call, **{argument: local_inputs[0][0]})
-
-    return local
-
-
 def window_of_input(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
     """slice: offsets shrink as the operand does."""
     return _window(call, call.inputs[0].shape, local_inputs[0])

@@ -1,7 +1,7 @@
-"""Batch norm: rules, and the expansions that make statistics of all ranks' elements.
+"""Batch and group norm: rules, and the expansions that make statistics of all ranks' elements.
 
-A split of the batch or of spatial dims costs one all-reduce of 2 numbers a channel forward and one
-backward; a split of the channels costs nothing.
+A split that cuts what a statistic is over (batch and spatial dims; of group norm the spatial dims) costs one
+all-reduce of 2 numbers a statistic forward and one backward; a split of channels or groups costs nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 
 from ..graph import Ref, TensorMeta
 from ..layout import Shape
+from .convolution import Name, scaled
 from .expansions import LocalCall, Results
 from .families import FIRST, has
+from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Named, assemble, roles
 
@@ -157,17 +159,138 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     _, product, total = emitter.ops(call.node.op, *arguments)
     product, total = _summed(emitter, [_wide(emitter, product), _wide(emitter, total)], _over(local))
 
-    shape: Shape = (1, -1, *([1] * (len(emitter.meta(source).shape) - 2)))
-    mean, scale = _wide(emitter, mean), _wide(emitter, scale)
-    slope = emitter.op("aten.mul.Tensor", scale, _wide(emitter, given))
-    offset = emitter.op("aten.mul.Scalar", emitter.op("aten.mul.Tensor", slope, total), -1 / count)
-    steps = emitter.op("aten.mul.Tensor", emitter.op("aten.mul.Tensor", slope, scale), product)
-    steps = emitter.op("aten.mul.Scalar", steps, -1 / count)
-    mean, slope, offset, steps = (
-        emitter.op("aten.reshape.default", value, shape) for value in (mean, slope, offset, steps)
+    mean, scale, given = (_wide(emitter, value) for value in (mean, scale, given))
+    # sums of weight * dy and weight * dy * x^, by -N
+    along, across = (
+        emitter.op("aten.mul.Scalar", emitter.op("aten.mul.Tensor", value, given), -1 / count)
+        for value in (total, product)
+    )
+    result = _input_gradient(emitter, gradient, source, mean, scale, given, along, across)
+    made = (result, product, total)
+    return tuple(_as(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))
+
+
+def _input_gradient(
+    emitter: Emitter, gradient: Ref, source: Ref, mean: Ref, scale: Ref, weight: Ref, along: Ref, across: Ref
+) -> Ref:
+    """invstd * (weight * dy + along + across * x^), the last five a number a channel."""
+    column: Shape = (1, -1, *([1] * (len(emitter.meta(source).shape) - 2)))
+    slope = emitter.op("aten.mul.Tensor", scale, weight)
+    offset = emitter.op("aten.mul.Tensor", scale, along)
+    steps = emitter.op("aten.mul.Tensor", emitter.op("aten.mul.Tensor", scale, scale), across)
+    slope, offset, steps, mean = (
+        emitter.op("aten.reshape.default", value, column) for value in (slope, offset, steps, mean)
     )
     centered = emitter.op("aten.sub.Tensor", source, mean)
     result = emitter.op("aten.addcmul.default", offset, centered, steps)
-    result = emitter.op("aten.addcmul.default", result, gradient, slope)
-    made = (result, product, total)
+    return emitter.op("aten.addcmul.default", result, gradient, slope)
+
+
+# Group norm: a group of channels, on one sample, has statistics of its own
+
+
+def _grouped(call: Call, size: int) -> list[Name]:
+    """Batch, channels in whole groups, and spatial dims."""
+    return ["n", scaled("g", size), *(f"s{i}" for i in range(len(call.inputs[0].shape) - 2))]
+
+
+def group_norm(call: Call) -> OpRule:
+    """native_group_norm -> output, mean and inverse deviation [n, groups]. Spatial dims expand."""
+    names = _grouped(call, call.argument("C") // call.argument("group"))
+    spatial = [name for name in names[2:] if isinstance(name, str)]
+    statistics = ["n", "g" if names[1] else None]
+    weights: list[Named] = [[names[1]]] * (len(call.inputs) - 1)
+    outputs: list[Named] = [names, statistics, statistics]
+    return assemble(
+        call, [names, *weights], [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
+        expands=spatial, reductions={name: ("", "", "") for name in spatial},
+    )  # fmt: skip
+
+
+def group_norm_backward(call: Call) -> OpRule:
+    """native_group_norm_backward. Only the gradient of the input takes sums over a group."""
+    names = _grouped(call, call.argument("C") // call.argument("group"))
+    spatial = [name for name in names[2:] if isinstance(name, str)]
+    statistics = ["n", "g" if names[1] else None]
+    dims: dict[str, Named] = {"mean": statistics, "rstd": statistics, "weight": [names[1]]}
+    outputs: list[Named] = [names, [names[1]], [names[1]]]
+    return assemble(
+        call, [dims.get(role, names) for role in roles(call)],
+        [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
+        linear=FIRST, expands=spatial if call.argument("output_mask")[0] else (),
+    )  # fmt: skip
+
+
+def group_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+    """Group norm is told the sizes of its input."""
+    n, c, *spatial = local_inputs[0]
+    return replaced(call, N=n, C=c, HxW=math.prod(spatial), group=call.argument("group") * c // call.argument("C"))
+
+
+def _to_channels(emitter: Emitter, statistic: Ref, channels: int) -> Ref:
+    """[n, groups] -> [n * channels]."""
+    n, groups = emitter.meta(statistic).shape
+    column = emitter.op("aten.reshape.default", statistic, (n, groups, 1))
+    return emitter.op(
+        "aten.reshape.default", emitter.op("aten.expand.default", column, (n, groups, channels // groups)), (-1,)
+    )
+
+
+def _to_samples(emitter: Emitter, weight: Ref | None, n: int) -> Ref | None:
+    """[channels] -> [n * channels]."""
+    if weight is None:
+        return None
+    channels = emitter.meta(weight).shape[0]
+    return emitter.op("aten.reshape.default", emitter.op("aten.expand.default", weight, (n, channels)), (-1,))
+
+
+def group_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
+    """Group norm with spatial dims split: statistics of all ranks' elements, one all-reduce of 2 numbers a group and
+    sample. A channel of a sample is then a channel of a batch norm in evaluation."""
+    call = local.call
+    source, weight, bias, *_, groups, epsilon = local.args
+    shape, dtype = emitter.meta(source).shape, emitter.meta(source).dtype
+    n, channels = shape[:2]
+    count = call.inputs[0].numel // (call.inputs[0].shape[0] * call.argument("group"))
+    axes = tuple(axis for name, over in local.splits.items() if name.startswith("s") for axis in over)
+    rows = emitter.op("aten.reshape.default", source, (n, groups, -1))
+    mean, variance = moments(emitter, rows, (2,), count, axes)
+    scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
+    statistic = emitter.meta(weight).dtype if weight is not None else torch.float32 if dtype in NARROW else dtype
+    mean_, variance_ = (_to_channels(emitter, _as(emitter, v, statistic), channels) for v in (mean, variance))
+    weight, bias = _to_samples(emitter, weight, n), _to_samples(emitter, bias, n)
+    one = emitter.op("aten.reshape.default", source, (1, n * channels, *shape[2:]))
+    output = emitter.op("aten.batch_norm.default", one, weight, bias, mean_, variance_, False, 0.0, epsilon, True)
+    saved = [_as(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:], strict=True)]
+    return (emitter.op("aten.reshape.default", output, shape), *saved)
+
+
+def group_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
+    """Group norm backward with spatial dims split: one all-reduce of 2 numbers a group and sample. The gradients of
+    weight and bias are sums of the ranks' own elements."""
+    call = local.call
+    gradient, source, mean, scale, weight, *_, groups, _ = local.args
+    shape = emitter.meta(source).shape
+    n, channels = shape[:2]
+    count = call.inputs[1].numel // (call.inputs[1].shape[0] * call.argument("group"))
+    axes = tuple(axis for name, over in local.splits.items() if name.startswith("s") for axis in over)
+    mean, scale = (_to_channels(emitter, _wide(emitter, v), channels) for v in (mean, scale))
+    one = (1, n * channels, *shape[2:])
+    dy, x = (emitter.op("aten.reshape.default", v, one) for v in (gradient, source))
+    ones = emitter.op("aten.ones_like.default", mean)
+    op = "aten.native_batch_norm_backward.default"
+    _, product, total = emitter.ops(op, dy, x, ones, None, None, mean, scale, True, 0.0, (False, True, True))
+    given = ones if weight is None else _wide(emitter, _to_samples(emitter, weight, n) or weight)
+
+    def of_groups(value: Ref) -> Ref:
+        weighted = emitter.op("aten.mul.Tensor", value, given)
+        rows = emitter.op("aten.reshape.default", weighted, (n, groups, channels // groups))
+        return emitter.op("aten.sum.dim_IntList", rows, (2,))
+
+    sums = _summed(emitter, [of_groups(product), of_groups(total)], axes)
+    across, along = (_to_channels(emitter, emitter.op("aten.mul.Scalar", v, -1 / count), channels) for v in sums)
+    result = _input_gradient(emitter, dy, x, mean, scale, given, along, across)
+    result = emitter.op("aten.reshape.default", result, shape)
+    by_sample = (emitter.op("aten.reshape.default", v, (n, channels)) for v in (product, total))
+    made = (result, *(emitter.op("aten.sum.dim_IntList", v, (0,)) for v in by_sample))
     return tuple(_as(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))

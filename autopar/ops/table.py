@@ -217,10 +217,9 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("native_batch_norm_backward", Entry(
         normalization.batch_norm_backward, expand=normalization.batch_norm_gradients)),
     **_aten("native_group_norm", Entry(
-        from_template("n c! *s!, c!, c! -> n c! *s!, n g!, n g!"), local.rows_of_input("N"))),
+        normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics)),
     **_aten("native_group_norm_backward", Entry(
-        from_template("n c! *s!, n c! *s!, n g!, n g!, c! -> n c! *s!, c!, c!", linear=FIRST),
-        local.rows_of_input("N"))),
+        normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients)),
 
     # reductions
     **_aten("sum sum.dim_IntList", Entry(reduce("sum"))),
