@@ -14,8 +14,11 @@ import plans
 import pytest
 import torch
 from models import assert_close
+from ranks import run
 from test_communication import Force, forced
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from autopar.api import Planner
 from autopar.graph import overload
@@ -26,6 +29,7 @@ from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.passes.strategies import AxisChoice, Site
 from autopar.program import Program
+from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -312,3 +316,47 @@ def test_models_with_spatial_dims_split(name: str) -> None:
         kinds = Counter(kind for kind, _, _ in program.collectives())
         assert kinds["shift"] >= 10
         check(name, mesh, program)
+
+
+# ---------------------------------------------------------------------------------------- real ranks
+
+STEPS = 2
+
+
+def train(module: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """A few steps of SGD: losses, then parameters and buffers by name."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        loss = module(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    state = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in module.state_dict().items()}
+    return {"losses": torch.stack(losses), **state}
+
+
+def trained_on_ranks(names: Sequence[str]) -> list[tuple[dict[str, torch.Tensor], set[str]]]:
+    """State of each model, and the kinds of its collectives, with rows split over one axis and columns over the
+    other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for name in names:
+        model, batch = example(name)
+        made = planner(name, {"dp": 2, "tp": 2})
+        program = bucket(codegen(made.space, forced(made.space, spatially(0), spatially(1))))
+        module = ParallelModule(model, made.captured, program, "rows and columns split", mesh)
+        results.append((train(module, batch), {kind for kind, _, _ in program.collectives()}))
+    return results
+
+
+def test_models_on_real_ranks() -> None:
+    names = "resnet", "unet batch pool nearest"
+    expected = [train(copy.deepcopy(model), batch) for model, batch in map(example, names)]
+    for found in run(4, trained_on_ranks, names, timeout_seconds=200.0):
+        for (state, kinds), reference in zip(found, expected, strict=True):
+            assert {"shift", "all_reduce"} <= kinds
+            assert state.keys() == reference.keys()
+            for name, value in reference.items():
+                assert_close(state[name], value, name, 1e-4)
