@@ -76,10 +76,10 @@ def batches(steps: int, batch: int, size: int, classes: int = 10) -> list[Batch]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small ResNet on a 2 x 2 mesh of gloo ranks.")
-    parser.add_argument("--steps", type=int, default=30, help="at least 2")
-    parser.add_argument("--batch", type=int, default=16, help="images in the global batch")
-    parser.add_argument("--size", type=int, default=32, help="height and width of an image")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first stage")
+    parser.add_argument("--steps", type=int, default=20, help="at least 2")
+    parser.add_argument("--batch", type=int, default=32, help="images in the global batch")
+    parser.add_argument("--size", type=int, default=64, help="height and width of an image")
+    parser.add_argument("--width", type=int, default=32, help="channels of the first stage")
     parser.add_argument("--blocks", type=int, nargs="+", default=[2, 2, 2], help="basic blocks of each stage")
     parser.add_argument("--solver", default="ilp", help="ilp, dp, or a preset: ddp, fsdp, megatron, megatron_sp")
     options = parser.parse_args()

@@ -92,7 +92,7 @@ def batches(steps: int, batch: int, size: int) -> list[Batch]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small U-Net on a 2 x 2 mesh of gloo ranks.")
-    parser.add_argument("--steps", type=int, default=30, help="at least 2")
+    parser.add_argument("--steps", type=int, default=20, help="at least 2")
     parser.add_argument("--batch", type=int, default=8, help="images in the global batch")
     parser.add_argument("--size", type=int, default=32, help="height and width of an image")
     parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels of each level")

@@ -99,6 +99,20 @@ def test_the_training_example_equals_one_process() -> None:
     assert float(found[1]) < 1e-5 and float(found[2]) < 1e-4
 
 
+SMALL = {"resnet.py": ["--size", "32", "--width", "8", "--blocks", "1", "1"], "unet.py": ["--channels", "8", "16"]}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_image_examples_equal_one_process(name: str) -> None:
+    small = ["--steps", "3", "--batch", "8", "--solver", "ddp", *SMALL[name]]
+    last = torchrun(f"examples/{name}", *small, folder=ROOT).splitlines()[-1]
+    number = r"(\d\.\de[-+]\d+)"
+    wanted = rf"loss {number}, gradients of the first step {number}, parameters and buffers after the last {number};"
+    found = re.search(wanted, last)
+    assert found is not None, last
+    assert float(found[1]) < 1e-5 and float(found[2]) < 1e-4 and float(found[3]) < 1e-4
+
+
 def test_the_training_example_says_how_to_start_it() -> None:
     alone = {name: value for name, value in os.environ.items() if name != "RANK"}
     command = [sys.executable, "examples/train_llama.py"]
