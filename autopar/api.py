@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .cluster import Cluster, named_cluster
-from .layout import Layout, Split
+from .layout import REPLICATE, Layout, Split
 from .ops import rule_of
 from .ops.routing import in_token_order
 from .passes.account import account, parameter_layouts
@@ -24,11 +24,11 @@ from .passes.problem import Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, segments
 from .passes.stamp import capture_stamped
-from .passes.strategies import KEEP, REGATHER, Region, Site, Space, strategies
+from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from .plan import ParameterPlan, Plan, Run, Segment, bytes_text, graph_digest, seconds_text, table
 from .presets import PRESETS, preset
 from .program import Program
-from .search import Found, Search
+from .search import Found, Search, unique_sites
 from .solve import SOLVERS
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def parallelize(
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
     from .runtime.agree import all_equal, on_first_rank, raise_together
+    from .runtime.modes import Modes
     from .runtime.module import ParallelModule
 
     error: ValueError | None = None
@@ -147,7 +148,9 @@ def parallelize(
         error = found
     raise_together(error, mesh)
     assert program is not None
-    return ParallelModule(model, planner.captured, program, plan, mesh)
+    at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
+    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster)
+    return ParallelModule(model, planner.captured, program, plan, mesh, again)
 
 
 def mesh_of(mesh: DeviceMesh) -> dict[str, int]:
@@ -311,7 +314,33 @@ class Planner:
 
         Raises ValueError where the plan does not fit the model or the mesh, or contradicts itself.
         """
-        assignment = self.assignment(plan)
+        return self.written(self.assignment(plan))
+
+    def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
+        """The best decisions with parameters in these layouts, by name; those not named are replicated.
+
+        Raises ValueError for a layout that a parameter cannot have.
+        """
+        space, parameters = self.space, self.captured.graph.parameters
+        whole = (REPLICATE,) * len(space.mesh)
+        layouts = {value: at_rest.get(name, whole) for name, value in parameters.items()}
+        copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
+        for name, site in unique_sites(space).items():
+            if site.kind == "parameter":
+                hold(space, site, [layouts[copy] for copy in copies.get(name, (name,))])
+        found = Search(space, "dp", None, logger.info).run(bounded=False)
+        # what is best for all copies of a layer is not where every one of them is
+        held = tuple(
+            tuple(
+                {**decisions, **_held(space, region, decisions, repeat.own[0], [layouts.get(n) for n in own])}
+                for decisions, own in zip(decided, repeat.own, strict=True)
+            )
+            for repeat, region, decided in zip(space.repeats, space.bodies, found.assignment.copies, strict=True)
+        )
+        return Assignment(rest=found.assignment.rest, copies=held)
+
+    def written(self, assignment: Assignment) -> Program:
+        """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
         program = self._timed("codegen", lambda: codegen(self.space, assignment))
         return self._timed("bucket", lambda: bucket(program))
 
@@ -368,6 +397,25 @@ def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:
         and all(part in site.choices[ranks] for part, ranks in zip(choice[:width], space.mesh, strict=True))
         and all(part in (KEEP, REGATHER) for part in choice[width:])
     )
+
+
+def _held(
+    space: Space,
+    region: Region,
+    decisions: Mapping[str, SiteChoice],
+    names: Sequence[str],
+    layouts: Sequence[Layout | None],
+) -> dict[str, SiteChoice]:
+    """The choices that hold the parameters of a copy in these layouts. `names` are those of the first copy."""
+    found = {}
+    for name, layout in zip(names, layouts, strict=True):
+        site = region.sites[name]
+        if site.kind == "parameter":
+            options = [o for c in site.held if (o := space.option(site, c)) is not None]
+            fits = [o.choice for o in options if o.makes[0] == layout]
+            alike = [c for c in fits if c[-1] == decisions[name][-1]]
+            found[name] = decisions[name] if decisions[name] in fits else [*alike, *fits][0]
+    return found
 
 
 def _check_mesh(mesh_shape: Mapping[str, int]) -> None:

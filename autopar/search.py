@@ -145,8 +145,8 @@ class Search:
             solution = solve(presolved.problem, "ilp", bytes_limit=bytes_limit)
         return replace(solution, choice=presolved.expand(solution.choice))
 
-    def run(self, allowed: Allowed | None = None) -> Found:
-        """The best assignment that was found, of the whole space or of `allowed`.
+    def run(self, allowed: Allowed | None = None, *, bounded: bool = True) -> Found:
+        """The best assignment that was found, of the whole space or of `allowed`; `bounded` asks for a lower bound.
 
         Raises `Infeasible` where nothing keeps the memory limit.
         """
@@ -167,7 +167,7 @@ class Search:
                 best = self._within_limit(best, lambda price, _: self.solve(options, DESCENT_SOLVER, price=price))
         else:
             best = self._descend_all()
-            bound = lower_bound_seconds(space)
+            bound = lower_bound_seconds(space) if bounded else 0.0
             self.log(f"lower bound {bound * 1e3:.3f} ms")
             if self._is_over(best):
                 best = self._within_limit(best, self._descend_priced)

@@ -282,6 +282,23 @@ class _Fakes:
         return copied(model, memo)
 
 
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model with its parameters and buffers on `meta`."""
+    memo: dict[int, Any] = {}
+    for iterator in (model.named_parameters, model.named_buffers):
+        for _, tensor in iterator():
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
+    for module in model.modules():
+        for name, attribute in vars(module).items():
+            if name not in _REGISTRIES:
+                for tensor in pytree.tree_leaves(attribute):
+                    if isinstance(tensor, torch.Tensor):
+                        memo.setdefault(id(tensor), tensor)
+    return copied(model, memo)
+
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 

@@ -21,8 +21,9 @@ them (CFP Eq. 2).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,19 @@ import torch
 
 from ..cluster import Cluster
 from ..graph import JointGraph, Node, TensorMeta
-from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, local_shape, nest
+from ..layout import (
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    Partial,
+    Placement,
+    Shape,
+    Split,
+    describe,
+    is_legal,
+    local_shape,
+    nest,
+)
 from ..ops import rule_of
 from ..ops.emit import Emission, expansion, local_shapes
 from ..ops.rule import Call, Dims, OpRule
@@ -90,6 +103,8 @@ class Site:
     choices: dict[int, tuple[AxisChoice, ...]] = field(default_factory=dict)
     """Axis size -> choices on an axis of that size."""
     options: dict[SiteChoice, Option | None] = field(default_factory=dict)
+    held: tuple[SiteChoice, ...] = ()
+    """The only choices of a parameter that stays where it is, if it does."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -136,13 +151,40 @@ class Space:
 
     def option(self, site: Site, choice: SiteChoice) -> Option | None:
         """What a choice means, or None if it is not legal."""
+        if site.held and choice not in site.held:
+            return None
         if choice not in site.options:
             site.options[choice] = _OPTION[site.kind](self, site, choice)
         return site.options[choice]
 
     def whole(self, site: Site) -> SiteChoice:
-        """The choice that is always legal: everything replicated."""
+        """The choice that is always legal: everything replicated, or where it is held."""
+        if site.held:
+            return site.held[0]
         return (WHOLE,) * len(self.mesh) + ((KEEP,) if site.kind == "parameter" else ())
+
+
+def hold(space: Space, site: Site, layouts: Collection[Layout]) -> None:
+    """Let a parameter take no other layouts at rest than these.
+
+    Raises ValueError for one that is none of its own.
+    """
+    assert site.meta is not None
+    # also those that it would not take of itself, as where every copy of a layer reads it
+    every = (WHOLE, *(("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
+    per_axis = [tuple(dict.fromkeys((*every, *site.choices[ranks]))) for ranks in space.mesh]
+    found: dict[Layout, list[SiteChoice]] = {layout: [] for layout in layouts}
+    for choice in itertools.product(*per_axis):
+        for policy in (KEEP, REGATHER):
+            option = space.option(site, (*choice, policy))
+            if option is not None and option.makes[0] in found:
+                found[option.makes[0]].append((*choice, policy))
+    if missing := [layout for layout, choices in found.items() if not choices]:
+        raise ValueError(f"parameter {site.module} cannot be {describe(missing[0], space.axes)} at rest")
+    site.held = tuple(choice for choices in found.values() for choice in choices)
+    for ranks in set(space.mesh):
+        parts = (c[axis] for c in site.held for axis, n in enumerate(space.mesh) if n == ranks)
+        site.choices[ranks] = tuple(dict.fromkeys(parts))
 
 
 def border_name(value: str) -> str:

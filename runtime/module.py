@@ -29,6 +29,31 @@ from .seeds import step_seed
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a captured graph depends on beside the model: which modules train, in the order of `modules()`, which
+    parameters require gradients, and whether gradients are wanted at all."""
+
+    training: tuple[bool, ...]
+    trainable: frozenset[str]
+    gradients: bool
+
+    def serves(self, other: Mode) -> bool:
+        """Whether a graph of this mode computes what one of the other would, and maybe gradients beside."""
+        if self.training != other.training:
+            return False
+        return not other.gradients or (self.gradients and other.trainable <= self.trainable)
+
+    def __str__(self) -> str:
+        count = sum(self.training)
+        what = "evaluation" if not count else "training" if count == len(self.training) else "partly training"
+        return f"{what} {'with' if self.gradients else 'without'} gradients"
+
+
+Again = Callable[[Mode], tuple[Captured, Program]]
+"""A program for another mode, with the parameters where they are. Called on all ranks at once."""
+
+
 class ParallelModule(nn.Module):
     """A model that runs as `program` on `mesh`. Build it on every rank at once.
 
@@ -42,10 +67,22 @@ class ParallelModule(nn.Module):
     slice; a DTensor says what it holds. Outputs that every rank has whole are plain tensors, and the
     others are DTensors. If the model has a loss, that alone carries a gradient.
 
+    `train()`, `eval()`, `torch.no_grad()` and `requires_grad_()` mean what they do on the model. The first call in
+    a mode that the program was not captured in (evaluation, mostly) captures and plans a program for that, by `again`,
+    with the parameters where they are; it takes as long as planning does, and all ranks must come to it alike.
+
     Raises ValueError, on every rank, if the ranks' programs or weights differ, or if mesh and program do not match.
     """
 
-    def __init__(self, model: nn.Module, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        program: Program,
+        plan: object,
+        mesh: DeviceMesh,
+        again: Again | None = None,
+    ) -> None:
         super().__init__()
         raise_together(_mismatch(program, mesh), mesh)
         all_equal(
@@ -53,7 +90,7 @@ class ParallelModule(nn.Module):
             mesh,
             "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
         )
-        state = _State(model, captured, program, plan, mesh)
+        state = _State(captured, program, plan, mesh)
         vars(self)["_state"] = state
         root = state.mirror(model)
         # the same dictionaries: the root's parameters and submodules are this module's own
@@ -62,6 +99,7 @@ class ParallelModule(nn.Module):
         self.training = captured.training
         vars(self)["_root"] = root
         state.own(self, model)
+        vars(self)["_modes"] = _Modes(self, model, state, again)
         state.distribute(model, _values_of(model))
 
     # -- what a person asks for
@@ -109,8 +147,8 @@ class ParallelModule(nn.Module):
             state.distribute(None, _values_made(source, state))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = _state(self)
-        call = state.call(self.training, args, kwargs)
+        state = vars(self)["_modes"].state()
+        call = state.call(args, kwargs)
         if call.differentiable and torch.is_grad_enabled():
             results = _Step.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
         else:
@@ -162,7 +200,7 @@ class ParallelModule(nn.Module):
 class _State:
     """What the module knows beside its parameters: the program, its compiled form, and where values live."""
 
-    def __init__(self, model: nn.Module, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+    def __init__(self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         kind = mesh.device_type
@@ -183,8 +221,7 @@ class _State:
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
         self.mutations = tuple((i, o) for i, o in enumerate(self.made) if o.role == "mutation" and o.name is not None)
-        self.by_parameter = {i.target: i for i in self.inputs if i.role == "parameter"}
-        self.moody = _mode_dependent(model)
+        self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
         self.owners: dict[str, tuple[dict[str, Any], str]] = {}
         self.aliases: dict[str, list[str]] = {}
@@ -224,6 +261,16 @@ class _State:
                         canonical = first.setdefault(id(tensor), self.captured.tied.get(name, name))
                         self.aliases.setdefault(canonical, []).append(name)
 
+    def with_program(self, captured: Captured, program: Program) -> _State:
+        """The same values with another program."""
+        raise_together(_mismatch(program, self.mesh), self.mesh)
+        all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
+        for i in program.inputs:
+            assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
+        made = _State(captured, program, self.plan, self.mesh)
+        made.at_rest, made.owners, made.aliases, made.mirrors = self.at_rest, self.owners, self.aliases, self.mirrors
+        return made
+
     def value(self, name: str) -> torch.Tensor:
         registry, key = self.owners[name]
         tensor: torch.Tensor = registry[key]
@@ -232,8 +279,8 @@ class _State:
     def layout(self, name: str) -> Layout:
         """At rest. A parameter that the graph does not read is replicated."""
         for alias in (name, self.captured.tied.get(name, name)):
-            if alias in self.by_parameter:
-                return self.by_parameter[alias].layout
+            if alias in self.at_rest:
+                return self.at_rest[alias]
         return (Replicate(),) * len(self.program.mesh)
 
     def placements(self, value: ProgramInput | ProgramOutput) -> tuple[Placement, ...]:
@@ -318,17 +365,17 @@ class _State:
 
     # -- a call
 
-    def call(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         if not self.called:
-            self._first_call(training, args, kwargs)
-        return self._prepare(training, args, kwargs)
+            self._first_call(args, kwargs)
+        return self._prepare(args, kwargs)
 
-    def _first_call(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is wrong with the first call of any rank is raised on all of them."""
         error: Exception | None = None
         digests: dict[str, int] = {}
         try:
-            self._prepare(training, args, kwargs)
+            self._prepare(args, kwargs)
             bound = self.captured.bind(args, kwargs)
             digests = {path: _digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
         except Exception as caught:
@@ -343,14 +390,7 @@ class _State:
                 )
         self.called = True
 
-    def _prepare(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        if self.moody and training != self.captured.training:
-            modes = {True: "training", False: "evaluation"}
-            raise ValueError(
-                f"the model was captured in {modes[self.captured.training]} mode, is called in {modes[training]} mode, "
-                f"and behaves differently there ({self.moody}): call "
-                f".{'train' if self.captured.training else 'eval'}() first, or parallelize the model in the other mode"
-            )
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         bound = self.captured.bind(args, kwargs)
         values: list[torch.Tensor] = []
         differentiable: list[torch.Tensor] = []
@@ -370,6 +410,11 @@ class _State:
             if local.device != self.device:
                 raise ValueError(self._misplaced(i, local))
             values.append(local)
+            if i.role == "input" and whole.requires_grad and torch.is_grad_enabled() and i.target not in self.gradients:
+                raise ValueError(
+                    f"input {i.target} requires a gradient, and the model was captured without: give parallelize an "
+                    f"example input that requires one, or detach() this one"
+                )
             if whole.requires_grad and i.target in self.gradients:
                 differentiable.append(whole)
                 sources.append(i)
@@ -428,6 +473,55 @@ class _State:
             made = self._dtensor(local.contiguous(), output)
             return made if made.placements == form else made.redistribute(self.mesh, form)
         return local if _is_whole(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
+
+
+class _Modes:
+    """The program for each mode that the module is called in."""
+
+    def __init__(self, parallel: ParallelModule, model: nn.Module, state: _State, again: Again | None) -> None:
+        self.base, self.again = state, again
+        # the parallel module stands for the model; submodules are its mirrors, in the same order
+        self.modules = tuple(parallel.modules())
+        self.parameters = tuple(
+            (name, *state.owners[name]) for name in state.aliases if isinstance(state.value(name), nn.Parameter)
+        )
+        captured = state.captured
+        trained = {o.target for o in state.gradient_outputs if o.name is not None}
+        mode = Mode(
+            training=tuple(m.training for m in model.modules()),
+            trainable=frozenset({name for name, *_ in self.parameters} & trained | set(captured.without_gradient)),
+            gradients=bool(state.tangents) or not any(p.requires_grad for p in model.parameters()),
+        )
+        self.states: list[tuple[Mode, _State]] = [(mode, state)]
+        self.chosen: dict[tuple[bool, ...], _State] = {}
+
+    def state(self) -> _State:
+        """That of the mode which the module is in now."""
+        gradients = torch.is_grad_enabled()
+        flags = [gradients, *[m.training for m in self.modules]]
+        if gradients:
+            flags += [registry[key].requires_grad for _, registry, key in self.parameters]
+        key = tuple(flags)
+        if key not in self.chosen:
+            self.chosen[key] = self._found(gradients)
+        return self.chosen[key]
+
+    def _found(self, gradients: bool) -> _State:
+        wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
+        mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients)
+        for known, state in self.states:
+            if known.serves(mode):
+                return state
+        if self.again is None:
+            raise ValueError(
+                f"the module has a program for {self.states[0][0]}, and is called for {mode}: call train(), eval() and "
+                f"requires_grad_() as when it was captured, or make it with autopar.parallelize"
+            )
+        captured, program = self.again(mode)
+        same = [state for _, state in self.states if str(state.captured.graph) == str(captured.graph)]
+        state = same[0] if same else self.base.with_program(captured, program)
+        self.states.append((mode, state))
+        return state
 
 
 @dataclass(kw_only=True, slots=True)
@@ -548,19 +642,6 @@ def _unserved(role: str, target: str, layout: Layout, program: Program) -> Value
         f"{role} {target} is {describe(layout, program.axes)}, which a DTensor can express and cannot gather: "
         f"let only the last mesh axis that splits a dim take scattered pieces of it"
     )
-
-
-def _mode_dependent(model: nn.Module) -> str:
-    """The first module that behaves differently in training and in evaluation, or "". Models that call
-    dropout as a function keep its probability in an attribute that says so (`attention_dropout`)."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return f"{name}: {type(module).__name__}"
-        for key, value in vars(module).items():
-            dropout = isinstance(module, nn.modules.dropout._DropoutNd) or "drop" in key
-            if dropout and isinstance(value, float) and value > 0:
-                return f"{name}.{key} = {value}"
-    return ""
 
 
 def _values_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

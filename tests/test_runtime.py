@@ -369,8 +369,7 @@ def train_beside_the_model(dp: int, tp: int) -> None:
 
     with torch.no_grad():
         assert not parallel(x).requires_grad
-    assert not parallel.eval()(x).isnan()
-    loss = parallel.train()(x)
+    loss = parallel(x)
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
@@ -624,7 +623,7 @@ def leave_the_captured_mode() -> None:
     assert not parallel.training
     torch.testing.assert_close(parallel(x), model.weight.sum(1))
     parallel.train()
-    with pytest.raises(ValueError, match=r"captured in evaluation mode, is called in training mode.*dropout\.p = 0\.5"):
+    with pytest.raises(ValueError, match="a program for evaluation with gradients, and is called for training"):
         parallel(x)
 
 

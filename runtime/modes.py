@@ -1,0 +1,96 @@
+"""Programs for the modes that a parallel module is called in after it was planned in one.
+
+A captured graph holds one mode: which modules train (dropout, batch norm, whatever reads `self.training`), which
+parameters take gradients, and whether any do. A call in another mode, such as evaluation between epochs, needs
+another graph. It is captured when it is first needed, from a copy of the model that has shapes and no
+values, and planned with every parameter where it is, so that nothing is moved or held twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.api import Planner, mesh_of
+from autopar.cluster import Cluster
+from autopar.layout import Layout
+from autopar.passes.capture import Captured, skeleton
+from autopar.program import Program
+
+from .agree import all_equal, on_first_rank, raise_together
+from .module import Mode
+
+logger = logging.getLogger("autopar")
+
+
+class Modes:
+    """Captures, plans and writes a program for a mode, on all ranks together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        mesh: DeviceMesh,
+        at_rest: Mapping[str, Layout],
+        *,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        cluster: str | Cluster | None,
+    ) -> None:
+        self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
+        self.loss_fn, self.cluster = loss_fn, cluster
+
+    def __call__(self, mode: Mode) -> tuple[Captured, Program]:
+        """Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
+        ranks call it in different ones."""
+        all_equal(
+            mode,
+            self.mesh,
+            "the ranks call the module in different modes: call train(), eval() and requires_grad_() on all alike",
+        )
+        for module, training in zip(self.model.modules(), mode.training, strict=True):
+            module.training = training
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in mode.trainable)
+        planner, error = None, None
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients):
+                args, kwargs = self._example()
+                planner = Planner(
+                    self.model, mesh_of(self.mesh), args, kwargs,
+                    loss_fn=self.loss_fn, cluster=self.cluster, device_type=self.mesh.device_type,
+                )  # fmt: skip
+        except ValueError as found:
+            error = found
+        raise_together(error, self.mesh)
+        assert planner is not None
+        logger.info("captured again, for %s", mode)
+        find = planner.assignment_at
+        assignment = on_first_rank(lambda: find(self.at_rest), self.mesh)
+        program = None
+        try:
+            program = planner.written(assignment)
+        except ValueError as found:
+            error = found
+        raise_together(error, self.mesh)
+        assert program is not None
+        return planner.captured, program
+
+    def _example(self) -> tuple[Any, Any]:
+        """Inputs like those that the model was captured with, without values."""
+        differentiated = {o.target for o in self.captured.graph.outputs if o.role == "gradient"}
+        leaves = [
+            leaf.constant
+            if leaf.meta is None
+            else torch.empty(leaf.meta.shape, dtype=leaf.meta.dtype, device="meta").requires_grad_(
+                leaf.path in differentiated
+            )
+            for leaf in self.captured.input_leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.captured.input_spec)
+        return args, kwargs

@@ -1,0 +1,259 @@
+"""One parallel module in training, in evaluation, partly frozen: each mode has a program, and the parameters stay."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import assert_close
+from ranks import outcomes, run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.api import Planner
+from autopar.layout import Layout, Replicate, Split
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.simulate import simulate_step
+
+HIDDEN, BATCH, LAYERS = 16, 8, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Moody(nn.Module):
+    """Batch norm, an output and a loss of training only, and a run of layers that is captured once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
+        self.norm, self.head, self.extra = nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, 4), nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(torch.tanh(x))  # or a bias before it would have no gradient but rounding
+        logits = self.head(x)
+        if self.training:
+            return {"logits": logits, "extra": self.extra(x)}
+        return {"logits": logits}
+
+
+def loss_of(output: dict[str, torch.Tensor]) -> torch.Tensor:
+    return sum((F.mse_loss(v, v.detach().cos()) for v in output.values()), torch.zeros(()))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    made = Moody()
+    with torch.no_grad():
+        made.norm.running_mean.normal_()
+        made.norm.running_var.uniform_(0.5, 2)
+        for parameter in made.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return made
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, HIDDEN, generator=torch.Generator().manual_seed(step))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+# ------------------------------------------------------------------------------------- simulated ranks
+
+
+@functools.cache
+def trained(axes: tuple[tuple[str, int], ...]) -> Planner:
+    return Planner(model(), dict(axes), (batch(0),), loss_fn=loss_of)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron"])
+@pytest.mark.parametrize("mesh", [{"a": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_an_evaluation_with_parameters_where_they_are(mesh: dict[str, int], solver: str, gradients: bool) -> None:
+    planner = trained(tuple(mesh.items()))
+    program = planner.program(planner.plan(solver=solver))
+    at_rest: dict[str, Layout] = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
+    if solver != "ddp":
+        assert any(not isinstance(p, Replicate) for layout in at_rest.values() for p in layout)
+    evaluated = model().eval()
+    with torch.set_grad_enabled(gradients):
+        other = Planner(evaluated, mesh, (batch(0),), loss_fn=loss_of)
+    made = other.written(other.assignment_at(at_rest))
+    assert bool(made.backward) == gradients
+    for i in made.inputs:
+        assert i.role != "parameter" or i.layout == at_rest[i.target]
+    held = {**dict(evaluated.named_parameters()), **dict(evaluated.named_buffers())}
+    found = simulate_step(made, held, {"args.0": batch(1)})
+    loss = loss_of(evaluated(batch(1)))
+    assert_close(found.outputs["output"], loss, "loss")
+    assert not found.mutations and len(found.gradients) == (len(at_rest) - 2 if gradients else 0)
+    if gradients:
+        loss.backward()
+        for name, parameter in evaluated.named_parameters():
+            if parameter.grad is not None:
+                assert_close(found.gradients[name], parameter.grad, name)
+
+
+def test_copies_of_a_layer_in_different_places() -> None:
+    """Under a memory limit, copies of one layer differ: each stays where it is."""
+    planner = trained((("a", 4),))
+    at_rest: dict[str, Layout] = {}
+    for solver, chosen in (("ddp", lambda k: k % 2 == 0), ("fsdp", lambda k: k % 2 == 1)):
+        for i in planner.program(planner.plan(solver=solver)).inputs:
+            number = int(i.target.split(".")[1]) if i.target.startswith("layers") else 0
+            if i.role == "parameter" and chosen(number):
+                at_rest[i.target] = i.layout
+    evaluated = model().eval()
+    with torch.no_grad():
+        other = Planner(evaluated, {"a": 4}, (batch(0),), loss_fn=loss_of)
+    assert other.space.repeats
+    made = other.written(other.assignment_at(at_rest))
+    assert {i.target: i.layout for i in made.inputs if i.role == "parameter"}.items() <= at_rest.items()
+    held = {**dict(evaluated.named_parameters()), **dict(evaluated.named_buffers())}
+    found = simulate_step(made, held, {"args.0": batch(1)})
+    assert_close(found.outputs["output"], loss_of(evaluated(batch(1))), "loss")
+
+
+def test_a_layout_that_a_parameter_cannot_have() -> None:
+    planner = trained((("a", 4),))
+    with pytest.raises(ValueError, match=r"parameter head\.bias cannot be .*S\(0%2\) at rest"):
+        Planner(model().eval(), {"a": 4}, (batch(0),), loss_fn=loss_of).assignment_at(
+            {**{name: (Replicate(),) for name in planner.captured.graph.parameters}, "head.bias": (Split(0, 2),)}
+        )
+
+
+# ------------------------------------------------------------------------------------------- real ranks
+
+
+def compared(module: nn.Module, beside: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of both, which are equal."""
+    expected, found = loss_of(beside(batch(step))), module(batch(step))
+    assert_close(whole(found), expected.detach(), f"loss of batch {step}")
+    return found, expected
+
+
+def epochs(solver: str) -> None:
+    """Train, evaluate, train, evaluate; then with a frozen norm, and with layers frozen and thawed again."""
+    beside = model()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    module = autopar.parallelize(model(), mesh, (batch(0),), loss_fn=loss_of, solver=solver)
+    assert isinstance(module, ParallelModule)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, beside)]
+    places = {name: p.placements for name, p in module.named_parameters()}
+
+    def train(step: int) -> None:
+        for loss in compared(module, beside, step):
+            loss.backward()
+        gradients = {name: p.grad for name, p in module.named_parameters()}
+        for name, parameter in beside.named_parameters():
+            assert (gradients[name] is None) == (parameter.grad is None), name
+            if parameter.grad is not None:
+                assert_close(whole(gradients[name]), parameter.grad, f"gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        buffers = dict(module.named_buffers())
+        for name, buffer in beside.named_buffers():
+            assert_close(buffers[name], buffer, name)
+
+    for epoch in range(2):
+        for m in (module, beside):
+            m.train()
+        train(2 * epoch)
+        for m in (module, beside):
+            m.eval()
+        for quiet in (torch.no_grad, torch.inference_mode):
+            with quiet():
+                found, _ = compared(module, beside, 2 * epoch + 1)
+                assert not found.requires_grad
+        for m in (module, beside):
+            m.train()
+        train(2 * epoch + 10)
+    modes = vars(module)["_modes"]
+    assert len(modes.states) == 2, "evaluation was captured once"
+    for m in (module, beside):
+        m.norm.eval()
+    train(20)
+    for m in (module, beside):
+        m.train()
+        m.layers.requires_grad_(False)
+    train(21)
+    for m in (module, beside):
+        m.layers.requires_grad_(True)
+        m.eval()
+    train(22)
+    assert {name: p.placements for name, p in module.named_parameters()} == places
+    assert len(modes.states) == 4, "frozen layers need no program of their own"
+
+
+@pytest.mark.parametrize("solver", ["fsdp", "megatron"])
+def test_epochs_on_two_ranks(solver: str) -> None:
+    run(2, epochs, solver, timeout_seconds=150.0)
+
+
+def thawed() -> None:
+    """Planned with frozen layers and in evaluation; trained whole later."""
+    beside, made = model().eval(), model().eval()
+    made.layers.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    module = autopar.parallelize(made, mesh, (batch(0),), loss_fn=loss_of, solver="fsdp")
+    compared(module, beside, 0)[0].backward()
+    assert {n for n, p in module.named_parameters() if p.grad is not None} == {
+        *("norm.weight", "norm.bias", "head.weight", "head.bias")
+    }
+    module.zero_grad()
+    module.layers.requires_grad_(True)
+    for m in (module, beside):
+        m.train()
+    for loss in compared(module, beside, 1):
+        loss.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    for name, parameter in beside.named_parameters():
+        assert_close(whole(gradients[name]), parameter.grad, f"gradient of {name}")
+
+
+def test_layers_thawed_on_two_ranks() -> None:
+    run(2, thawed, timeout_seconds=100.0)
+
+
+def another_mode(what: str) -> Any:
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    made = nn.Sequential(nn.Linear(HIDDEN, 4), nn.Dropout(0.5)).eval() if what == "random" else model()
+    module = autopar.parallelize(made, mesh, (batch(0),), loss_fn=None if what == "random" else loss_of, solver="ddp")
+    if what == "different":
+        module.eval()
+        module.norm.train(rank == 0)
+    elif what == "fixed":
+        module.eval()
+        module.layers.requires_grad_(False)
+        module(batch(0).requires_grad_())
+    return module(batch(0))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("different", "the ranks call the module in different modes"),
+        ("fixed", "input args.0 requires a gradient, and the model was captured without"),
+    ],
+)
+def test_modes_that_are_refused(what: str, message: str) -> None:
+    for outcome in outcomes(2, another_mode, what, timeout_seconds=100.0):
+        assert isinstance(outcome.error, ValueError), outcome.traceback
+        assert message in str(outcome.error)
