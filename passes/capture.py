@@ -556,6 +556,14 @@ _PERMUTES: dict[Any, Callable[..., tuple[int, ...]]] = {
 }
 
 
+_FILLED: dict[Any, str] = {
+    aten.new_zeros.default: "aten.zeros.default",
+    aten.new_ones.default: "aten.ones.default",
+    aten.new_full.default: "aten.full.default",
+}
+"""Ops that take dtype and device of a tensor, and read nothing of it."""
+
+
 def _swapped(rank: int, a: int, b: int) -> tuple[int, ...]:
     order = list(range(rank))
     if rank:
@@ -682,6 +690,8 @@ class _Conversion:
             self._permute(node, meta)
         elif target is aten.cat.default:
             self._cat(node, meta)
+        elif target in _FILLED:
+            self._filled(node, meta)
         elif target is aten.expand.default:
             self._emit(node, meta=meta, args=(Ref(self._name(node.args[0])), meta.shape))
         else:
@@ -747,6 +757,13 @@ class _Conversion:
         else:
             self._emit(node, meta=meta, args=(tuple(map(Ref, kept)), *node.args[1:]))
 
+    def _filled(self, node: fx.Node, meta: TensorMeta) -> None:
+        """Zeros need no tensor to be made from, which would have to be there."""
+        op, value = _FILLED[node.target], node.meta["val"]
+        filling = node.args[-1:] if op == "aten.full.default" else ()
+        where = ("dtype", meta.dtype), ("device", value.device)
+        self._emit(node, meta=meta, op=op, args=(meta.shape, *filling), kwargs=where)
+
     def _emit(
         self,
         node: fx.Node,
@@ -754,6 +771,7 @@ class _Conversion:
         meta: TensorMeta | None = None,
         op: str | None = None,
         args: tuple[Any, ...] | None = None,
+        kwargs: tuple[tuple[str, Any], ...] = (),
         outputs: list[str] | None = None,
     ) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -765,7 +783,7 @@ class _Conversion:
         draft = _Draft(
             op=op or str(node.target),
             args=tuple(self._argument(a) for a in node.args) if args is None else args,
-            kwargs=() if op else tuple((key, self._argument(value)) for key, value in node.kwargs.items()),
+            kwargs=kwargs if op else tuple((key, self._argument(value)) for key, value in node.kwargs.items()),
             outputs=[] if outputs is None else outputs,
             module=module,
             backward=backward,

@@ -381,9 +381,9 @@ class _Builder:
                 call=call,
             )
             constant = all(not name or name in self.constant for name in node.outputs)
-            if not constant and not whole.intersection(node.outputs):
+            if (not constant or not call.inputs) and not whole.intersection(node.outputs):
                 site.rule = self._rule(call)
-                if site.rule is None:
+                if site.rule is None and not constant:
                     self.without_rule[node.op] = self.without_rule.get(node.op, 0) + 1
             sites.append(site)
         return sites

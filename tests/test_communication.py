@@ -247,3 +247,26 @@ def test_places_along_a_split_sequence(name: str) -> None:
     )
     sizes = [BATCH * STATE * FLOAT, STATE * FLOAT, *found_by]
     assert found == Counter(("all_reduce", "sp", size) for size in sizes)
+
+
+class Lookup(nn.Module):
+    """A table that is read by indexing, not as an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(CLASSES, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens].square().mean()
+
+
+@pytest.mark.parametrize("period", [TOKENS, CLASSES])
+def test_a_table_that_is_indexed(period: int) -> None:
+    """By tokens: each rank adds up the gradient of the table for its tokens, and the whole is reduced. By rows: what
+    each token finds is reduced, and the gradient is left where it is. Zeros to add to are made, not gathered."""
+    torch.manual_seed(0)
+    tokens = torch.randint(CLASSES, (TOKENS,))
+    found = collectives(Case(model=Lookup(), batch=lambda step: ((tokens,), {})), {"a": 4}, splitting(period))
+    size = CLASSES if period == TOKENS else TOKENS
+    expected = Counter({("all_reduce", "a", size * WIDTH * FLOAT): 1})
+    assert found == expected + Counter({("all_reduce", "a", FLOAT): int(period == TOKENS)})

@@ -619,6 +619,16 @@ def _new(draw: Draw) -> Arguments:
     return (draw.floats(4, 6), draw.sizes(2)), {}
 
 
+@example("zeros", "ones")
+def _zeros_made(draw: Draw) -> Arguments:
+    return (draw.sizes(2),), {"dtype": torch.float64}
+
+
+@example("full")
+def _full(draw: Draw) -> Arguments:
+    return (draw.sizes(2), 1.5), {"dtype": torch.float64}
+
+
 @example("new_full")
 def _new_full(draw: Draw) -> Arguments:
     return (draw.floats(4, 6), draw.sizes(2), 1.5), {}
@@ -918,7 +928,6 @@ def test_random_ops_have_no_rule_and_factories_need_none() -> None:
         assert not needs_no_rule(op)
     assert not needs_no_rule("aten.randn.default")
     assert needs_no_rule("aten.arange.default") and needs_no_rule("aten._assert_tensor_metadata.default")
-    assert _rule("aten.full.default", (4, 6), 1.0).factors == ()
 
 
 def test_attention_with_dropout_has_no_rule() -> None:

@@ -253,6 +253,12 @@ def permuted(call: Call) -> OpRule:
     return assemble(call, [names], [[names[d] for d in order]], linear=FIRST, moves_nothing=True)
 
 
+def filled(call: Call) -> OpRule:
+    """full, zeros, ones: every rank makes its part."""
+    assert call.outputs[0] is not None
+    return assemble(call, [], [_DIMS[: len(call.outputs[0].shape)]])
+
+
 def new(call: Call) -> OpRule:
     """new_zeros and the like: nothing of the operand is read. It goes along in the dims that the result has too, so
     that it need not be gathered."""

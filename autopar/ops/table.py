@@ -33,6 +33,7 @@ from .families import (
     along,
     either,
     expanded,
+    filled,
     filled_with_zero,
     from_template,
     joined,
@@ -266,6 +267,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("expand", Entry(expanded, local.shape_of_output("size"))),
     **_aten("repeat", Entry(repeated, local.repeats)),
     **_aten("permute", Entry(permuted)),
+    **_aten("full zeros ones", Entry(filled, local.shape_of_output("size"))),
     **_aten("new_zeros new_ones new_full new_empty", Entry(new, local.shape_of_output("size"))),
 
     # indexing
