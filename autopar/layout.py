@@ -8,6 +8,11 @@ split the same dim own disjoint digits, so the order in which they were split is
 and every axis can be changed without looking at the others. A rank holds its elements in ascending
 order.
 
+A dim that an axis does not divide is cut as if it went on: its outermost split may have a period above
+the size, every rank then holds period / n elements, and those beyond the end are padding. Padding stands
+last in what a rank holds, and its content means nothing (`ops.emit` fills it where an op would see it).
+All ranks so have the same local shapes, and run the same program, however few rows there are.
+
 A `Layout` is a tuple with one placement for each mesh axis. All periods are global. Placements are
 named tuples, since planning hashes them millions of times.
 """
@@ -17,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -66,17 +71,50 @@ def describe(layout: Layout, axes: Sequence[str] | None = None) -> str:
 
 
 @cache
+def period_of(size: int, ranks: int) -> int:
+    """The period of a contiguous split of a dim of this size: the size, or the next multiple of `ranks`."""
+    return -(-size // ranks) * ranks
+
+
+@cache
+def periods_of(size: int, ranks: int, mesh: Shape) -> tuple[int, ...]:
+    """The periods to consider for a contiguous split over `ranks`, an axis of the mesh: as even as can be, or,
+    where that costs next to nothing, such that the other axes can split further what a rank holds."""
+    own, joint = period_of(size, ranks), period_of(size, math.prod(mesh))
+    if joint > own + own // 20:
+        return (own,)
+    return (joint,) if own > size else tuple(dict.fromkeys((own, joint)))
+
+
+@cache
+def padded_shape(shape: Shape, layout: Layout) -> Shape:
+    """The shape with every unevenly split dim as long as the ranks' shares together."""
+    padded = list(shape)
+    for placement in layout:
+        if isinstance(placement, Split):
+            padded[placement.dim] = max(padded[placement.dim], placement.period)
+    return tuple(padded)
+
+
+@cache
 def is_legal(shape: Shape, layout: Layout, mesh: Shape) -> bool:
-    """Whether every split is even and no two axes claim the same digit of a dim."""
+    """Whether no two axes claim the same digit of a dim, and every split is even, or the outermost one of
+    its dim and more than one rank's share."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for placement, ranks in zip(layout, mesh, strict=True):
         if isinstance(placement, Split):
-            size, period = shape[placement.dim], placement.period
-            if period <= 0 or size % period or period % ranks:
+            period = placement.period
+            if period <= 0 or period % ranks:
                 return False
             spans.setdefault(placement.dim, []).append((period // ranks, period))
-    for digits in spans.values():
+    for dim, digits in spans.items():
         digits.sort()
+        size, (stride, outermost) = shape[dim], digits[-1]
+        if outermost > size:
+            if stride >= size:
+                return False
+        elif size % outermost:
+            return False
         for (_, below), (above, _) in pairwise(digits):
             # the inner digit's period must divide the outer digit's stride, or they interleave
             if above % below:
@@ -84,10 +122,15 @@ def is_legal(shape: Shape, layout: Layout, mesh: Shape) -> bool:
     return True
 
 
+def is_even(shape: Shape, layout: Layout) -> bool:
+    """Whether no rank holds padding."""
+    return padded_shape(shape, layout) == shape
+
+
 @cache
 def local_shape(shape: Shape, layout: Layout, mesh: Shape) -> Shape:
-    """Shape of what one rank holds."""
-    local = list(shape)
+    """Shape of what one rank holds, padding included."""
+    local = list(padded_shape(shape, layout))
     for placement, ranks in zip(layout, mesh, strict=True):
         if isinstance(placement, Split):
             local[placement.dim] //= ranks
@@ -133,11 +176,12 @@ def reshape_split(source: Shape, target: Shape, split: Split, ranks: int) -> Spl
     """
     inner = math.prod(source[split.dim + 1 :])
     stride, period = split.period // ranks * inner, split.period * inner
+    end = source[split.dim] * inner
     below = 1
     for dim in range(len(target) - 1, -1, -1):
         above = below * target[dim]
-        if stride >= below and period <= above and target[dim] > 1:
-            if stride % below or above % period:
+        if stride >= below and target[dim] > 1 and (period <= above or end == above):
+            if stride % below or (above % period and end != above):
                 return None
             return Split(dim, period // below)
         below = above
@@ -146,7 +190,19 @@ def reshape_split(source: Shape, target: Shape, split: Split, ranks: int) -> Spl
 
 def reshape_layout(source: Shape, target: Shape, layout: Layout, mesh: Shape) -> Layout | None:
     """The layout of a row-major view of a tensor, or None if it has none."""
+    for placement, ranks in zip(layout, mesh, strict=True):
+        if isinstance(placement, Split) and placement.period > source[placement.dim]:
+            # the view of what goes on beyond the end: both dims are longer
+            split = reshape_split(source, target, placement, ranks)
+            if split is None or split.period <= target[split.dim]:
+                return None
+            source = _with(source, placement.dim, placement.period)
+            target = _with(target, split.dim, split.period)
     return _map_splits(layout, mesh, lambda split, ranks: reshape_split(source, target, split, ranks))
+
+
+def _with(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def permute_layout(order: Sequence[int], layout: Layout, mesh: Shape) -> Layout | None:
@@ -167,18 +223,63 @@ def _map_splits(layout: Layout, mesh: Shape, function: Callable[[Split, int], Sp
     return tuple(mapped)
 
 
-def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
-    """What the rank at `coordinate` holds of a whole tensor. A Partial rank at coordinate 0 of its
-    axis holds the value and the others hold the reduction's neutral element (for sums: zeros)."""
-    local = tensor
-    for axis, (placement, ranks) in enumerate(zip(layout, mesh, strict=True)):
-        if isinstance(placement, Split):
-            indices = torch.arange(tensor.shape[placement.dim], device=tensor.device)
-            owned = (indices % placement.period) // (placement.period // ranks) == coordinate[axis]
-            # an index into the whole: earlier axes of the same dim have already dropped some
-            kept = _owned_before(tensor, layout, mesh, coordinate, axis, placement.dim)
-            local = local.index_select(placement.dim, torch.nonzero(owned[kept]).flatten())
-        elif isinstance(placement, Partial) and coordinate[axis] != 0 and placement.reduction == "sum":
+@cache
+def valid_shape(shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> Shape:
+    """How much of what the rank at `coordinate` holds is not padding."""
+    local = list(shape)
+    for dim in {p.dim for p in layout if isinstance(p, Split)}:
+        local[dim] = int(_owned(padded_shape(shape, layout), layout, mesh, coordinate, dim)[: shape[dim]].sum())
+    return tuple(local)
+
+
+@cache
+def is_chunked(shape: Shape, layout: Layout, mesh: Shape) -> bool:
+    """Whether every rank holds what `torch.chunk`, axis after axis in mesh order, gives it: what DTensor
+    takes uneven shards to be. True for even layouts."""
+    if is_even(shape, layout):
+        return True
+    for coordinate in product(*map(range, mesh)):
+        rest = list(shape)
+        for placement, ranks, index in zip(layout, mesh, coordinate, strict=True):
+            if isinstance(placement, Split):
+                each = -(-rest[placement.dim] // ranks)
+                rest[placement.dim] = min(each, max(0, rest[placement.dim] - index * each))
+        if tuple(rest) != valid_shape(shape, layout, mesh, coordinate):
+            return False
+    return all(_is_outermost_left(padded_shape(shape, layout), layout, mesh, axis) for axis in range(len(mesh)))
+
+
+def _is_outermost_left(padded: Shape, layout: Layout, mesh: Shape, axis: int) -> bool:
+    """Whether an axis cuts the outermost digit of what axes before it left."""
+    split = layout[axis]
+    if not isinstance(split, Split):
+        return True
+    left = padded[split.dim]
+    for placement, ranks in zip(layout[:axis], mesh, strict=False):
+        if isinstance(placement, Split) and placement.dim == split.dim:
+            left //= ranks
+    return split.period == left
+
+
+def pad(tensor: torch.Tensor, shape: Shape, value: float = 0) -> torch.Tensor:
+    """The tensor with `value` behind its end, up to this shape."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    behind = [padding for have, want in zip(tensor.shape, shape, strict=True) for padding in (want - have, 0)]
+    return torch.nn.functional.pad(tensor, behind[::-1], value=value)
+
+
+def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, padding: float = 0) -> torch.Tensor:
+    """What the rank at `coordinate` holds of a whole tensor, with `padding` behind its end. A Partial rank
+    at coordinate 0 of its axis holds the value and the others hold the reduction's neutral element (for
+    sums: zeros)."""
+    local = pad(tensor, padded_shape(tuple(tensor.shape), layout), padding)
+    shape = tuple(local.shape)
+    for dim in {p.dim for p in layout if isinstance(p, Split)}:
+        owned = _owned(shape, layout, mesh, coordinate, dim)
+        local = local.index_select(dim, torch.nonzero(owned).flatten().to(tensor.device))
+    for placement, index in zip(layout, coordinate, strict=True):
+        if isinstance(placement, Partial) and index != 0 and placement.reduction == "sum":
             local = torch.zeros_like(local)
     return local.contiguous()
 
@@ -189,42 +290,28 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
     reductions = {p.reduction for p in layout if isinstance(p, Partial)}
     assert len(reductions) <= 1, "mixed reductions have no single inverse"
     reduction = next(iter(reductions), "sum")
-    whole = torch.zeros(shape, dtype=first.dtype, device=first.device)
-    seen = torch.zeros(shape, dtype=torch.bool, device=first.device)
+    padded = padded_shape(shape, layout)
+    whole = torch.zeros(padded, dtype=first.dtype, device=first.device)
+    seen = torch.zeros(padded, dtype=torch.bool, device=first.device)
     for coordinate, local in shards.items():
         if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
             continue  # replicas are equal; the first speaks for all
-        empty = first.new_empty(shape)
-        index = (
-            torch.meshgrid(
-                *(
-                    torch.arange(size, device=first.device)[
-                        _owned_before(empty, layout, mesh, coordinate, len(mesh), dim)
-                    ]
-                    for dim, size in enumerate(shape)
-                ),
-                indexing="ij",
-            )
-            if shape
-            else ()
-        )
+        owned = [torch.nonzero(_owned(padded, layout, mesh, coordinate, dim)).flatten() for dim in range(len(shape))]
+        index = torch.meshgrid(*(o.to(first.device) for o in owned), indexing="ij") if shape else ()
         if reduction == "sum":
             whole[index] = whole[index] + local if index else whole + local
         else:
             combine = torch.maximum if reduction == "max" else torch.minimum
             whole[index] = torch.where(seen[index], combine(whole[index], local), local)
             seen[index] = True
-    return whole
+    return whole[tuple(map(slice, shape))]
 
 
-def _owned_before(
-    tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, axis: int, dim: int
-) -> torch.Tensor:
-    """Mask over the global indices of `dim` that axes before `axis` leave to this coordinate."""
-    indices = torch.arange(tensor.shape[dim], device=tensor.device)
+def _owned(padded: Shape, layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> torch.Tensor:
+    """Mask over the global indices of `dim`, of those that the rank at `coordinate` holds."""
+    indices = torch.arange(padded[dim])
     kept = torch.ones_like(indices, dtype=torch.bool)
-    for other in range(axis):
-        placement = layout[other]
+    for placement, ranks, index in zip(layout, mesh, coordinate, strict=True):
         if isinstance(placement, Split) and placement.dim == dim:
-            kept &= (indices % placement.period) // (placement.period // mesh[other]) == coordinate[other]
+            kept &= (indices % placement.period) // (placement.period // ranks) == index
     return kept

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 
-from .layout import Split
+from .layout import Split, periods_of
 from .passes.blocks import Blocks, ParallelBlock
 from .passes.problem import Allowed
 from .passes.strategies import KEEP, REGATHER, WHOLE, AxisChoice, Reached, Site, SiteChoice, Space, reached
@@ -57,21 +57,21 @@ class _Context:
         """Where the "batch", "sequence" or "class" digit travels on an axis."""
         key = (self.space.mesh[axis], what)
         if key not in self._digits:
-            self._digits[key] = reached(self.space, self.space.mesh[axis], self._starts(what))
+            self._digits[key] = reached(self.space, self.space.mesh[axis], self._starts(what, self.space.mesh[axis]))
         return self._digits[key]
 
     @cached_property
     def _digits(self) -> dict[tuple[int, str], Reached]:
         return {}
 
-    def _starts(self, what: str) -> list[tuple[str, Split]]:
+    def _starts(self, what: str, ranks: int) -> list[tuple[str, Split]]:
         starts: list[tuple[str, Split]] = []
         if what in ("batch", "sequence"):
             dim, size = (0, self.batch) if what == "batch" else (1, self.sequence)
             for site in self.inputs:
                 assert site.meta is not None
                 if dim < len(site.meta.shape) and site.meta.shape[dim] == size:
-                    starts.append((site.name, Split(dim, size)))
+                    starts += [(site.name, Split(dim, p)) for p in periods_of(size, ranks, self.space.mesh)]
             return starts
         for site in self.sites.values():
             for number, factor in enumerate(site.rule.factors if site.rule else ()):
@@ -79,13 +79,15 @@ class _Context:
                     assert site.rule is not None
                     for read, dims in zip(site.reads, site.rule.inputs, strict=True):
                         starts += [
-                            (read.alias.root, Split(dim, factor.size))
+                            (read.alias.root, Split(dim, period))
+                            for period in factor.periods(ranks, self.space.mesh)
                             for dim, carried in enumerate(dims)
                             if carried == number and not read.alias.steps
                         ]
                     for name, dims in zip(site.makes, site.rule.outputs, strict=True):
                         starts += [
-                            (name, Split(dim, factor.size))
+                            (name, Split(dim, period))
+                            for period in factor.periods(ranks, self.space.mesh)
                             for dim, carried in enumerate(dims)
                             if name and carried == number
                         ]
@@ -130,9 +132,13 @@ def _data(context: _Context, site: Site, axis: int, *, shard: bool) -> tuple[Axi
     if site.kind == "parameter":
         assert site.meta is not None
         ways = math.prod(space.mesh)
-        for dim, size in enumerate(site.meta.shape):
-            if shard and size % ways == 0 and ("S", dim, size) in site.choices[ranks]:
-                return (("S", dim, size),)
+        shape = site.meta.shape
+        # a dim that all ranks together divide, or else the first one, unevenly
+        even = [dim for dim, size in enumerate(shape) if size % ways == 0 and size > 1]
+        for dim in (*even, *range(len(shape))) if shard else ():
+            choices = tuple(c for c in site.choices[ranks] if c[0] == "S" and c[1] == dim)
+            if choices:
+                return choices
         return (WHOLE,)
     if site.kind == "output":
         return site.choices[ranks]
@@ -202,8 +208,7 @@ PRESETS: Mapping[str, tuple[AxisRule, AxisRule | None]] = {
 def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
     """The options that a preset leaves to every site.
 
-    Raises ValueError for a preset that is not known, and where the batch does not divide by the data
-    axes, or the model has no batch to split.
+    Raises ValueError for a preset that is not known, and where the model has no batch to split.
     """
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
@@ -211,11 +216,11 @@ def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
     on_data, on_tensor = PRESETS[name]
     tensor_axis = _tensor_axis(space) if on_tensor is not None else None
     ways = math.prod(n for a, n in enumerate(space.mesh) if a != tensor_axis)
-    if ways > 1 and (context.batch == 0 or context.batch % ways):
+    if ways > 1 and context.batch < 2:
         axes = ", ".join(f"{space.axes[a]}={space.mesh[a]}" for a in range(len(space.mesh)) if a != tensor_axis)
         raise ValueError(
-            f"preset {name!r} splits the batch by {ways} ({axes}), and the batch of {context.batch} does not divide: "
-            f"give a batch that is a multiple of {ways}, or a smaller mesh"
+            f"preset {name!r} splits the batch by {ways} ({axes}), and the batch is {context.batch}: give a batch of "
+            f"two or more, or a mesh without data axes"
         )
     allowed: dict[str, list[SiteChoice]] = {}
     for site_name, site in context.sites.items():
@@ -230,7 +235,8 @@ def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
         suffix = ((REGATHER if name == "fsdp" else KEEP),) if site.kind == "parameter" else ()
         legal = [(*c, *suffix) for c in product(*per_axis)]
         legal = [c for c in legal if space.option(site, c) is not None]
-        if not legal:
+        if all(any(part[0] == "P" for part in c) for c in legal):
+            # a dim that is split unevenly may not be seen through a view: there the work is whole
             wider = [tuple(dict.fromkeys((*choices, WHOLE))) for choices in per_axis]
             legal = [(*c, *suffix) for c in product(*wider)]
             legal = [c for c in legal if space.option(site, c) is not None]

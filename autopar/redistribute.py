@@ -27,7 +27,7 @@ from .layout import REPLICATE, Layout, Partial, Replicate, Shape, Split, is_lega
 class Step:
     """`kind` is all_reduce, all_gather, reduce_scatter, all_to_all, or slice (local) on `axis`,
     between two layouts that differ on that axis alone. `bytes` is the larger of what a rank puts in
-    and gets out."""
+    and gets out, padding included."""
 
     kind: str
     axis: int
@@ -160,22 +160,29 @@ class Redistributor:
 
     def _step(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> Step | None:
         here, there = before[axis], after[axis]
-        put = math.prod(local_shape(shape, before, self.mesh)) * itemsize
-        got = math.prod(local_shape(shape, after, self.mesh)) * itemsize
+        n = self.mesh[axis]
+        given, taken = local_shape(shape, before, self.mesh), local_shape(shape, after, self.mesh)
+        put, got = math.prod(given) * itemsize, math.prod(taken) * itemsize
         if isinstance(here, Partial):
             kind = "all_reduce" if isinstance(there, Replicate) else "reduce_scatter"
             if kind == "reduce_scatter" and here.reduction != "sum":
                 return None  # by way of the whole: only sums are scattered
+            got *= n if kind == "reduce_scatter" else 1
         elif isinstance(here, Replicate):
             kind = "slice"
         elif isinstance(there, Replicate):
             kind = "all_gather"
+            put *= n
         else:
             assert isinstance(here, Split) and isinstance(there, Split)
-            n = self.mesh[axis]
-            if here.dim == there.dim and (here.period // n) % there.period and (there.period // n) % here.period:
-                return None  # the two digits overlap or interleave: not an exchange of equal parts
+            if here.dim == there.dim:
+                if (here.period // n) % there.period and (there.period // n) % here.period:
+                    return None  # the two digits overlap or interleave: not an exchange of equal parts
+                if max(here.period, there.period) > shape[here.dim]:
+                    return None  # by way of the whole: what is padding here is none there
             kind = "all_to_all"
+            if here.dim != there.dim:
+                put = got = put // given[there.dim] * taken[there.dim] * n
         return Step(kind, axis, before, after, max(put, got))
 
     def link_seconds(self, step: Step, bucket_share: float = 1.0) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..layout import Layout, local_shape
-from ..ops.emit import Emission, expansion
+from ..ops.emit import Emission, local_program
 from ..program import COLLECTIVES
 from ..redistribute import collective_seconds
 from .problem import Assignment, Decisions, ProblemBuilder, bucket_share
@@ -140,7 +140,7 @@ class _Tally:
         if rule is None or call is None or not needs_expansion(rule, option.choice):
             return None
         operands = operand_layouts(site, option, self.space)
-        return expansion(call, splits_of(rule, option.choice), operands, option.makes, self.space.mesh)
+        return local_program(call, rule, splits_of(rule, option.choice), operands, option.makes, self.space.mesh)
 
     def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:
         entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])

@@ -8,13 +8,13 @@ segment are made from the sites of the first one, by renaming.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..graph import Ref, TensorMeta, map_references
 from ..layout import REPLICATE, Layout, Shape, Split, local_shape, local_stride
-from ..ops.emit import OPERAND, Emission, expansion, plain
+from ..ops.emit import OPERAND, Emission, local_program
 from ..program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from ..redistribute import Step
 from .collapse import PERMUTE, RESHAPE, Steps, from_root
@@ -27,7 +27,6 @@ from .strategies import (
     SiteChoice,
     Space,
     border_name,
-    needs_expansion,
     operand_layouts,
     output_name,
     output_numbers,
@@ -71,6 +70,12 @@ class _Writer:
     sources: dict[tuple[str, bool], dict[Layout, tuple[Layout, tuple[Step, ...]]]] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     """Root -> its share of a collective's latency, as the problem priced it."""
+    constants: tuple[dict[tuple[str, str, str], str], dict[tuple[str, str, str], str]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    """Per phase: what expansions computed of no operand -> its value."""
+    fixed: set[str] = field(default_factory=set)
+    """Those values."""
     borders: dict[str, Placed] = field(default_factory=dict)
     """Border name -> the site that reads the value behind it."""
     context: tuple[str, str] = ("", "")
@@ -278,11 +283,8 @@ class _Writer:
         for root, layout in zip(site.makes, option.makes, strict=True):
             if root:
                 self._define(item.name(root), layout, phase, item.name(root))
-        expands = rule is not None and needs_expansion(rule, option.choice)
-        if rule is not None and expands:
-            emission = expansion(call, splits_of(rule, option.choice), layouts, option.makes, mesh)
-        else:
-            emission = plain(call, layouts, option.makes, mesh)
+        splits = splits_of(rule, option.choice) if rule is not None else ()
+        emission = local_program(call, rule, splits, layouts, option.makes, mesh)
         self._write(item, emission, operands)
 
     def _write(self, item: Placed, emission: Emission, operands: list[str]) -> None:
@@ -300,21 +302,25 @@ class _Writer:
 
         phase = int(item.site.backward)
         module, node = self.context
+        constant = self.constants[phase]
         for instruction in emission.instructions:
-            rename: Callable[[str], Ref] = lambda value: Ref(name(value))  # noqa: E731
+            args = map_references(instruction.args, lambda value: Ref(name(value)))
+            kwargs = map_references(instruction.kwargs, lambda value: Ref(name(value)))
+            # what depends on no operand (a mask of padding) is made once
+            made = (instruction.op, str(args), str(kwargs))
+            fixed = all(name(value) in self.fixed for value in instruction.inputs) and not instruction.collective
+            if fixed and made in constant and instruction.outputs[0] not in names:
+                names[instruction.outputs[0]] = constant[made]
+                continue
             outputs = tuple(name(o) if o else "" for o in instruction.outputs)
+            if fixed and len(outputs) == 1 and instruction.outputs[0] not in emission.results:
+                constant[made] = outputs[0]
+                self.fixed.add(outputs[0])
             for old, new in zip(instruction.outputs, outputs, strict=True):
                 if old:
                     self.metas[new] = emission.metas[old]
             self.instructions[phase].append(
-                Instruction(
-                    op=instruction.op,
-                    args=map_references(instruction.args, rename),
-                    kwargs=map_references(instruction.kwargs, rename),
-                    outputs=outputs,
-                    module=module,
-                    node=node,
-                )
+                Instruction(op=instruction.op, args=args, kwargs=kwargs, outputs=outputs, module=module, node=node)
             )
 
     def _gradient(self, owner: Placed) -> str:
@@ -336,6 +342,10 @@ class _Writer:
 
         def reshape(value: str, shape: Shape) -> str:
             return value if self.metas[value].shape == shape else emit(RESHAPE, (Ref(value), shape), shape)
+
+        def compact(value: str) -> str:
+            """Kernels such as CPU layer norm's backward read operands as if they were contiguous."""
+            return emit("aten.contiguous.default", (Ref(value),), self.metas[value].shape)
 
         def move(value: str, source: int, target: int) -> str:
             """Move one dim to another place."""
@@ -370,11 +380,28 @@ class _Writer:
             if dim == 0 and above == 1:
                 return reshape(value, (ways * stride, *old[1:]))
             cut = reshape(value, (ways, *old[:dim], above, stride, *old[dim + 1 :]))
-            # some kernels take operands to be dense: attention on CPU its rows, layer norm's backward all
-            back = self._contiguous(phase, root, move(cut, 0, dim + 1))
-            return reshape(back, (*old[:dim], above * ways * stride, *old[dim + 1 :]))
+            back = move(cut, 0, dim + 1)
+            return compact(reshape(back, (*old[:dim], above * ways * stride, *old[dim + 1 :])))
+
+        def resize(value: str, dim: int, size: int) -> str:
+            """Add padding behind a dim, or drop it."""
+            old = self.metas[value].shape
+            new = (*old[:dim], size, *old[dim + 1 :])
+            if old[dim] < size:
+                behind = (0, 0) * (len(old) - 1 - dim) + (0, size - old[dim])
+                return emit("aten.constant_pad_nd.default", (Ref(value), behind, 0), new)
+            if old[dim] == size:
+                return value
+            part = emit("aten.slice.Tensor", (Ref(value), dim, 0, size), new)
+            return part if math.prod(new[:dim]) == 1 else compact(part)
 
         before, after = step.before[axis], step.after[axis]
+        whole = self.global_meta[root].shape
+        taken = local_shape(whole, step.after, mesh)
+        if isinstance(after, Split):
+            ways = 1 if isinstance(before, Split) and before.dim == after.dim else n
+            local = resize(local, after.dim, ways * taken[after.dim])
+            shape = self.metas[local].shape
         if step.kind == "all_reduce":
             reduction = before.reduction  # type: ignore[union-attr]
             return communicate("all_reduce", local, reduction, shape=shape)
@@ -386,14 +413,14 @@ class _Writer:
             part_shape = (*shape[: after.dim], above, stride, *shape[after.dim + 1 :])
             part = emit("aten.select.int", (Ref(cut), after.dim + 1, RankIndex(((axis, 1),))), part_shape)
             if math.prod(part_shape[: after.dim + 1]) > 1:
-                # kernels such as CPU layer norm's backward read operands as if they were contiguous
-                part = emit("aten.contiguous.default", (Ref(part),), part_shape)
+                part = compact(part)
             return reshape(part, (*shape[: after.dim], above * stride, *shape[after.dim + 1 :]))
         if step.kind == "all_gather":
             assert isinstance(before, Split)
             gathered = communicate("all_gather", local, shape=(n * shape[0], *shape[1:]))
             stacked = reshape(gathered, (n, *shape))
-            return insert(stacked, before.dim, local_stride(step.before, mesh, axis))
+            together = insert(stacked, before.dim, local_stride(step.before, mesh, axis))
+            return resize(together, before.dim, taken[before.dim])
         assert isinstance(after, Split)
         if step.kind == "reduce_scatter":
             front = expose(local, after.dim, local_stride(step.after, mesh, axis), n)
@@ -402,10 +429,10 @@ class _Writer:
             result = (cut_shape[1], *cut_shape[2:])
             return communicate("reduce_scatter", flat, before.reduction, shape=result)  # type: ignore[union-attr]
         assert step.kind == "all_to_all" and isinstance(before, Split)
-        taken = local_stride(step.after, mesh, axis)
+        stride = local_stride(step.after, mesh, axis)
         if after.dim == before.dim and before.period <= after.period // n:
-            taken //= n  # the digit that is given up still lies below
-        front = expose(local, after.dim, taken, n)
+            stride //= n  # the digit that is given up still lies below
+        front = expose(local, after.dim, stride, n)
         cut_shape = self.metas[front].shape
         flat = reshape(front, (cut_shape[0] * cut_shape[1], *cut_shape[2:]))
         exchanged = communicate("all_to_all", flat, shape=self.metas[flat].shape)
@@ -413,7 +440,7 @@ class _Writer:
         given = local_stride(step.before, mesh, axis)
         if after.dim == before.dim and after.period <= before.period // n:
             given //= n  # the digit that was taken has left from below
-        return insert(stacked, before.dim, given)
+        return resize(insert(stacked, before.dim, given), before.dim, taken[before.dim])
 
     def _contiguous(self, phase: int, root: str, value: str) -> str:
         """A scalar has no dim 0 to communicate along, and a collective wants contiguous input."""

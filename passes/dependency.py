@@ -168,8 +168,7 @@ def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None,
             order = tuple(d % len(output.shape) for d in call.node.args[1])
             found.append((permute(call.inputs[0].shape, order),))
         else:
-            # what expands is not computed shard by shard: an index depends on others than its own
-            sizes = tuple(0 if factor.expands else factor.size for factor in rule.factors) if rule else ()
+            sizes = _factor_sizes(rule) if rule else ()
             carried = rule.outputs[slot] if rule else (None,) * len(output.shape)
             found.append(
                 tuple(
@@ -180,6 +179,19 @@ def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None,
                 )
             )
     return tuple(found)
+
+
+def _factor_sizes(rule: OpRule) -> tuple[int, ...]:
+    """Sizes of the factors; 0 where dims that carry a factor are not mapped index by index. What expands is
+    not computed shard by shard (an index depends on others than its own), and scaled dims differ in length."""
+    scaled = {
+        factor
+        for several, scales in ((rule.inputs, rule.input_scales), (rule.outputs, rule.output_scales))
+        for dims, factors in zip(several, scales, strict=False)
+        for factor, scale in zip(dims, factors, strict=True)
+        if scale != 1
+    }
+    return tuple(0 if factor.expands or number in scaled else factor.size for number, factor in enumerate(rule.factors))
 
 
 @cache

@@ -40,13 +40,16 @@ from ..layout import (
     Shape,
     Split,
     describe,
+    is_chunked,
     is_legal,
     local_shape,
     nest,
+    period_of,
+    periods_of,
 )
 from ..ops import rule_of
-from ..ops.emit import Emission, expansion, local_shapes
-from ..ops.rule import Call, Dims, OpRule
+from ..ops.emit import Emission, fillings, local_program, local_shapes
+from ..ops.rule import Call, OpRule
 from ..redistribute import Redistributor, collective_seconds
 from .collapse import Alias, Roots, from_root, is_view, to_root
 from .segments import Repeated, Segments
@@ -464,10 +467,18 @@ class _Fixpoint:
         if site.kind in ("parameter", "input"):
             assert site.meta is not None
             for dim, size in enumerate(site.meta.shape):
-                self.digit(site.name, Split(dim, size))
+                for period in self._stored_periods(site, size):
+                    self.digit(site.name, Split(dim, period))
         elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
             for number, factor in enumerate(rule.factors):
-                self._factor(site, number, factor.size)
+                for period in factor.periods(self.ranks, self.space.mesh):
+                    self._factor(site, number, period)
+
+    def _stored_periods(self, site: Site, size: int) -> tuple[int, ...]:
+        """The batch may be split by all axes together, however few rows there are."""
+        periods = periods_of(size, self.ranks, self.space.mesh)
+        joint = period_of(size, math.prod(self.space.mesh))
+        return tuple(dict.fromkeys((*periods, joint))) if site.kind == "input" else periods
 
     def _is_stored(self, root: str) -> bool:
         maker = self.making.get(root)
@@ -477,24 +488,17 @@ class _Fixpoint:
         """A site may split a factor: so may whatever carries it."""
         rule = site.rule
         assert rule is not None
-        factor = rule.factors[number]
-        if period < self.ranks or factor.size % period or period % self.ranks:
-            return
-        if (factor.contiguous and period != factor.size) or not factor.may_be_cut(self.ranks):
-            return
-        if (number, period) in self.seeds[id(site)]:
+        if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[id(site)]:
             return
         self.seeds[id(site)][number, period] = None
-        for read, dims in zip(site.reads, rule.inputs, strict=True):
-            for dim, carried in enumerate(dims):
-                if carried == number:
-                    layout = to_root(read.alias.steps, (Split(dim, period),), (self.ranks,))
-                    if layout is not None:
-                        self.digit(read.alias.root, layout[0])
-        for name, dims in zip(site.makes, rule.outputs, strict=True):
-            for dim, carried in enumerate(dims):
-                if name and carried == number:
-                    self.digit(name, Split(dim, period))
+        for operand, read in enumerate(site.reads):
+            for split in rule.input_splits(operand, number, period):
+                layout = to_root(read.alias.steps, (split,), (self.ranks,))
+                if layout is not None:
+                    self.digit(read.alias.root, layout[0])
+        for output, name in enumerate(site.makes):
+            for split in rule.output_splits(output, number, period) if name else ():
+                self.digit(name, split)
 
     def digit(self, root: str, split: Placement) -> None:
         """A root may be split so: so may the sites that make or read it."""
@@ -505,9 +509,9 @@ class _Fixpoint:
         self.digits[root][split] = None
         maker = self.making.get(root)
         if maker is not None and maker.rule is not None:
-            number = maker.rule.outputs[maker.makes.index(root)][split.dim]
-            if number is not None:
-                self._factor(maker, number, split.period)
+            found = maker.rule.output_factor(maker.makes.index(root), split)
+            if found is not None:
+                self._factor(maker, *found)
         for site in self.reading.get(root, ()):
             for position, read in enumerate(site.reads):
                 if read.alias.root != root:
@@ -520,9 +524,9 @@ class _Fixpoint:
                 if site.kind == "border":
                     self.digit(site.name, there)
                 elif site.rule is not None:
-                    number = site.rule.inputs[position][there.dim]
-                    if number is not None:
-                        self._factor(site, number, there.period)
+                    found = site.rule.input_factor(position, there)
+                    if found is not None:
+                        self._factor(site, *found)
         for twin in self.twins.get(root, ()):
             self.digit(twin, split)
         for site in self.borders.get(root, ()):
@@ -566,8 +570,9 @@ class _Fixpoint:
             names = site.makes if site.makes else [site.reads[0].alias.root]
             if site.kind in ("parameter", "input") or self.digits.get(names[0]):
                 for dim, size in enumerate(site.meta.shape):
-                    if size > 1 and size % self.ranks == 0:
-                        yield ("S", dim, size)
+                    for period in self._stored_periods(site, size):
+                        if is_legal((size,), (Split(0, period),), (self.ranks,)):
+                            yield ("S", dim, period)
 
 
 def _stored_layout(space: Space, meta: TensorMeta, choice: SiteChoice) -> Layout | None:
@@ -586,6 +591,8 @@ def _stored_option(space: Space, site: Site, choice: SiteChoice) -> Option | Non
     assert site.meta is not None
     layout = _stored_layout(space, site.meta, choice)
     if layout is None:
+        return None
+    if site.kind in ("parameter", "output") and not is_chunked(site.meta.shape, layout, space.mesh):
         return None
     reads = []
     for read in site.reads:
@@ -626,14 +633,14 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
             bytes=0.0,
         )
     operands = []
-    for position, dims in enumerate(rule.inputs):
-        layout = _carried(dims, position, choice, mesh, rule)
+    for position in range(len(rule.inputs)):
+        layout = _carried(position, choice, mesh, rule)
         if layout is None or not is_legal(call.inputs[position].shape, layout, mesh):
             return None
         operands.append(layout)
     results = []
-    for position, (dims, meta) in enumerate(zip(rule.outputs, call.outputs, strict=True)):
-        layout = _made(dims, position, choice, mesh, rule)
+    for position, meta in enumerate(call.outputs):
+        layout = _made(position, choice, mesh, rule)
         if layout is None or (meta is not None and not is_legal(meta.shape, layout, mesh)):
             return None
         results.append(layout)
@@ -646,11 +653,6 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
         if from_root(read.alias.steps, root, mesh) != operand:
             return None
         reads.append(root)
-    for axis_choice in choice:
-        if axis_choice[0] == "S" and rule.factors[axis_choice[1]].contiguous:
-            nested = [c for c in choice if c[0] == "S" and c[1] == axis_choice[1]]
-            if any(c[2] != rule.factors[axis_choice[1]].size for c in nested):
-                return None
     if not all(factor.may_be_cut(_ranks(mesh, choice, i)) for i, factor in enumerate(rule.factors)):
         return None
     seconds = _op_seconds(space, call, rule, splits_of(rule, choice), tuple(operands), tuple(results), choice)
@@ -662,15 +664,15 @@ def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:
     return math.prod(n for n, (kind, *what) in zip(mesh, choice, strict=True) if kind == "S" and what[0] == factor)
 
 
-def _carried(dims: Dims, position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
+def _carried(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
     """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
     placements: list[Placement] = []
     for axis_choice in choice:
         if axis_choice[0] == "S":
-            carrying = [dim for dim, factor in enumerate(dims) if factor == axis_choice[1]]
-            if len(carrying) > 1:
+            splits = rule.input_splits(position, axis_choice[1], axis_choice[2])
+            if len(splits) > 1:
                 return None
-            placements.append(Split(carrying[0], axis_choice[2]) if carrying else REPLICATE)
+            placements.append(splits[0] if splits else REPLICATE)
         elif axis_choice[0] == "P":
             placements.append(PARTIAL if position in rule.linear[axis_choice[1]] else REPLICATE)
         else:
@@ -678,17 +680,17 @@ def _carried(dims: Dims, position: int, choice: SiteChoice, mesh: Shape, rule: O
     return nest(tuple(placements), mesh)
 
 
-def _made(dims: Dims, position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
+def _made(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
     """Layout of a result: split where it carries the factor, else partial as the factor says."""
     placements: list[Placement] = []
     for axis_choice in choice:
         if axis_choice[0] == "S":
-            carrying = [dim for dim, factor in enumerate(dims) if factor == axis_choice[1]]
+            splits = rule.output_splits(position, axis_choice[1], axis_choice[2])
             reduction = rule.factors[axis_choice[1]].reductions[position]
-            if len(carrying) > 1:
+            if len(splits) > 1:
                 return None
-            if carrying:
-                placements.append(Split(carrying[0], axis_choice[2]))
+            if splits:
+                placements.append(splits[0])
             else:
                 placements.append(Partial(reduction) if reduction else REPLICATE)
         else:
@@ -731,8 +733,9 @@ def _op_seconds(
     """Roofline of the local op: arithmetic or memory, whichever is slower; an expansion costs what
     its own program does, collectives included."""
     device = space.cluster.device
-    if rule is not None and needs_expansion(rule, choice):
-        return emission_seconds(space, expansion(call, splits, operands, results, space.mesh), call, rule, choice)
+    if rule is not None and (needs_expansion(rule, choice) or fillings(call, rule, operands)):
+        emission = local_program(call, rule, splits, operands, results, space.mesh)
+        return emission_seconds(space, emission, call, rule, choice)
     inputs, outputs = local_shapes(call, operands, results, space.mesh)
     if rule is not None and rule.moves_nothing:
         return device.seconds_per_op
@@ -746,7 +749,12 @@ def _op_seconds(
 
 
 def _local_flops(space: Space, rule: OpRule, choice: SiteChoice) -> float:
-    return rule.flops / math.prod(space.mesh[axis] for axis, c in enumerate(choice) if c[0] == "S")
+    """Arithmetic of one rank, on padding too."""
+    flops = rule.flops
+    for axis, c in enumerate(choice):
+        if c[0] == "S":
+            flops *= max(1.0, c[2] / rule.factors[c[1]].size) / space.mesh[axis]
+    return flops
 
 
 def emission_seconds(space: Space, emission: Emission, call: Call, rule: OpRule, choice: SiteChoice) -> float:

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
-from autopar.layout import Layout, Partial, Replicate, Shape, describe, local_shape
+from autopar.layout import Layout, Partial, Replicate, Shape, describe, local_shape, pad, valid_shape
 from autopar.passes.capture import Captured
 from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.randomness import keys
 
 from .agree import all_equal, coordinate_of, exchange, process_groups, raise_together
 from .execute import Executable, compile
-from .placements import is_gatherable, is_strided, local_slice, placements_of
+from .placements import is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -291,9 +291,11 @@ class _State:
         """The parameter of this name as a DTensor, from its whole value, in memory of its own."""
         layout, mesh = self.layout(name), self.program.mesh
         if not _is_real(whole):
-            local = torch.empty(local_shape(tuple(whole.shape), layout, mesh), dtype=whole.dtype, device="meta")
+            held = valid_shape(tuple(whole.shape), layout, mesh, self.coordinate)
+            local = torch.empty(held, dtype=whole.dtype, device="meta")
         else:
-            local = local_slice(whole.detach(), layout, mesh, self.coordinate).to(self.device)
+            padded = local_slice(whole.detach(), layout, mesh, self.coordinate)
+            local = unpadded(padded, tuple(whole.shape), layout, mesh, self.coordinate).to(self.device)
             storage = local.untyped_storage()
             if storage.data_ptr() == whole.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
                 local = local.clone(memory_format=torch.contiguous_format)
@@ -353,15 +355,21 @@ class _State:
         return made.requires_grad_(requires_grad)
 
     def _placed(self, value: DTensor, layout: Layout) -> torch.Tensor:
-        """This rank's part of a DTensor in `layout`, contiguous; communicates unless it is there already."""
+        """This rank's part of a DTensor in `layout`, contiguous and without padding; communicates unless it is
+        there already."""
         shape = tuple(value.shape)
         wanted = placements_of(layout, shape, self.program.mesh)
         if value.device_mesh == self.mesh and value.placements == wanted:
             return local_tensor(value).contiguous()
         if value.device_mesh != self.mesh or is_strided(wanted):
             # torch's redistribution to strided shards is not to be relied on
-            return local_slice(value.full_tensor(), layout, self.program.mesh, self.coordinate)
+            part = local_slice(value.full_tensor(), layout, self.program.mesh, self.coordinate)
+            return unpadded(part, shape, layout, self.program.mesh, self.coordinate)
         return local_tensor(value.redistribute(self.mesh, wanted)).contiguous()
+
+    def _padded(self, local: torch.Tensor, i: ProgramInput) -> torch.Tensor:
+        """What the program is given, from what a DTensor's rank holds."""
+        return pad(local, local_shape(i.meta.shape, i.layout, self.program.mesh))
 
     # -- a call
 
@@ -404,7 +412,7 @@ class _State:
                 local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
             else:
                 whole = self.value(i.target)
-                local = local_tensor(whole) if isinstance(whole, DTensor) else whole.detach()
+                local = self._padded(local_tensor(whole), i) if isinstance(whole, DTensor) else whole.detach()
                 if i.role == "buffer":
                     local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
             if local.device != self.device:
@@ -426,7 +434,7 @@ class _State:
         if whole.device_mesh != self.mesh:
             raise ValueError(f"input {i.target} is a DTensor on {whole.device_mesh}; the module is on {self.mesh}")
         with torch.no_grad():
-            return self._placed(whole, i.layout)
+            return self._padded(self._placed(whole, i.layout), i)
 
     def _misplaced(self, i: ProgramInput, local: torch.Tensor) -> str:
         if local.device.type == "meta" and i.role != "input":
@@ -455,6 +463,7 @@ class _State:
     def _dtensor(self, local: torch.Tensor, value: ProgramInput | ProgramOutput) -> DTensor:
         assert value.meta is not None
         shape = value.meta.shape
+        local = unpadded(local, shape, value.layout, self.program.mesh, self.coordinate)
         return make_dtensor(local, self.mesh, self.placements(value), torch.Size(shape), _contiguous_stride(shape))
 
     def tangent(self, i: ProgramInput, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -463,7 +472,7 @@ class _State:
             shape = local_shape(i.meta.shape, i.layout, self.program.mesh)
             return torch.zeros(shape, dtype=i.meta.dtype, device=self.device)
         if isinstance(gradient, DTensor):
-            return self._placed(gradient, i.layout)
+            return self._padded(self._placed(gradient, i.layout), i)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
 
     def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:

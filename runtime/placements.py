@@ -13,7 +13,17 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import strided_shard
-from autopar.layout import Layout, Partial, Shape, Split
+from autopar.layout import (
+    Layout,
+    Partial,
+    Shape,
+    Split,
+    is_chunked,
+    is_even,
+    pad,
+    padded_shape,
+    valid_shape,
+)
 
 
 @cache
@@ -28,7 +38,7 @@ def placements_of(layout: Layout, shape: Shape, mesh: Shape) -> tuple[Placement,
     placements: list[Placement] = []
     for axis, placement in enumerate(layout):
         if isinstance(placement, Split):
-            outer, _ = _digit(layout, shape, mesh, axis)
+            outer, _ = _digit(layout, padded_shape(shape, layout), mesh, axis)
             placements.append(Shard(placement.dim) if outer == 1 else strided_shard(placement.dim, outer))
         elif isinstance(placement, Partial):
             placements.append(TorchPartial(placement.reduction))
@@ -42,9 +52,11 @@ def is_gatherable(layout: Layout, shape: Shape, mesh: Shape) -> bool:
     """Whether torch gathers a DTensor of these placements right. As of 2.13 it silently does not where
     several axes cut a dim and one of them, not the last, is cut in more pieces than later axes own.
     """
+    if not is_chunked(shape, layout, mesh):
+        return False
     for axis, placement in enumerate(layout):
         if isinstance(placement, Split):
-            outer, _ = _digit(layout, shape, mesh, axis)
+            outer, _ = _digit(layout, padded_shape(shape, layout), mesh, axis)
             later = [
                 (other.period, mesh[axis + 1 + i])
                 for i, other in enumerate(layout[axis + 1 :])
@@ -63,9 +75,10 @@ def is_strided(placements: Sequence[Placement]) -> bool:
 def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
     """What the rank at `coordinate` holds of a whole tensor, contiguous. Not a copy where it need not be.
 
-    As `autopar.layout.shard`, without index tensors. The layout has no Partial.
+    As `autopar.layout.shard`, without index tensors. The layout has no Partial. Padding is zero.
     """
-    shape = tuple(tensor.shape)
+    shape = padded_shape(tuple(tensor.shape), layout)
+    tensor = pad(tensor, shape)
     for axis, placement in enumerate(layout):
         assert not isinstance(placement, Partial), "a Partial value has no slice"
         if isinstance(placement, Split):
@@ -77,6 +90,14 @@ def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: S
                 digits = torch.unflatten(tensor, dim, (outer, mesh[axis], inner))
                 tensor = digits.select(dim + 1, coordinate[axis]).flatten(dim, dim + 1)
     return tensor.contiguous()
+
+
+def unpadded(local: torch.Tensor, shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
+    """What a rank holds without its padding, contiguous: what a DTensor's rank holds."""
+    if is_even(shape, layout):
+        return local
+    valid = valid_shape(shape, layout, mesh, coordinate)
+    return local[tuple(map(slice, valid))].contiguous()
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,19 +41,21 @@ class Case:
 def gpt2(layers: int = 2, **overrides: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=SEQUENCE,
-        n_embd=32,
-        n_layer=layers,
-        n_head=8,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        **{**dropout, **overrides},
-    )
-    return GPT2LMHeadModel(config)
+    config = {
+        "vocab_size": VOCABULARY,
+        "n_positions": SEQUENCE,
+        "n_embd": 32,
+        "n_layer": layers,
+        "n_head": 8,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        **overrides,
+    }
+    return GPT2LMHeadModel(GPT2Config(**config))
 
 
 def llama(layers: int = 2, **overrides: Any) -> nn.Module:
@@ -75,12 +78,14 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 8))
 
 
-def tokens(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def tokens(
+    step: int, batch: int = BATCH, sequence: int = SEQUENCE, vocabulary: int = VOCABULARY
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Labels are not the inputs, and some are ignored: unevenly over the batch."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-    labels = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-    labels[: BATCH // 2, SEQUENCE // 2 :] = -100
+    ids = torch.randint(vocabulary, (batch, sequence), generator=generator)
+    labels = torch.randint(vocabulary, (batch, sequence), generator=generator)
+    labels[: batch // 2, sequence // 2 :] = -100
     labels[0] = -100
     return (), {"input_ids": ids, "labels": labels}
 
@@ -95,6 +100,9 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "llama": lambda: Case(model=llama(), batch=tokens),
     "llama tied": lambda: Case(model=llama(tie_word_embeddings=True), batch=tokens),
     "llama of 4 layers": lambda: Case(model=llama(4), batch=tokens),
+    "gpt2 of odd sizes": lambda: Case(
+        model=gpt2(vocab_size=61, n_embd=18, n_head=3), batch=partial(tokens, batch=7, sequence=5, vocabulary=61)
+    ),
     "mlp with loss_fn": lambda: Case(model=mlp(), batch=vectors, loss_fn=mean_square),
     "mlp with outputs": lambda: Case(model=mlp(), batch=vectors),
 }

@@ -54,6 +54,8 @@ def attention(
             linear=template.positions(call, linear),
             reductions={**free, **(reductions or {})},
             expands=(*expands, *masked) if causal else expands,
+            even=("k",),  # keys that are none would be seen
+            uneven=("q",),
             flops=2.0 * products * metas["query"].numel * metas["key"].shape[-2],
         )
 
@@ -69,8 +71,8 @@ def _causal_mask(emitter: Emitter, local: LocalCall, dtype: torch.dtype) -> Ref:
     """[local queries, local keys]: 0 where a query may see a key, -inf elsewhere."""
     metas = dict(zip(roles(local.call), zip(local.call.inputs, local.operands, strict=True), strict=True))
     (query, query_layout), (key, key_layout) = metas["query"], metas["key"]
-    rows = global_indices(emitter, query.shape[2], query_layout, 2)
-    columns = global_indices(emitter, key.shape[2], key_layout, 2)
+    rows = global_indices(emitter, query.shape, query_layout, 2)
+    columns = global_indices(emitter, key.shape, key_layout, 2)
     hidden = emitter.op("aten.gt.Tensor", columns, emitter.op("aten.unsqueeze.default", rows, 1))
     empty = emitter.op("aten.zeros_like.default", hidden, dtype=dtype)
     return emitter.op("aten.masked_fill.Scalar", empty, hidden, -math.inf)

@@ -6,6 +6,7 @@ Costs, codegen and the oracle run the same expansion, so that what is priced and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from ..graph import Ref, TensorMeta, map_references, overload
-from ..layout import Layout, Shape, local_shape
+from ..layout import Layout, Shape, local_shape, padded_shape
 from ..program import Instruction, RankIndex
 from . import expand, localize
-from .rule import Call, parameters
+from .expansions import global_indices
+from .rule import Call, OpRule, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,15 @@ class LocalEmitter:
             stride *= self.mesh[axis]
         return RankIndex(tuple(reversed(terms)))
 
+    def same(
+        self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: list[TensorMeta | None]
+    ) -> tuple[Ref | None, ...]:
+        """Append the op that the rule is about, whose outputs are known (None: nobody uses it)."""
+        names = tuple(self.fresh(op.split(".")[1]) if meta is not None else "" for meta in metas)
+        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if meta is not None})
+        self.instructions.append(Instruction(op=op, args=args, kwargs=kwargs, outputs=names))
+        return tuple(Ref(name) if name else None for name in names)
+
     def _lookup(self, name: str) -> TensorMeta:
         return self.metas[name]
 
@@ -118,42 +129,88 @@ OPERAND = "operand_{}"
 """Name, inside an expansion, of the op's i-th tensor operand."""
 
 
-def expansion(
+def local_program(
     call: Call,
+    rule: OpRule | None,
     splits: tuple[tuple[str, tuple[int, ...]], ...],
     operands: tuple[Layout, ...],
     results: tuple[Layout, ...],
     mesh: Shape,
 ) -> Emission:
-    """The local program of an op whose split factor `expands`, as a value of its own. Every operand has
-    a name of its own, also where the op reads one tensor twice. `operands` and `results` are the
-    layouts of what the op reads and makes."""
+    """The local program of an op, as a value of its own: the op, or its expansion if a split factor
+    `expands`, after padding was filled. Every operand has a name of its own, also where the op reads one
+    tensor twice. `operands` and `results` are the layouts of what the op reads and makes."""
     local_inputs, local_outputs = local_shapes(call, operands, results, mesh)
     shapes = zip(local_inputs, call.inputs, strict=True)
     metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
     counter = iter(range(1 << 30))
     emitter = LocalEmitter(mesh, metas, lambda hint: f"{hint}_{next(counter)}")
-    feed = iter(range(len(local_inputs)))
+    values = [Ref(OPERAND.format(i)) for i in range(len(local_inputs))]
+    if rule is not None:
+        for i, dim, value in fillings(call, rule, operands):
+            values[i] = _filled(emitter, values[i], call.inputs[i].shape, operands[i], dim, value)
+    feed = iter(values)
     given = localize(call, local_inputs, local_outputs, results, mesh)
-    args, kwargs = map_references(given, lambda _: Ref(OPERAND.format(next(feed))))
-    made = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
+    args, kwargs = map_references(given, lambda _: next(feed))
+    if rule is not None and expands(rule, splits):
+        made = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
+    else:
+        locals_ = [
+            None if meta is None or shape is None else TensorMeta(shape, meta.dtype)
+            for meta, shape in zip(call.outputs, local_outputs, strict=True)
+        ]
+        made = emitter.same(call.node.op, args, kwargs, locals_)
     return Emission(tuple(emitter.instructions), metas, tuple(r.name if r is not None else None for r in made))
 
 
-def plain(call: Call, operands: tuple[Layout, ...], results: tuple[Layout, ...], mesh: Shape) -> Emission:
-    """The local program of an op that is itself on shards: one instruction."""
-    local_inputs, local_outputs = local_shapes(call, operands, results, mesh)
-    shapes = zip(local_inputs, call.inputs, strict=True)
-    metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
-    feed = iter(range(len(local_inputs)))
-    given = localize(call, local_inputs, local_outputs, results, mesh)
-    args, kwargs = map_references(given, lambda _: Ref(OPERAND.format(next(feed))))
-    names = tuple(f"result_{i}" if shape is not None else "" for i, shape in enumerate(local_outputs))
-    for name, meta, shape in zip(names, call.outputs, local_outputs, strict=True):
-        if meta is not None and shape is not None:
-            metas[name] = TensorMeta(shape, meta.dtype)
-    instruction = Instruction(op=call.node.op, args=args, kwargs=kwargs, outputs=names)
-    return Emission((instruction,), metas, tuple(name or None for name in names))
+def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
+    """Whether a split factor makes the op another on shards."""
+    names = {name for name, _ in splits}
+    return any(factor.expands and factor.name in names for factor in rule.factors)
+
+
+def fillings(call: Call, rule: OpRule, operands: tuple[Layout, ...]) -> list[tuple[int, int, float]]:
+    """(operand, dim, value): the padding that the op would see, and what to fill it with."""
+    found = []
+    for i, (meta, layout) in enumerate(zip(call.inputs, operands, strict=True)):
+        padded = padded_shape(meta.shape, layout)
+        for dim, (size, longer) in enumerate(zip(meta.shape, padded, strict=True)):
+            factor = rule.inputs[i][dim]
+            if size != longer and factor is not None:
+                value = _filling(call, rule, i, factor)
+                if value is not None:
+                    found.append((i, dim, value))
+    return found
+
+
+def _filling(call: Call, rule: OpRule, operand: int, factor: int) -> float | None:
+    stated = {(i, f): value for i, f, value in rule.padding}
+    if (operand, factor) in stated:
+        return stated[operand, factor]
+    dtype = call.inputs[operand].dtype
+    for reduction, meta in zip(rule.factors[factor].reductions, call.outputs, strict=True):
+        if reduction and meta is not None:
+            return neutral(reduction, dtype)
+    is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+    return 0 if is_index and not rule.elementwise else None
+
+
+def neutral(reduction: str, dtype: torch.dtype) -> float:
+    """What changes nothing when it is reduced with others."""
+    if reduction == "sum":
+        return 0
+    if dtype.is_floating_point:
+        return -math.inf if reduction == "max" else math.inf
+    return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
+
+
+def _filled(emitter: LocalEmitter, value: Ref, shape: Shape, layout: Layout, dim: int, filling: float) -> Ref:
+    """The value with what lies beyond the end of a dim replaced."""
+    beyond = emitter.op("aten.ge.Scalar", global_indices(emitter, shape, layout, dim), shape[dim])
+    rest = len(shape) - 1 - dim
+    if rest:
+        beyond = emitter.op("aten.reshape.default", beyond, (-1, *(1,) * rest))
+    return emitter.op("aten.masked_fill.Scalar", value, beyond, filling)
 
 
 def local_shapes(

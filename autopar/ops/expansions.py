@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..graph import Ref
-from ..layout import Layout, Shape, Split
+from ..layout import Layout, Shape, Split, padded_shape
 from .families import MEAN, NONE, SUM
 from .rule import Call, Emitter, OpRule
 
@@ -55,36 +55,51 @@ def all_reduce(emitter: Emitter, value: Ref, reduction: str, axes: tuple[int, ..
     return value
 
 
-def global_indices(emitter: Emitter, size: int, layout: Layout, dim: int) -> Ref:
-    """int64 [local size of the dim]: the global index of each of this rank's elements along a dim of `size`."""
+def global_indices(emitter: Emitter, shape: Shape, layout: Layout, dim: int) -> Ref:
+    """int64 [local size of the dim]: the global index of each of this rank's elements along a dim; in
+    padding, indices beyond the end."""
     splits = [(p.period, axis) for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim]
     digits = sorted(((period // emitter.ranks(axis), axis) for period, axis in splits), reverse=True)
+    size = padded_shape(shape, layout)[dim]
     whole = emitter.op("aten.arange.default", size)
     if not digits:
         return whole
     # mixed radix: every axis takes one of the digits, what is between them stays
-    shape: list[int] = []
+    radix: list[int] = []
     above = size
     for stride, axis in digits:
-        shape += [above // (stride * emitter.ranks(axis)), emitter.ranks(axis)]
+        radix += [above // (stride * emitter.ranks(axis)), emitter.ranks(axis)]
         above = stride
-    cut = emitter.op("aten.reshape.default", whole, (*shape, above))
+    cut = emitter.op("aten.reshape.default", whole, (*radix, above))
     for number, (_, axis) in enumerate(digits):
         cut = emitter.op("aten.select.int", cut, number + 1, emitter.coordinate(axis))
     return emitter.op("aten.reshape.default", cut, (-1,))
 
 
 def share(rule_of: Callable[[Call], OpRule | None]) -> Expansion:
-    """A mean over a shard counts for its share of the whole: divide by the number of shards."""
+    """A mean over a shard counts for its share of the whole, padding included."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         known = rule_of(local.call)
         assert known is not None
-        averaged = {f.name: local.splits[f.name] for f in known.factors if f.expands and f.name in local.splits}
+        share = 1.0
+        for number, factor in enumerate(known.factors):
+            if factor.expands and factor.name in local.splits:
+                share *= _local_share(emitter, local, known, number)
         value = local.result(emitter, *local.args, **dict(local.kwargs))
-        return (emitter.op("aten.mul.Scalar", value, 1.0 / _shards(emitter, averaged)),)
+        return (emitter.op("aten.mul.Scalar", value, share),)
 
     return expand
+
+
+def _local_share(emitter: Emitter, local: LocalCall, known: OpRule, factor: int) -> float:
+    """How much of a factor one rank holds."""
+    for dims, meta, layout in zip(known.inputs, local.call.inputs, local.operands, strict=True):
+        for dim, carried in enumerate(dims):
+            if carried == factor:
+                ways = _shards(emitter, {"": local.splits[known.factors[factor].name]})
+                return padded_shape(meta.shape, layout)[dim] / ways / meta.shape[dim]
+    raise AssertionError(f"no operand of {local.call.node} carries {known.factors[factor].name}")
 
 
 def share_of_bias(emitter: Emitter, local: LocalCall) -> Results:

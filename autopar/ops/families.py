@@ -13,7 +13,7 @@ import torch
 
 from ..graph import Ref
 from .rule import Call, OpRule, parameters
-from .template import Linear, Named, assemble, contraction_flops, parse
+from .template import Linear, Name, Named, assemble, contraction_flops, parse
 
 Rule = Callable[[Call], OpRule | None]
 
@@ -31,6 +31,8 @@ def from_template(
     linear: Linear = (),
     expands: tuple[str, ...] = (),
     contiguous: tuple[str, ...] = (),
+    even: tuple[str, ...] = (),
+    uneven: tuple[str, ...] = (),
     reductions: dict[str, tuple[str, ...]] | None = None,
     flops: Callable[[Call], float] | None = None,
     contraction: bool = False,
@@ -43,7 +45,7 @@ def from_template(
         count = flops(call) if flops else contraction_flops(inputs, outputs, call) if contraction else 0.0
         return assemble(
             call, inputs, outputs, linear=template.positions(call, linear), expands=expands, contiguous=contiguous,
-            reductions=reductions, flops=count, contraction=contraction,
+            even=even, uneven=uneven, reductions=reductions, flops=count, contraction=contraction,
         )  # fmt: skip
 
     return rule
@@ -63,7 +65,7 @@ def pointwise(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
         inputs = [_DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
         outputs = [_DIMS[:rank] if meta else () for meta in call.outputs]
         sets = linear(call) if callable(linear) else linear
-        return assemble(call, inputs, outputs, linear=_of_tensors(call, sets))
+        return assemble(call, inputs, outputs, linear=_of_tensors(call, sets), elementwise=True)
 
     return rule
 
@@ -101,7 +103,7 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
 
     def rule(call: Call) -> OpRule:
         (source,) = call.inputs
-        names: list[str | None] = list(_DIMS[: len(source.shape)])
+        names: list[Name] = list(_DIMS[: len(source.shape)])
         reduced = axes(call, "dim", len(source.shape))
         keep = has(call, "keepdim") and call.argument("keepdim")
         # collectives have no maximum of truth values
@@ -112,7 +114,7 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
         outputs = [kept if meta else () for meta in call.outputs]
         over = [_DIMS[i] for i in reduced]
         return assemble(
-            call, [names], outputs, linear=linear, expands=over if average else (),
+            call, [names], outputs, linear=linear, expands=over if average else (), uneven=over,
             reductions={name: (reduction,) * len(outputs) for name in over},
         )  # fmt: skip
 
@@ -134,10 +136,15 @@ def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
 
 
 def along(
-    whole: Callable[[Call, int], Iterable[int]], *, linear: Linear | Callable[[Call], Linear] = (), name: str = ""
+    whole: Callable[[Call, int], Iterable[int]],
+    *,
+    linear: Linear | Callable[[Call], Linear] = (),
+    name: str = "",
+    padding: float | None = None,
 ) -> Rule:
     """Ops that mix elements along some dims only, all operands and results having the same dims.
-    Those dims are whole, or, given a `name`, can be split because the op then expands."""
+    Those dims are whole, or, given a `name`, can be split because the op then expands; unevenly, where
+    elements of the value `padding` change nothing."""
 
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
@@ -146,6 +153,8 @@ def along(
         return assemble(
             call, [names[rank - len(m.shape) :] for m in call.inputs], [names if meta else () for meta in call.outputs],
             linear=linear(call) if callable(linear) else linear, expands=(name,),
+            uneven=() if padding is None else (name,),
+            padding={} if padding is None else {(i, name): padding for i in range(len(call.inputs))},
         )  # fmt: skip
 
     return rule
@@ -221,7 +230,7 @@ def stacked(call: Call) -> OpRule:
 
 def taken(call: Call) -> OpRule:
     """unbind: `dim` is whole and gone."""
-    names: list[str | None] = list(_DIMS[: len(call.inputs[0].shape)])
+    names: list[Name] = list(_DIMS[: len(call.inputs[0].shape)])
     dim = call.argument("dim") % len(names)
     rest = names[:dim] + names[dim + 1 :]
     names[dim] = None
@@ -281,7 +290,7 @@ def normalized(linear: Linear = ()) -> Rule:
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
         batch = rank - len(call.argument("normalized_shape"))
-        names: list[str | None] = [*_DIMS[:batch], *([None] * (rank - batch))]
+        names: list[Name] = [*_DIMS[:batch], *([None] * (rank - batch))]
 
         def of(shape: tuple[int, ...]) -> Named:
             return names if len(shape) == rank else [None] * len(shape)
@@ -297,13 +306,16 @@ NONE, MEAN, SUM = 0, 1, 2
 """The values of a loss's argument `reduction`."""
 
 
-def loss(call: Call) -> OpRule:
-    """mse_loss and the like: pointwise, then reduced. A mean over a shard expands."""
+def loss(call: Call, *, none: float = 0.0) -> OpRule:
+    """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
     rank = max(len(meta.shape) for meta in call.inputs)
     names = _DIMS[:rank]
     inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
     reduction = call.argument("reduction")
-    return assemble(call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else ())
+    return assemble(
+        call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else (), uneven=names,
+        padding={(0, name): none for name in names},
+    )  # fmt: skip
 
 
 def loss_backward(call: Call) -> OpRule:
@@ -312,7 +324,7 @@ def loss_backward(call: Call) -> OpRule:
     names = _DIMS[:rank]
     inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
     expands = names if call.argument("reduction") == MEAN else ()
-    return assemble(call, inputs, [names], linear=FIRST, expands=expands)
+    return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)
 
 
 def nll(call: Call) -> OpRule:
@@ -328,7 +340,8 @@ def nll(call: Call) -> OpRule:
     return assemble(
         call, inputs[: len(call.inputs)], [tokens if reduction == NONE else (), ()],
         expands=("c", *(tokens if reduction == MEAN else ())), contiguous=("c",),
-        reductions={"c": over_classes, **dict.fromkeys(tokens, over_tokens)},
+        reductions={"c": over_classes, **dict.fromkeys(tokens, over_tokens)}, uneven=("c", *tokens),
+        padding={(1, name): call.argument("ignore_index") for name in tokens},
     )  # fmt: skip
 
 
@@ -339,7 +352,8 @@ def nll_backward(call: Call) -> OpRule:
     gradient = tokens if call.argument("reduction") == NONE else []
     weight: list[Named] = [] if call.argument("weight") is None else [["c"]]
     return assemble(
-        call, [gradient, names, tokens, *weight, []], [names], linear=FIRST, expands=("c",), contiguous=("c",)
+        call, [gradient, names, tokens, *weight, []], [names], linear=FIRST, expands=("c",), contiguous=("c",),
+        uneven=("c",),
     )  # fmt: skip
 
 

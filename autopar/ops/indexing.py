@@ -359,7 +359,7 @@ def select_backward(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def _other_places(emitter: Emitter, local: LocalCall, shape: tuple[int, ...], dim: int, place: int) -> Ref:
-    here = global_indices(emitter, shape[dim], local.results[0], dim)
+    here = global_indices(emitter, shape, local.results[0], dim)
     return _beside(emitter, emitter.op("aten.ne.Scalar", here, place), len(shape), dim)
 
 
@@ -414,7 +414,7 @@ def _in_window(emitter: Emitter, local: LocalCall, dim: int, part: Ref) -> tuple
     assert local.call.outputs[0] is not None
     shape, step = local.call.outputs[0].shape, local.call.argument("step")
     start, _ = window(local.call.argument("start"), local.call.argument("end"), shape[dim])
-    here = global_indices(emitter, shape[dim], local.results[0], dim)
+    here = global_indices(emitter, shape, local.results[0], dim)
     distance = emitter.op("aten.sub.Tensor", here, start)
     row = emitter.op("aten.div.Tensor_mode", distance, step, rounding_mode="floor")
     outside = emitter.op("aten.lt.Scalar", distance, 0)

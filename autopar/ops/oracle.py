@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ..graph import Node, Ref, TensorMeta, overload
-from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, Split, is_legal, shard, unshard
+from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, is_legal, shard, unshard, valid_shape
 from ..lockstep import Values, run
 from . import rule_of
-from .emit import OPERAND, Emission, expansion, local_shapes, plain
+from .emit import OPERAND, Emission, local_program, local_shapes
 from .registry import qualified
 from .rule import Call, OpRule
 
@@ -76,7 +76,7 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
     wholes = _outputs(overload(op)(*args, **kwargs))
     instances, tried, linear = 0, dict.fromkeys(range(len(rule.factors)), False), 0
     for mesh, cuts in _cuts(rule):
-        if not all(is_legal(m.shape, _layout(rule, d, cuts), mesh) for d, m in _dims(rule, call)):
+        if not _is_legal(rule, call, mesh, cuts):
             continue
         if not all(factor.may_be_cut(_ranks(mesh, cuts, i)) for i, factor in enumerate(rule.factors)):
             continue
@@ -126,24 +126,27 @@ def _outputs(result: Any) -> tuple[torch.Tensor | None, ...]:
 
 def _cuts(rule: OpRule) -> Iterator[tuple[Shape, tuple[Cut, ...]]]:
     """Meshes, and what each of their axes does."""
-    single: list[Cut] = []
-    for i, factor in enumerate(rule.factors):
-        periods = [p for p in range(2, factor.size + 1) if factor.size % p == 0]
-        single += [Cut(i, p) for p in (periods[-1:] if factor.contiguous else periods)]
     shared = [Cut(linear=operands) for operands in rule.linear]
-    for cut in single + shared:
-        for ranks in (2, 3, 4):
-            if cut.factor is None or cut.period % ranks == 0:
-                yield (ranks,), (cut,)
-    whole = [Cut(i, factor.size) for i, factor in enumerate(rule.factors)]
+    for ranks in (2, 3, 4):
+        for i, factor in enumerate(rule.factors):
+            periods = {*range(2, factor.size + 1), *factor.periods(ranks, (ranks, 2))}
+            yield from (((ranks,), (Cut(i, p),)) for p in sorted(periods) if factor.may_split(p, ranks))
+        yield from (((ranks,), (cut,)) for cut in shared)
+    whole = [
+        Cut(i, period)
+        for i, factor in enumerate(rule.factors)
+        for period in factor.periods(2, (2, 2))
+        if factor.may_split(period, 2)
+    ]
     for pair in itertools.permutations(whole + shared, 2):
         yield (2, 2), pair
     for i, factor in enumerate(rule.factors):
         for outer, inner in ((2, 2), (2, 3), (3, 2)):
-            if factor.size % (outer * inner) == 0:
-                nested = Cut(i, factor.size), Cut(i, factor.size // outer)
-                yield (outer, inner), nested
-                yield (inner, outer), nested[::-1]
+            for period in factor.periods(outer, (outer, inner)):
+                if factor.may_split(period, outer) and period // outer % inner == 0:
+                    nested = Cut(i, period), Cut(i, period // outer)
+                    yield (outer, inner), nested
+                    yield (inner, outer), nested[::-1]
 
 
 def _ranks(mesh: Shape, cuts: tuple[Cut, ...], factor: int) -> int:
@@ -151,30 +154,32 @@ def _ranks(mesh: Shape, cuts: tuple[Cut, ...], factor: int) -> int:
     return math.prod(n for n, cut in zip(mesh, cuts, strict=True) if cut.factor == factor)
 
 
-def _layout(rule: OpRule, dims: tuple[int | None, ...], cuts: tuple[Cut, ...], operand: int = -1) -> Layout:
-    """The layout of a tensor with these factors on its dims; `operand` tells linear sets."""
+def _operand_layout(rule: OpRule, operand: int, cuts: tuple[Cut, ...]) -> Layout:
     placements: list[Placement] = []
     for cut in cuts:
         if cut.factor is None:
             placements.append(PARTIAL if operand in cut.linear else REPLICATE)
         else:
-            placements.append(Split(dims.index(cut.factor), cut.period) if cut.factor in dims else REPLICATE)
+            placements += rule.input_splits(operand, cut.factor, cut.period)[:1] or [REPLICATE]
     return tuple(placements)
 
 
 def _output_layout(rule: OpRule, output: int, cuts: tuple[Cut, ...]) -> Layout:
     placements: list[Placement] = []
-    for cut, placement in zip(cuts, _layout(rule, rule.outputs[output], cuts), strict=True):
-        reduction = "sum" if cut.factor is None else rule.factors[cut.factor].reductions[output]
-        placements.append(Partial(reduction) if reduction else placement)
+    for cut in cuts:
+        if cut.factor is None:
+            placements.append(PARTIAL)
+        elif reduction := rule.factors[cut.factor].reductions[output]:
+            placements.append(Partial(reduction))
+        else:
+            placements += rule.output_splits(output, cut.factor, cut.period)[:1] or [REPLICATE]
     return tuple(placements)
 
 
-def _dims(rule: OpRule, call: Call) -> Iterator[tuple[tuple[int | None, ...], TensorMeta]]:
-    yield from zip(rule.inputs, call.inputs, strict=True)
-    for dims, meta in zip(rule.outputs, call.outputs, strict=True):
-        if meta is not None:
-            yield dims, meta
+def _is_legal(rule: OpRule, call: Call, mesh: Shape, cuts: tuple[Cut, ...]) -> bool:
+    operands = ((meta, _operand_layout(rule, i, cuts)) for i, meta in enumerate(call.inputs))
+    results = ((meta, _output_layout(rule, i, cuts)) for i, meta in enumerate(call.outputs))
+    return all(meta is None or is_legal(meta.shape, layout, mesh) for meta, layout in (*operands, *results))
 
 
 def check_cuts(
@@ -188,7 +193,7 @@ def check_cuts(
     """Run a call with each mesh axis doing its cut, and return the local program. Without the results of the
     op on the whole, only their shapes are compared. Raises `RuleError`."""
     coordinates = list(itertools.product(*map(range, mesh)))
-    layouts = [_layout(rule, dims, cuts, i) for i, dims in enumerate(rule.inputs)]
+    layouts = [_operand_layout(rule, i, cuts) for i in range(len(call.inputs))]
     results = [_output_layout(rule, i, cuts) if m else () for i, m in enumerate(call.outputs)]
 
     def complain(what: str) -> RuleError:
@@ -200,9 +205,8 @@ def check_cuts(
     shards = [_shards(tensors[name], lay, mesh) for name, lay in zip(call.node.inputs, layouts, strict=True)]
     values: dict[Coordinate, Values] = {c: {OPERAND.format(i): s[c] for i, s in enumerate(shards)} for c in coordinates}
     splits = tuple(_splits(rule, cuts).items())
-    expands = any(rule.factors[cut.factor].expands for cut in cuts if cut.factor is not None)
     try:
-        program = expansion(call, splits, operands, made, mesh) if expands else plain(call, operands, made, mesh)
+        program = local_program(call, rule, splits, operands, made, mesh)
         for instruction in program.instructions:
             run(instruction, mesh, values)
     except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
@@ -248,7 +252,12 @@ def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape) -> dict[Coordinat
             grown |= {(*prefix, i): part for i, part in enumerate(parts)}
         terms = grown
     splits = tuple(REPLICATE if isinstance(p, Partial) else p for p in layout)
-    return {c: shard(value, splits, mesh, c) for c, value in terms.items()}
+    return {c: shard(value, splits, mesh, c, _rubbish(value.dtype)) for c, value in terms.items()}
+
+
+def _rubbish(dtype: torch.dtype) -> float:
+    """What stands in padding: a rule that lets it be seen is found out."""
+    return math.nan if dtype.is_floating_point or dtype.is_complex else True if dtype is torch.bool else 99
 
 
 def _summands(value: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -266,12 +275,14 @@ def _error(whole: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor], la
     if any(isinstance(p, Partial) for p in layout):
         for c, part in parts.items():
             first = tuple(0 if p == REPLICATE else i for p, i in zip(layout, c, strict=True))
-            if worst := _difference(parts[first], part):
+            valid = tuple(map(slice, valid_shape(tuple(whole.shape), layout, mesh, c)))
+            if worst := _difference(parts[first][valid], part[valid]):
                 return f"replicas {first} and {c} differ by {worst}"
         worst = _difference(whole, unshard(parts, tuple(whole.shape), layout, mesh))
         return f"the largest error is {worst}" if worst else ""
     for c, part in parts.items():
-        if worst := _difference(shard(whole, layout, mesh, c), part):
+        valid = tuple(map(slice, valid_shape(tuple(whole.shape), layout, mesh, c)))
+        if worst := _difference(shard(whole, layout, mesh, c)[valid], part[valid]):
             return f"the largest error is {worst} on rank {c}"
     return ""
 

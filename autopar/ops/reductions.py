@@ -95,7 +95,7 @@ def extreme(reduction: str, *, values: bool) -> Expansion:
         found = emitter.op("aten.eq.Tensor", source, best)
         if emitter.meta(source).dtype.is_floating_point:
             found = emitter.op("aten.logical_or.default", found, emitter.op("aten.isnan.default", source))
-        here = global_indices(emitter, shape[dim], local.operands[0], dim)
+        here = global_indices(emitter, shape, local.operands[0], dim)
         here = emitter.op("aten.reshape.default", here, tuple(-1 if d == dim else 1 for d in range(len(shape))))
         place = emitter.op("aten.where.ScalarOther", found, here, torch.iinfo(torch.int64).max)
         place = all_reduce(emitter, emitter.op("aten.amin.default", place, (dim,), True), "min", _over(local))
@@ -192,7 +192,7 @@ def cut_triangle(emitter: Emitter, local: LocalCall) -> Results:
     """tril, triu with rows or columns split."""
     shape, layout = local.call.inputs[0].shape, local.operands[0]
     rank = len(shape)
-    row, column = (global_indices(emitter, shape[d], layout, d) for d in (rank - 2, rank - 1))
+    row, column = (global_indices(emitter, shape, layout, d) for d in (rank - 2, rank - 1))
     diagonal = emitter.op("aten.sub.Tensor", column, emitter.op("aten.unsqueeze.default", row, 1))
     beyond = "aten.gt.Scalar" if local.call.node.op.startswith("aten.tril") else "aten.lt.Scalar"
     dropped = emitter.op(beyond, diagonal, local.call.argument("diagonal"))

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from ..graph import Node, Ref, TensorMeta, overload
+from ..layout import Shape, Split, is_legal, periods_of
 
 Dims = tuple[int | None, ...]
 
@@ -31,7 +32,8 @@ class Factor:
     `expands` says that the op on shards is not the op: the table has an expansion, a small local
     program that may hold collectives. `contiguous` says that only a split of period `size`
     (nested ones included) is allowed, because the expansion computes global indices. A shard
-    holds at least `least` indices: what its neighbours need of it.
+    holds at least `least` indices: what its neighbours need of it. `even` says that the number of ranks must
+    divide it: padding would be seen, or would stand inside of a dim.
     """
 
     name: str
@@ -40,10 +42,23 @@ class Factor:
     expands: bool = False
     contiguous: bool = False
     least: int = 1
+    even: bool = False
 
     def may_be_cut(self, ranks: int) -> bool:
         """Whether shards of a split over `ranks` in all hold what the op needs."""
-        return self.size // ranks >= self.least
+        return self.least == 1 or self.size // ranks >= self.least
+
+    def periods(self, ranks: int, mesh: Shape) -> tuple[int, ...]:
+        """The periods to consider for a contiguous split over `ranks`, an axis of the mesh."""
+        return (self.size,) if self.even else periods_of(self.size, ranks, mesh)
+
+    def may_split(self, period: int, ranks: int) -> bool:
+        """Whether a split of this period over an axis of `ranks` is one of this factor."""
+        if period % ranks or self.size < 2 or not self.may_be_cut(ranks):
+            return False
+        if period > self.size:
+            return not self.even and is_legal((self.size,), (Split(0, period),), (ranks,))
+        return period >= ranks and self.size % period == 0 and (period == self.size or not self.contiguous)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +67,22 @@ class OpRule:
     dim that must be whole (or has size 1 and is broadcast). Operands stand in the order of
     `Node.inputs`. `outputs` likewise.
 
+    A dim that carries a factor with a scale of g (`input_scales`, `output_scales`; none given: 1) is g times
+    as long as the factor: g consecutive indices belong to one index of the factor. Query heads of grouped
+    attention, of which g share a head of keys, have a scale of g, as have the rows that a convolution of
+    stride g reads.
+
     `linear` lists sets of operands that may be Partial(sum) together, the others being whole, with
     all outputs then Partial(sum): ((0, 1),) for add, ((0,), (1,)) for mul and mm.
 
     `flops` counts multiplications and additions of the whole op, for contractions and attention; 0
     means that the op is bound by memory. `contraction` marks the tensor contractions of CFP
     Algorithm 1. `moves_nothing` marks ops that only make a view (slice, expand, ...): no time.
+
+    Of an unevenly split factor that the op reduces over, padding is filled with what changes nothing: 0 for
+    a sum, the least or greatest number for a maximum or minimum. `padding` holds (operand, factor, value)
+    where it is another value, or where an expansion reduces. Integers are filled with 0, lest padding be an
+    index out of range, unless the op is `elementwise`.
     """
 
     factors: tuple[Factor, ...]
@@ -67,12 +92,49 @@ class OpRule:
     flops: float = 0.0
     contraction: bool = False
     moves_nothing: bool = False
+    elementwise: bool = False
+    padding: tuple[tuple[int, int, float], ...] = ()
+    input_scales: tuple[tuple[int, ...], ...] = ()
+    output_scales: tuple[tuple[int, ...], ...] = ()
+
+    def input_splits(self, operand: int, factor: int, period: int) -> tuple[Split, ...]:
+        """How an operand is cut where a factor is split with this period: one split for each dim that carries it."""
+        return _splits(self.inputs[operand], self.input_scales, operand, factor, period)
+
+    def output_splits(self, output: int, factor: int, period: int) -> tuple[Split, ...]:
+        """How a result is cut where a factor is split with this period."""
+        return _splits(self.outputs[output], self.output_scales, output, factor, period)
+
+    def input_factor(self, operand: int, split: Split) -> tuple[int, int] | None:
+        """The factor, and its period, that a split of an operand is a split of, or None."""
+        return _factor(self.inputs[operand], self.input_scales, operand, split)
+
+    def output_factor(self, output: int, split: Split) -> tuple[int, int] | None:
+        """The factor, and its period, that a split of a result is a split of, or None."""
+        return _factor(self.outputs[output], self.output_scales, output, split)
 
     def __str__(self) -> str:
         def dims(carried: Dims) -> str:
             return " ".join("!" if f is None else self.factors[f].name for f in carried) or "()"
 
         return f"{', '.join(map(dims, self.inputs))} -> {', '.join(map(dims, self.outputs))}"
+
+
+def _scale(scales: tuple[tuple[int, ...], ...], position: int, dim: int) -> int:
+    return scales[position][dim] if scales else 1
+
+
+def _splits(
+    dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, factor: int, period: int
+) -> tuple[Split, ...]:
+    return tuple(
+        Split(dim, period * _scale(scales, position, dim)) for dim, carried in enumerate(dims) if carried == factor
+    )
+
+
+def _factor(dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, split: Split) -> tuple[int, int] | None:
+    carried, scale = dims[split.dim], _scale(scales, position, split.dim)
+    return None if carried is None or split.period % scale else (carried, split.period // scale)
 
 
 class Parameter(NamedTuple):

@@ -8,8 +8,10 @@ sizes says how they shrink (see `local`); what is not itself on shards has an ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from . import (
@@ -87,20 +89,24 @@ _mean = reduce("sum", average=True)
 _linear = either(
     lambda call: call.argument("bias") is None,
     from_template("*i k, n k -> *i n", linear=EACH, contraction=True),
-    from_template("*i k, n k, n -> *i n", linear=((0, 2), (1, 2)), expands=("k",), contraction=True),
+    from_template("*i k, n k, n -> *i n", linear=((0, 2), (1, 2)), expands=("k",), uneven=("k",), contraction=True),
 )
 # scaling by frequency has to see all indices
 _embedding_backward = either(
     lambda call: call.argument("scale_grad_by_freq"),
-    from_template("*i! d, *i! -> v d", linear=FIRST, expands=("v",), contiguous=("v",)),
-    from_template("*i d, *i -> v d", linear=FIRST, expands=("v",), contiguous=("v",)),
+    from_template("*i! d, *i! -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
+    from_template("*i d, *i -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
 )
-# the range of the bins must not depend on the data
+# the range of the bins must not depend on the data, and padding would be counted
 _histogram = either(
     lambda call: call.argument("min") < call.argument("max"),
-    from_template("*i -> bins!"),
+    from_template("*i -> bins!", even=tuple(f"i{n}" for n in range(8))),
     from_template("*i! -> bins!"),
 )
+
+
+# a logit of which the loss is 0 but for rounding that no dtype sees
+_logits_loss = partial(loss, none=-1e4)
 
 
 def _adds(call: Call) -> bool:
@@ -125,10 +131,12 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("mv", Entry(from_template("m k, k -> m", linear=EACH, contraction=True))),
     **_aten("dot", Entry(from_template("k, k -> ", linear=EACH, contraction=True))),
     **_aten("addmm", Entry(
-        from_template("...m n, m k, k n -> m n", linear=((0, 1), (0, 2)), expands=("k",), contraction=True),
+        from_template("...m n, m k, k n -> m n", linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",),
+                      contraction=True),
         expand=expansions.share_of_bias)),
     **_aten("baddbmm", Entry(
-        from_template("...b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)), expands=("k",), contraction=True),
+        from_template("...b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",),
+                      contraction=True),
         expand=expansions.share_of_bias)),
     **_aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
     **_aten("convolution", Entry(
@@ -191,21 +199,21 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # embedding and losses
     **_aten("embedding", Entry(
-        from_template("v d, *i -> *i d", linear=FIRST, expands=("v",), contiguous=("v",)),
+        from_template("v d, *i -> *i d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
         expand=expansions.embedding)),
     **_aten("embedding_dense_backward", Entry(
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
     **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax())),
-    **_aten("_log_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(log=True))),
+    **_aten("_log_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax(log=True))),
     **_aten("_safe_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(safe=True))),
     **_aten("_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c"), expand=expansions.softmax_backward(log=False))),
+        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=False))),
     **_aten("_log_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c"), expand=expansions.softmax_backward(log=True))),
+        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=True))),
     **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expansions.nll)),
     **_aten("nll_loss_backward nll_loss2d_backward", Entry(nll_backward, expand=expansions.nll_backward)),
-    **_aten("mse_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits", Entry(
-        loss, expand=expansions.share(loss))),
+    **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
+    **_aten("binary_cross_entropy_with_logits", Entry(_logits_loss, expand=expansions.share(_logits_loss))),
     **_aten("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", Entry(
         loss_backward, expand=expansions.share(loss_backward))),
 

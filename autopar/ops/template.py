@@ -23,8 +23,11 @@ import torch
 from ..graph import TensorMeta, references
 from .rule import Call, Dims, Factor, OpRule, parameters
 
-Named = Sequence[str | None]
-"""One name (or None: whole) for each dim of a tensor."""
+Name = str | tuple[str, int] | None
+"""A factor, a factor with a scale (see `OpRule`), or None: whole."""
+
+Named = Sequence[Name]
+"""One name for each dim of a tensor."""
 
 Linear = tuple[tuple[int, ...], ...]
 
@@ -40,28 +43,36 @@ def assemble(
     expands: Collection[str] = (),
     contiguous: Collection[str] = (),
     least: Mapping[str, int] | None = None,
+    even: Collection[str] = (),
+    uneven: Collection[str] = (),
+    padding: Mapping[tuple[int, str], float] | None = None,
     flops: float = 0.0,
     contraction: bool = False,
     moves_nothing: bool = False,
+    elementwise: bool = False,
 ) -> OpRule:
     """The rule with these names on the dims of the call's operands and results.
 
-    A factor's size is the size of its dims, or `sizes[name]` where those differ. Dims that differ
-    without such a word are needed whole. An output without an input's factor is Partial(sum) in it,
-    unless `reductions[name]` says otherwise, output by output.
+    A factor's size is the size of its dims by their scale, or `sizes[name]` where those differ. Dims that
+    differ without such a word are needed whole. An output without an input's factor is Partial(sum) in
+    it, unless `reductions[name]` says otherwise, output by output.
     """
     sizes = sizes or {}
     found: dict[str, int] = {}
+    longer: set[str] = set()
     given = list(zip(outputs, call.outputs, strict=True)) + list(zip(inputs, call.inputs, strict=True))
     for names, meta in given:
         if meta is None:
             continue
         assert len(names) == len(meta.shape), f"{call.node}: {names} for {meta}"
-        for name, size in zip(names, meta.shape, strict=True):
+        for (name, scale), size in zip(map(_scaled, names), meta.shape, strict=True):
             if name is not None and size != 1:
-                known = found.setdefault(name, sizes.get(name, size))
-                if known != size and name not in sizes:
-                    found[name] = 1
+                count = size // scale if size % scale == 0 else 1
+                known = found.setdefault(name, sizes.get(name, count))
+                if known != count:
+                    longer.add(name)
+                    if name not in sizes:
+                        found[name] = 1
     indices = {name: i for i, name in enumerate(n for n, size in found.items() if size > 1)}
 
     def dims(names: Named, meta: TensorMeta | None) -> Dims:
@@ -69,19 +80,28 @@ def assemble(
             return ()
         return tuple(
             indices.get(name) if name is not None and size != 1 else None
-            for name, size in zip(names, meta.shape, strict=True)
+            for (name, _), size in zip(map(_scaled, names), meta.shape, strict=True)
         )
+
+    def scales(several: Sequence[Named], metas: Sequence[TensorMeta | None]) -> tuple[tuple[int, ...], ...]:
+        of = tuple(tuple(_scaled(n)[1] for n in names) if m else () for names, m in zip(several, metas, strict=True))
+        return of if any(scale != 1 for each in of for scale in each) else ()
 
     input_dims = tuple(map(dims, inputs, call.inputs))
     output_dims = tuple(map(dims, outputs, call.outputs))
     factors = []
     for name, i in indices.items():
         read = any(i in carried for carried in input_dims)
+        unpadded = name in even or name in longer or name in (least or {}) or (name in expands and name not in uneven)
         stated = (reductions or {}).get(name, ("sum" if read else "",) * len(output_dims))
         reduced = tuple("" if i in carried else r for carried, r in zip(output_dims, stated, strict=True))
         factors.append(
-            Factor(name, found[name], reduced, name in expands, name in contiguous, (least or {}).get(name, 1))
-        )
+            Factor(
+                name, found[name], reduced, expands=name in expands, contiguous=name in contiguous,
+                least=(least or {}).get(name, 1),
+                even=unpadded,
+            )
+        )  # fmt: skip
     return OpRule(
         factors=tuple(factors),
         inputs=input_dims,
@@ -90,7 +110,15 @@ def assemble(
         flops=flops,
         contraction=contraction,
         moves_nothing=moves_nothing,
+        elementwise=elementwise,
+        padding=tuple((i, indices[name], value) for (i, name), value in (padding or {}).items() if name in indices),
+        input_scales=scales(inputs, call.inputs),
+        output_scales=scales(outputs, call.outputs),
     )
+
+
+def _scaled(name: Name) -> tuple[str | None, int]:
+    return name if isinstance(name, tuple) else (name, 1)
 
 
 def _summable(call: Call, linear: Linear) -> Linear:
@@ -192,6 +220,7 @@ def contraction_flops(inputs: Sequence[Named], outputs: Sequence[Named], call: C
     for names, meta in (*zip(inputs, call.inputs, strict=True), *zip(outputs, call.outputs, strict=True)):
         if meta is not None:
             for name, size in zip(names, meta.shape, strict=True):
-                if name is not None:
-                    sizes[name] = max(size, sizes.get(name, 1))
+                label, scale = _scaled(name)
+                if label is not None:
+                    sizes[label] = max(size // scale, sizes.get(label, 1))
     return 2.0 * math.prod(sizes.values())
