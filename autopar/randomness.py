@@ -93,9 +93,9 @@ def _chunks(key: torch.Tensor, part: _Part, word: int) -> Iterator[tuple[int, in
     step = strides[-1] if inner > chunk else 0  # then the row is one loop, and goes on for longer than a chunk
     rows, rows_at_once = size // inner, max(1, chunk // inner)
     room = torch.empty((2, min(rows, rows_at_once), row.numel()), dtype=torch.int32, device=device)
-    if word:
-        key = key + word * torch.tensor((0x3C6EF372, 0x1B873593), dtype=torch.int32, device=device)
     first, second = key.unbind()
+    if word:
+        first, second = first + _int32(word * 0x3C6EF372), second + _int32(word * 0x1B873593)
     hashed = _wrapped(row * _WEYL) + first
     for top in range(0, rows, rows_at_once):
         bottom = min(rows, top + rows_at_once)

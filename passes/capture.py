@@ -28,8 +28,10 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, Ref, TensorMeta, references
@@ -371,7 +373,7 @@ class _Step(nn.Module):
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with _written(self.model, self.replaced):
+        with _written(self.model, self.replaced), _VisibleWeights():
             output = self.model(*args, **kwargs)
         if self.loss_fn[0] is not None:
             output = self.loss_fn[0](output)
@@ -428,6 +430,19 @@ class _Replaced(Exception):
     def __init__(self, names: set[str]) -> None:
         super().__init__(names)
         self.names = names
+
+
+class _VisibleWeights(TorchFunctionMode):
+    """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA)
+    drop by a generator of their own, and never show the weights whose index decides."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
+            return compat.plain_attention(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

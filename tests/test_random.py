@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import randomness
+from autopar import compat, randomness
 from autopar.api import Planner
 from autopar.passes.bucket import bucket
 from autopar.passes.capture import capture
@@ -338,6 +338,68 @@ def test_each_operator_has_a_key_of_its_own() -> None:
     assert planned.space.repeats
     program = planned.program(planned.plan(solver="dp"))
     assert [i.inputs[0] for i in program.forward if i.op == "autopar.dropout.default"] == read[0]
+
+
+class Attention(nn.Module):
+    """Two attentions, with and without dropout of the weights, on whatever kernel there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(16, 3 * 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        dropped = F.scaled_dot_product_attention(q, k, v, None, 0.1)
+        return F.scaled_dot_product_attention(q, k, dropped).sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_shows_the_weights_that_it_drops(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    graph = seeds(capture(Attention(), (torch.randn(2, 8, 16),), device_type=device).graph)
+    ops = [node.op for node in graph.nodes if not node.backward]
+    assert ops.count("autopar.dropout.default") == 1
+    assert sum("_scaled_dot_product" in op for op in ops) == 1
+
+
+MASK = torch.ones(8, 8, dtype=torch.bool).tril()
+MASK[3] = False  # a query that sees nothing
+
+
+@pytest.mark.parametrize(
+    ("heads", "given"),
+    [
+        (4, {}),
+        (4, {"attn_mask": MASK}),
+        (4, {"attn_mask": torch.linspace(-1, 1, 64).view(8, 8)}),
+        (4, {"is_causal": True, "scale": 0.3}),
+        (2, {"enable_gqa": True, "attn_mask": MASK}),
+    ],
+    ids=["plain", "bool mask", "float mask", "causal", "grouped heads"],
+)
+def test_attention_in_parts_is_attention(heads: int, given: dict[str, Any]) -> None:
+    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, heads, 8, 16), torch.randn(2, heads, 8, 16)
+    torch.testing.assert_close(
+        compat.plain_attention(q, k, v, **given), F.scaled_dot_product_attention(q, k, v, **given)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_draws_the_same_bits() -> None:
+    here, there = (keys(torch.tensor([5], device=device), 2)[1] for device in ("cpu", "cuda"))
+    assert torch.equal(here, there.cpu())
+    x = torch.ones(3, 1000)
+    for part in ((None, None, 0), ((30, 100), (70, 1), 11), ((3000,), (1 << 21,), 5)):
+        assert torch.equal(
+            randomness.dropout(here, x, 0.3, *part)[1], randomness.dropout(there, x.cuda(), 0.3, *part)[1].cpu()
+        )
+        for function, dtype in itertools.product(
+            (randomness.uniform, randomness.normal), (torch.float32, torch.float64)
+        ):
+            one, other = function(here, (3000,), dtype, *part), function(there, (3000,), dtype, *part).cpu()
+            torch.testing.assert_close(one, other)
 
 
 class Sum(nn.Module):
