@@ -66,3 +66,12 @@ def test_the_products_of_attention_are_counted() -> None:
     call, _ = make_call(FLASH, tuple(tensors(4, 4, 6, 12)), {})
     rule = rule_of(call)
     assert rule is not None and rule.flops == 2 * 2 * 2 * 4 * 6 * 12 * 4
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_grouped_heads_are_split_with_the_heads_of_their_keys(key_heads: int) -> None:
+    """One head of keys for all is whole, and its gradient a sum."""
+    for causal in (False, True):
+        for report in check(*tensors(8, key_heads, 6, 6), causal):
+            assert set(report.factors) == {"b", "h", "q", "k"}
+    check(*tensors(8, key_heads, 4, 6), False, attn_mask=torch.randn(2, 8, 4, 6, dtype=torch.float64))

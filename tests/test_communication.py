@@ -168,7 +168,7 @@ def test_embedding_with_the_vocabulary_split() -> None:
 # ------------------------------------------------------------------------------------- the sequence split
 
 
-BATCH, SEQUENCE, STATE, HEADS, KEY_HEADS, HEAD = 2, 20, 24, 4, 2, 8
+BATCH, SEQUENCE, STATE, HEADS, KEY_HEADS, HEAD = 5, 20, 24, 4, 2, 8
 
 
 class Attention(nn.Module):
@@ -206,9 +206,11 @@ def test_attention_with_the_sequence_split(key_heads: int, causal: bool) -> None
     assert found == expected
 
 
-def test_attention_with_the_heads_split() -> None:
-    """One all-reduce, of what the heads add to the output."""
-    found = collectives(attention(HEADS, True), {"tp": 2}, splitting(HEADS * HEAD, HEADS))
+@pytest.mark.parametrize("key_heads", [HEADS, KEY_HEADS])
+def test_attention_with_the_heads_split(key_heads: int) -> None:
+    """One all-reduce, of what the heads add to the output; grouped heads go with the heads of their keys."""
+    periods = splitting(HEADS * HEAD, HEADS, key_heads * HEAD, key_heads)
+    found = collectives(attention(key_heads, True), {"tp": 2}, periods)
     assert found == {("all_reduce", "tp", BATCH * SEQUENCE * STATE * FLOAT): 1}
 
 
@@ -229,8 +231,8 @@ class Pooled(nn.Module):
 PICKS: dict[str, tuple[list[int], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     "the first token": ([], lambda states, tokens: states[:, 0]),
     "the last token": ([], lambda states, tokens: states[:, -1:]),
-    "the largest": ([16, 16], lambda states, tokens: states[torch.arange(BATCH), tokens.argmax(-1)]),
-    "by gather": ([16, 16], lambda states, tokens: states.take_along_dim(tokens.argmax(-1)[:, None, None], 1)),
+    "the largest": ([40, 40], lambda states, tokens: states[torch.arange(BATCH), tokens.argmax(-1)]),
+    "by gather": ([40, 40], lambda states, tokens: states.take_along_dim(tokens.argmax(-1)[:, None, None], 1)),
     "by index_select": ([8, 8], lambda states, tokens: states.index_select(1, tokens[0].argmax(0)[None])),
 }
 """What is picked, and the bytes of the two all-reduces that find its place."""

@@ -942,7 +942,7 @@ def test_attention_with_dropout_has_no_rule() -> None:
         assert (rule_of(Call(node, metas, outputs)) is not None) == known
 
 
-def test_grouped_heads_of_attention_are_whole() -> None:
+def test_grouped_heads_of_attention_are_split_with_those_of_keys() -> None:
     query, key = TensorMeta((2, 8, 6, 4), torch.float32), TensorMeta((2, 4, 6, 4), torch.float32)
     node = Node(
         op="aten._scaled_dot_product_flash_attention.default",
@@ -951,7 +951,8 @@ def test_grouped_heads_of_attention_are_whole() -> None:
     )
     rule = rule_of(Call(node, (query, key, key), (query, TensorMeta((2, 8, 6), torch.float32), *[None] * 7)))
     assert rule is not None
-    assert [f.name for f in rule.factors] == ["b", "q"]
+    assert {f.name: f.size for f in rule.factors} == {"b": 2, "h": 4, "q": 6}
+    assert rule.input_scales == ((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))
 
 
 CUDA_RULES = {

@@ -1,8 +1,9 @@
 """Attention: what can be split, and what a shard of queries or keys does.
 
-Batch and heads are split as they are. Queries are split with keys and values whole (context parallel): under
-a causal mask each rank takes its own rows of the mask, which it writes out. Keys and values are split with
-queries whole: each rank attends to its keys, and the parts are weighted by their sums of exponentials.
+Batch and heads are split as they are; of grouped heads, several of queries go with one of keys. Queries are
+split with keys and values whole (context parallel): under a causal mask each rank takes its own rows of the
+mask, which it writes out. Keys and values are split with queries whole: each rank attends to its keys, and the
+parts are weighted by their sums of exponentials.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Mapping
 
 import torch
 
-from ..graph import Ref
+from ..graph import Ref, TensorMeta
 from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
 from .rule import Call, Emitter, OpRule
-from .template import Linear, Named, assemble, parse, roles
+from .template import Linear, Name, Named, assemble, parse, roles
 
 
 def attention(
@@ -43,14 +44,13 @@ def attention(
         causal = call.argument("is_causal")
         whole: tuple[str, ...] = ("q", "k") if causal and ("attn_mask" in metas or not masked) else ()
         inputs, outputs = template.bind(call)
-        # grouped heads of queries and of keys would need different periods
-        whole += ("h",) if metas["query"].shape[1] != metas["key"].shape[1] else ()
+        heads = metas["key"].shape[1]
         # what a forward op makes beside its output (for random numbers) is the same on all ranks
         free = {} if products > 2 else dict.fromkeys("bhq", ("",) * len(call.outputs))
         return assemble(
             call,
-            [_named(names, whole) for names in inputs],
-            [_named(names, whole) for names in outputs],
+            [_named(names, meta, heads, whole) for names, meta in zip(inputs, call.inputs, strict=True)],
+            [_named(names, meta, heads, whole) for names, meta in zip(outputs, call.outputs, strict=True)],
             linear=template.positions(call, linear),
             reductions={**free, **(reductions or {})},
             expands=(*expands, *masked) if causal else expands,
@@ -62,9 +62,15 @@ def attention(
     return rule
 
 
-def _named(names: Named, whole: tuple[str, ...]) -> Named:
-    """The names, with None for those that have to be whole."""
-    return [None if name in whole else name for name in names]
+def _named(names: Named, meta: TensorMeta | None, heads: int, whole: tuple[str, ...]) -> Named:
+    """The names, with None for those that have to be whole. Several heads of queries go with one of keys."""
+
+    def named(name: Name, size: int) -> Name:
+        if name == "h" and heads > 1 and size not in (1, heads):
+            return ("h", size // heads)
+        return None if name in whole else name
+
+    return list(map(named, names, meta.shape if meta else ()))
 
 
 def _causal_mask(emitter: Emitter, local: LocalCall, dtype: torch.dtype) -> Ref:
