@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
-from autopar.layout import Layout, Partial, Replicate, Shape, describe, local_shape, pad, valid_shape
+from autopar.layout import Layout, Partial, Replicate, Shape, describe, is_chunked, local_shape, pad, valid_shape
 from autopar.passes.capture import Captured
 from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.randomness import keys
@@ -127,7 +127,7 @@ class ParallelModule(nn.Module):
     def input_placements(self) -> dict[str, tuple[Placement, ...]]:
         """Path of each input ("kwargs.input_ids") -> the placements as which a DTensor need not be redistributed."""
         state = _state(self)
-        return {i.target: state.placements(i) for i in state.program.inputs if i.role == "input"}
+        return {i.target: state.input_placements(i) for i in state.program.inputs if i.role == "input"}
 
     def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
         """Give values to parameters and buffers that are on `meta`, whole tensor by whole tensor, of which
@@ -287,6 +287,12 @@ class _State:
         assert value.meta is not None
         return placements_of(value.layout, value.meta.shape, self.program.mesh)
 
+    def input_placements(self, i: ProgramInput) -> tuple[Placement, ...]:
+        """Uneven shards that are not those of torch are cut from the whole."""
+        if is_chunked(i.meta.shape, i.layout, self.program.mesh):
+            return self.placements(i)
+        return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
+
     def shard(self, name: str, whole: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         """The parameter of this name as a DTensor, from its whole value, in memory of its own."""
         layout, mesh = self.layout(name), self.program.mesh
@@ -359,9 +365,10 @@ class _State:
         there already."""
         shape = tuple(value.shape)
         wanted = placements_of(layout, shape, self.program.mesh)
-        if value.device_mesh == self.mesh and value.placements == wanted:
+        as_in_torch = is_chunked(shape, layout, self.program.mesh)
+        if value.device_mesh == self.mesh and value.placements == wanted and as_in_torch:
             return local_tensor(value).contiguous()
-        if value.device_mesh != self.mesh or is_strided(wanted):
+        if value.device_mesh != self.mesh or is_strided(wanted) or not as_in_torch:
             # torch's redistribution to strided shards is not to be relied on
             part = local_slice(value.full_tensor(), layout, self.program.mesh, self.coordinate)
             return unpadded(part, shape, layout, self.program.mesh, self.coordinate)

@@ -19,16 +19,15 @@ from models import CASES, assert_close, assert_same, case, eager, on_ranks, simu
 from ranks import run as _run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
 from autopar.api import Planner
-from autopar.layout import local_shape
+from autopar.layout import local_shape, valid_shape
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.program import Program
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.placements import local_slice
 
 pytest.importorskip("transformers")
 
@@ -170,6 +169,8 @@ def step_and_train(name: str, mesh: dict[str, int], solver: str, clip: float | N
         ("gpt2", {"dp": 2, "tp": 2}, "fsdp", 0.5),
         ("llama tied", {"dp": 1, "tp": 4}, "dp", None),
         ("llama", {"a": 4}, "ilp", None),
+        ("gpt2 of odd sizes", {"a": 4}, "fsdp", 0.5),
+        ("gpt2 of odd sizes", {"dp": 2, "tp": 2}, "megatron", None),
         ("mlp with loss_fn", {"a": 4}, "ddp", 0.01),
         ("mlp with loss_fn", {"dp": 2, "tp": 2}, "dp", None),
     ],
@@ -218,9 +219,9 @@ def test_a_model_without_loss_takes_gradients_into_its_outputs(solver: str) -> N
         assert_same(models.Step(outputs=found["outputs"], gradients=found["gradients"]), expected)
 
 
-def slices_of_a_loader(mesh: dict[str, int], solver: str) -> dict[str, Any]:
+def slices_of_a_loader(name: str, mesh: dict[str, int], solver: str) -> dict[str, Any]:
     """Each rank loads what `input_placements` says, no more, and hands it over as a DTensor."""
-    made = case("llama")
+    made = case(name)
     module = parallel(made, mesh, solver)
     wanted = module.input_placements
     program = module.program
@@ -228,26 +229,28 @@ def slices_of_a_loader(mesh: dict[str, int], solver: str) -> dict[str, Any]:
     kwargs = {}
     for name, value in made.kwargs.items():
         layout, shape = layouts[f"kwargs.{name}"]
-        local = local_slice(value, layout, program.mesh, tuple(module.mesh.get_coordinate() or ()))
-        assert local.shape == local_shape(shape, layout, program.mesh)
-        kwargs[name] = DTensor.from_local(local, module.mesh, wanted[f"kwargs.{name}"], run_check=False)
+        given = distribute_tensor(value, module.mesh, wanted[f"kwargs.{name}"], src_data_rank=None)
+        coordinate = tuple(module.mesh.get_coordinate() or ())
+        assert given.to_local().shape == valid_shape(shape, layout, program.mesh, coordinate)
+        kwargs[name] = given
     loss = module(**kwargs).loss
     loss.backward()
     gradients = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), "gradients": gradients, "inputs": {k: str(v) for k, v in wanted.items()}}
 
 
-def test_a_loader_hands_over_its_own_slice() -> None:
-    expected = reference("llama")
-    for found in run(4, slices_of_a_loader, {"dp": 2, "tp": 2}, "megatron"):
+@pytest.mark.parametrize(("name", "solver"), [("llama", "megatron"), ("gpt2 of odd sizes", "ddp")])
+def test_a_loader_hands_over_its_own_slice(name: str, solver: str) -> None:
+    expected = reference(name)
+    for found in run(4, slices_of_a_loader, name, {"dp": 2, "tp": 2}, solver):
         assert_close(found["loss"], next(v for v in expected.outputs.values() if v.dim() == 0), "loss")
         for name, gradient in expected.gradients.items():
             assert_close(found["gradients"][name], gradient, name)
         assert "Shard(dim=0)" in found["inputs"]["kwargs.input_ids"]
 
 
-def save_and_train(folder: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
-    made = case("gpt2")
+def save_and_train(name: str, folder: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
+    made = case(name)
     module = parallel(made, mesh, "fsdp")
     optimizer = models.adamw(module)
     models.train(module, optimizer, made, range(3))
@@ -257,9 +260,9 @@ def save_and_train(folder: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]
     return {name: whole(p).detach() for name, p in module.named_parameters()}
 
 
-def load_and_train(folder: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
+def load_and_train(name: str, folder: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     """On another mesh, with another plan."""
-    made = case("gpt2")
+    made = case(name)
     module = parallel(made, mesh, "megatron")
     with torch.no_grad():
         for parameter in module.parameters():
@@ -284,9 +287,10 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {name: dict(optimizer.state[parameter]) for name, parameter in module.named_parameters()}
 
 
-def test_a_run_resumes_from_a_checkpoint_on_another_mesh_with_another_plan(tmp_path: Path) -> None:
-    before = run(4, save_and_train, str(tmp_path), {"dp": 2, "tp": 2})
-    after = run(2, load_and_train, str(tmp_path), {"tp": 2})
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 of odd sizes"])
+def test_a_run_resumes_from_a_checkpoint_on_another_mesh_with_another_plan(name: str, tmp_path: Path) -> None:
+    before = run(4, save_and_train, name, str(tmp_path), {"dp": 2, "tp": 2})
+    after = run(2, load_and_train, name, str(tmp_path), {"tp": 2})
     for name, parameter in before[0].items():
         assert_close(after[0][name], parameter, name, 1e-4)
 
