@@ -72,6 +72,24 @@ SAME = [
     ("transposed", {"source": (2, 4, 12), "weight": (4, 3, 3), "padding": [1], "transposed": True}),
     ("transposed 3D", {"source": (2, 2, 4, 4, 4), "weight": (2, 4, 1, 3, 3), "padding": [0, 1, 1], "transposed": True}),
     ("depthwise", {"source": (2, 4, 8, 6), "weight": (4, 1, 3, 3), "padding": [1, 1], "groups": 4}),
+    ("strided", {"source": (2, 3, 24), "weight": (4, 3, 3), "stride": [2], "padding": [1]}),
+    ("stem", {"source": (2, 3, 24, 16), "weight": (4, 3, 7, 7), "stride": [2, 2], "padding": [3, 3], "bias": False}),
+    ("patches", {"source": (2, 3, 24, 8), "weight": (4, 3, 4, 2), "stride": [4, 2]}),
+    ("shortcut", {"source": (2, 4, 12, 8), "weight": (4, 4, 1, 1), "stride": [2, 2], "bias": False}),
+    ("strided, dilated", {"source": (2, 2, 24), "weight": (4, 2, 3), "stride": [3], "padding": [2], "dilation": [2]}),
+    ("doubled", {"source": (2, 4, 12, 8), "weight": (4, 3, 2, 2), "stride": [2, 2], "transposed": True}),
+    ("doubled, 4 wide", {"source": (2, 4, 12), "weight": (4, 3, 4), "stride": [2], "padding": [1], "transposed": True}),
+    (
+        "output padding",
+        {"source": (2, 4, 12), "weight": (4, 3, 3), "stride": [2], "padding": [1], "longer": [1], "transposed": True},
+    ),
+    ("1 wide, longer", {"source": (2, 4, 12), "weight": (4, 3, 1), "stride": [2], "longer": [1], "transposed": True}),
+    ("groups", {"source": (2, 8, 12), "weight": (12, 2, 3), "padding": [1], "groups": 4}),
+    (
+        "groups, transposed",
+        {"source": (2, 8, 12), "weight": (8, 3, 4), "stride": [2], "padding": [1], "groups": 4, "transposed": True},
+    ),
+    ("depthwise, two each", {"source": (2, 4, 12), "weight": (8, 1, 3), "padding": [1], "groups": 4}),
     ("first layer", {"source": (2, 3, 12), "weight": (4, 3, 3), "padding": [1], "mask": (False, True)}),
     ("frozen weight", {"source": (2, 3, 12, 8), "weight": (4, 3, 3, 3), "padding": [1, 1], "mask": (True, False)}),
 ]
@@ -141,6 +159,38 @@ def test_only_edge_rows_travel() -> None:
     assert backward(False, False, True) == []
 
 
+def test_edge_rows_of_strided_convolutions() -> None:
+    """A stride of 2 needs one row of the shard before, none of the one after; transposed, 4 wide, one of each."""
+    rest: tuple[Any, ...] = ([2], [1], [1], False, [0], 1)
+    made = emission("aten.convolution.default", numbers(2, 3, 8), numbers(4, 3, 3), None, *rest, split=["s0"])
+    assert communicated(made) == [("shift", (2, 3, 1))]
+    rest = ([2], [1], [1], True, [0], 1)
+    x, w, b = numbers(2, 3, 8), numbers(3, 4, 4), numbers(4)
+    made = emission("aten.convolution.default", x, w, b, *rest, split=["s0"])
+    assert communicated(made) == [("shift", (2, 4, 1))] * 2
+    gradients = (numbers(2, 4, 16), x, w, [4], *rest, [True, True, True])
+    made = emission("aten.convolution_backward.default", *gradients, split=["s0"])
+    assert communicated(made) == [("shift", (2, 4, 1))] * 2
+
+
+@pytest.mark.parametrize("channels", [3, 6])
+def test_indices_of_maxima_count_in_the_whole_plane(channels: int) -> None:
+    x = numbers(2, channels, 8, 12)
+    values, indices = torch.ops.aten.max_pool2d_with_indices(x, [2, 3], [2, 3])
+    forward = check_rule("aten.max_pool2d_with_indices.default", x, [2, 3], [2, 3])
+    rest = ([2, 3], [2, 3], [0, 0], [1, 1], False, indices)
+    backward = check_rule("aten.max_pool2d_with_indices_backward.default", numbers(*values.shape), x, *rest)
+    assert {"s0", "s1"} <= set(forward.factors) and {"s0", "s1"} <= set(backward.factors)
+    overlapping = check_rule("aten.max_pool2d_with_indices.default", x, [3, 3], [2, 3], [1, 0])
+    assert "s0" not in overlapping.factors and "s1" in overlapping.factors
+
+
+def test_pools_exchange_nothing() -> None:
+    x = numbers(2, 4, 8, 12)
+    for op, *rest in (("max_pool2d_with_indices", [2, 2]), ("avg_pool2d", [2, 2]), ("_adaptive_avg_pool2d", [4, 2])):
+        assert communicated(emission(f"aten.{op}.default", x, *rest, split=["s0", "s1"])) == []
+
+
 def test_a_kernel_of_one_row_exchanges_nothing() -> None:
     rest: tuple[Any, ...] = ([1, 1], [0, 1], [1, 1], False, [0, 0], 1)
     made = emission("aten.convolution.default", numbers(2, 3, 8, 6), numbers(4, 3, 1, 3), None, *rest, split=["s0"])
@@ -183,7 +233,7 @@ def test_group_norm_reduces_two_numbers_a_group_and_sample() -> None:
 
     assert forward("s0") == [("all_reduce", (2, 4, 2))]
     assert forward("n", "s0") == [("all_reduce", (2, 2, 2))]
-    assert forward("n") == []
+    assert forward("n") == forward("g") == []
     _, mean, scale = torch.ops.aten.native_group_norm(x, w, b, *sizes, 1e-5)
 
     def backward(*split: str, mask: tuple[bool, ...] = (True, True, True)) -> list[tuple[str, tuple[int, ...]]]:
@@ -191,7 +241,7 @@ def test_group_norm_reduces_two_numbers_a_group_and_sample() -> None:
         return communicated(emission("aten.native_group_norm_backward.default", *arguments, split=split))
 
     assert backward("s0") == [("all_reduce", (2, 4, 2))]
-    assert backward("n") == backward("s0", mask=(False, True, True)) == []
+    assert backward("n") == backward("g") == backward("s0", mask=(False, True, True)) == []
 
 
 def test_batch_norm_far_from_zero() -> None:

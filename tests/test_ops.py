@@ -276,6 +276,16 @@ for _kind, _dims in itertools.product(("reflection", "replication"), (1, 2, 3)):
         return (gradient, source, padding), {}
 
 
+@example("pixel_shuffle")
+def _pixel_shuffle(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.one_of([4], []), 4 * draw.one_of(4, 6), draw.one_of(4, 6), 5), 2), {}
+
+
+@example("pixel_unshuffle")
+def _pixel_unshuffle(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.one_of([4], []), draw.one_of(4, 6), draw.one_of(8, 12), 6), 2), {}
+
+
 # attention
 
 

@@ -20,13 +20,7 @@ from .expansions import LocalCall, Results
 from .families import EACH, FIRST, has
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
-from .template import Linear, Named, assemble, roles
-
-Name = str | None
-
-
-def scaled(name: str, times: int) -> Name:
-    return name if times == 1 else None
+from .template import Linear, Name, Named, assemble, roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +74,8 @@ def convolution(call: Call) -> OpRule:
     assert target is not None
     coarse, fine = (source, target) if transposed else (target, source)
 
-    into: Name = scaled("g", source.shape[1] // groups) if groups > 1 else "c"
-    out: Name = scaled("g", target.shape[1] // groups) if groups > 1 else "o"
-    if groups > 1 and (into is None or out is None):
-        into = out = None
+    into: Name = ("g", source.shape[1] // groups) if groups > 1 else "c"
+    out: Name = ("g", target.shape[1] // groups) if groups > 1 else "o"
     first, second = (into, out) if transposed else (out, into)
     kernel: Named = [first, second if groups == 1 else None, *([None] * (len(weight.shape) - 2))]
     coarse_dims: list[Name] = []
@@ -93,10 +85,8 @@ def convolution(call: Call) -> OpRule:
     for i, window in enumerate(windows(call)):
         in_step = fine.shape[2 + i] == window.stride * coarse.shape[2 + i]
         coarse_dims.append(f"s{i}" if in_step else None)
-        fine_dims.append(scaled(f"s{i}", window.stride) if in_step else None)
-        if in_step and fine_dims[-1] is None:
-            coarse_dims[-1] = None
-        elif in_step and (window.before or window.after):
+        fine_dims.append((f"s{i}", window.stride) if in_step else None)
+        if in_step and (window.before or window.after):
             halos.append(f"s{i}")
             least[f"s{i}"] = window.coarse_rows
     source_dims, target_dims = (coarse_dims, fine_dims) if transposed else (fine_dims, coarse_dims)

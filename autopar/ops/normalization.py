@@ -13,12 +13,11 @@ import torch
 
 from ..graph import Ref, TensorMeta
 from ..layout import Shape
-from .convolution import Name, scaled
 from .expansions import LocalCall, Results
 from .families import FIRST, has
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
-from .template import Named, assemble, roles
+from .template import Name, Named, assemble, roles
 
 CHANNEL = "c"
 NARROW = (torch.bfloat16, torch.float16)
@@ -191,16 +190,15 @@ def _input_gradient(
 
 def _grouped(call: Call, size: int) -> list[Name]:
     """Batch, channels in whole groups, and spatial dims."""
-    return ["n", scaled("g", size), *(f"s{i}" for i in range(len(call.inputs[0].shape) - 2))]
+    return ["n", ("g", size), *(f"s{i}" for i in range(len(call.inputs[0].shape) - 2))]
 
 
 def group_norm(call: Call) -> OpRule:
     """native_group_norm -> output, mean and inverse deviation [n, groups]. Spatial dims expand."""
     names = _grouped(call, call.argument("C") // call.argument("group"))
     spatial = [name for name in names[2:] if isinstance(name, str)]
-    statistics = ["n", "g" if names[1] else None]
     weights: list[Named] = [[names[1]]] * (len(call.inputs) - 1)
-    outputs: list[Named] = [names, statistics, statistics]
+    outputs: list[Named] = [names, ["n", "g"], ["n", "g"]]
     return assemble(
         call, [names, *weights], [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
         expands=spatial, reductions={name: ("", "", "") for name in spatial},
@@ -211,8 +209,7 @@ def group_norm_backward(call: Call) -> OpRule:
     """native_group_norm_backward. Only the gradient of the input takes sums over a group."""
     names = _grouped(call, call.argument("C") // call.argument("group"))
     spatial = [name for name in names[2:] if isinstance(name, str)]
-    statistics = ["n", "g" if names[1] else None]
-    dims: dict[str, Named] = {"mean": statistics, "rstd": statistics, "weight": [names[1]]}
+    dims: dict[str, Named] = {"mean": ["n", "g"], "rstd": ["n", "g"], "weight": [names[1]]}
     outputs: list[Named] = [names, [names[1]], [names[1]]]
     return assemble(
         call, [dims.get(role, names) for role in roles(call)],

@@ -8,12 +8,11 @@ from typing import Any
 
 from ..graph import Ref, TensorMeta
 from ..layout import Shape
-from .convolution import Name, scaled
 from .expansions import LocalCall, Results
 from .families import FIRST, Rule, has
 from .local import Arguments, Local, replaced
 from .rule import Call, Emitter, OpRule
-from .template import Linear, Named, assemble, roles
+from .template import Linear, Name, Named, assemble, roles
 
 
 def _leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
@@ -46,9 +45,8 @@ def pooled(spatial: int, windows: str = "kernel_size") -> Rule:
         for i in range(spatial):
             size, count = fine.shape[i - spatial], coarse.shape[i - spatial]
             follows = size % count == 0 and (windows == "output_size" or _follow(call, spatial, i, size // count))
-            free = follows and scaled(f"s{i}", size // count) is not None
-            fine_dims.append(scaled(f"s{i}", size // count) if free else None)
-            coarse_dims.append(f"s{i}" if free else None)
+            fine_dims.append((f"s{i}", size // count) if follows else None)
+            coarse_dims.append(f"s{i}" if follows else None)
             split.append(f"s{i}")
         inputs = [fine_dims if role == "self" else coarse_dims for role in metas]
         outputs = [(fine_dims if backward else coarse_dims) if meta else () for meta in call.outputs]
@@ -132,5 +130,21 @@ def max_pool_backward(emitter: Emitter, local: LocalCall) -> Results:
     strides = _strides(whole[-spatial:])
     for first in _firsts(emitter, local, plane, strides):
         indices = emitter.op("aten.sub.Tensor", indices, first)
+    # padding (of other dims) was filled with 0, which is not in every rank's plane
+    indices = emitter.op("aten.clamp.default", indices, 0)
     indices = _renumbered(emitter, indices, strides, _strides(plane))
     return (local.result(emitter, *arguments, indices, **dict(local.kwargs)),)
+
+
+def shuffled(*, up: bool) -> Rule:
+    """pixel_shuffle [*, c r^2, h, w] -> [*, c, h r, w r], and (not `up`) its inverse."""
+
+    def rule(call: Call) -> OpRule:
+        (source,) = call.inputs
+        factor = call.argument("upscale_factor" if up else "downscale_factor")
+        *batch, channels = _leading(source, 2)
+        deep: Named = [*batch, (channels, factor * factor), "s0", "s1"]
+        wide: Named = [*batch, channels, ("s0", factor), ("s1", factor)]
+        return assemble(call, [deep if up else wide], [wide if up else deep], linear=FIRST)
+
+    return rule

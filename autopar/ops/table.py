@@ -169,6 +169,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         pooling.resampled(2), local.shape_of_output("input_size"))),
     **_aten("upsample_nearest3d_backward upsample_trilinear3d_backward", Entry(
         pooling.resampled(3), local.shape_of_output("input_size"))),
+    **_aten("pixel_shuffle", Entry(pooling.shuffled(up=True))),
+    **_aten("pixel_unshuffle", Entry(pooling.shuffled(up=False))),
 
     # attention: query, key, value, mask -> output, logsumexp, and what random numbers need
     **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(
