@@ -272,7 +272,7 @@ Batch = dict[str, torch.Tensor]
 
 @functools.cache
 def example(name: str) -> tuple[nn.Module, Batch]:
-    """A model of the examples with a batch of 8."""
+    """A model of the examples with a batch of 8, or, "uneven", of 6 images of odd sizes."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         import resnet
@@ -280,9 +280,11 @@ def example(name: str) -> tuple[nn.Module, Batch]:
     finally:
         sys.path.remove(str(EXAMPLES))
     torch.manual_seed(0)
-    if name == "resnet":
-        return resnet.ResNet((1, 1), 8), resnet.batches(1, 8, 32)[0]
-    return unet.UNet((8, 16), *name.split()[1:]), unet.batches(1, 8, 16)[0]
+    model, *options = name.removesuffix(" uneven").split()
+    uneven = name.endswith("uneven")
+    if model == "resnet":
+        return resnet.ResNet((1, 1), 8), resnet.batches(1, 6 if uneven else 8, 40 if uneven else 32)[0]
+    return unet.UNet((8, 16), *options), unet.batches(1, 6 if uneven else 8, 20 if uneven else 16)[0]
 
 
 MODELS = ("resnet", "unet group conv conv", "unet batch pool nearest")
@@ -338,6 +340,13 @@ def test_models_under_presets_and_the_solver(name: str, mesh: dict[str, int]) ->
         check(name, mesh, made.program(made.plan(solver=solver)))
 
 
+@pytest.mark.parametrize("name", [f"{name} uneven" for name in MODELS])
+def test_models_with_a_batch_that_ranks_do_not_divide(name: str) -> None:
+    made = planner(name, {"a": 4})
+    check(name, {"a": 4}, made.program(made.plan(solver="ddp")))
+    check(name, {"a": 4}, bucket(codegen(made.space, plans.random_assignment(made.space, 0))))
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_under_random_plans(name: str, mesh: dict[str, int]) -> None:
@@ -358,7 +367,7 @@ def spatially(dim: int) -> Force:
     return force
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(f"{name} uneven" for name in MODELS)])
 def test_models_with_spatial_dims_split(name: str) -> None:
     for mesh, axes in (({"a": 4}, [0]), ({"dp": 2, "tp": 2}, [0, 1])):
         made = planner(name, mesh)

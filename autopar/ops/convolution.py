@@ -5,7 +5,7 @@ gradient of the input, it is the other way round. Where the fine dim is s times 
 belongs to the fine rows [s i, s (i + 1)). It touches, with padding p, dilation d and a kernel of k, the rows
 [s i - p, s i - p + d (k - 1)], so that a shard of the coarse rows needs p fine rows before its own and
 d (k - 1) - p - s + 1 after them: its halo. The neighbours have them; beyond the ends they are zeros, as the
-padding is.
+padding is, and as what is filled in for the rows that an uneven shard lacks.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def convolution(call: Call) -> OpRule:
         linear, expands, flops = FIRST, halos, flops * sum(meta is not None for meta in call.outputs[:2])
         reductions = {"c": ("sum", "", "")}
     return assemble(
-        call, inputs, outputs, linear=linear, expands=expands, contiguous=halos, least=least, reductions=reductions,
+        call, inputs, outputs, linear=linear, expands=expands, contiguous=halos, least=least, uneven=expands,
+        padding={(i, name): 0 for i in ((0,) if forward else (0, 1)) for name in halos}, reductions=reductions,
         flops=flops, contraction=True,
     )  # fmt: skip
 

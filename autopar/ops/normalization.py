@@ -47,7 +47,8 @@ def batch_norm(call: Call) -> OpRule:
 
     outputs = [of(meta) for meta in call.outputs]
     return assemble(
-        call, [of(meta) for meta in call.inputs], outputs, expands=others if _trains(call) else (),
+        call, [of(meta) for meta in call.inputs], outputs, expands=others if _trains(call) else (), uneven=others,
+        padding={(0, name): 0 for name in others} if _trains(call) else None,
         reductions={name: ("",) * len(outputs) for name in others},
     )  # fmt: skip
 
@@ -65,8 +66,10 @@ def batch_norm_backward(call: Call) -> OpRule:
         return assemble(call, inputs, [names if gives_input else (), [CHANNEL], [CHANNEL]], linear=FIRST)
     outputs: list[Named] = [names, *([CHANNEL] if meta else () for meta in call.outputs[1:])]
     return assemble(
-        call, inputs, outputs, linear=FIRST, expands=others, reductions={name: ("", "", "") for name in others}
-    )
+        call, inputs, outputs, linear=FIRST, expands=others, uneven=others,
+        padding={(i, name): 0 for i in (0, 1) for name in others},
+        reductions={name: ("", "", "") for name in others},
+    )  # fmt: skip
 
 
 def _over(local: LocalCall) -> tuple[int, ...]:
@@ -98,11 +101,15 @@ def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, ax
     """Mean and variance (biased, float64) over local `dims` and the ranks of `axes`, of `count` elements in all.
 
     The shards' own means and variances are combined (Chan, Golub, LeVeque 1979) by summing E[x] and E[x^2] of
-    each: exact in float64 where the sums of single elements would cancel, and one all-reduce for both.
+    each: exact in float64 where the sums of single elements would cancel, and one all-reduce for both. Zeros that
+    fill an uneven shard add nothing to the sums, and are not counted; far from the mean as they are, they take
+    float64 from the start.
     """
-    shape = emitter.meta(source).shape
-    share = math.prod(shape[d] for d in dims) / count
-    variance, mean = emitter.ops("aten.var_mean.correction", _wide(emitter, source), dims, correction=0)
+    elements = math.prod(emitter.meta(source).shape[d] for d in dims)
+    share = elements / count
+    filled = elements * math.prod(map(emitter.ranks, axes)) != count
+    wide = _as(emitter, source, torch.float64) if filled else _wide(emitter, source)
+    variance, mean = emitter.ops("aten.var_mean.correction", wide, dims, correction=0)
     mean, variance = _as(emitter, mean, torch.float64), _as(emitter, variance, torch.float64)
     squares = emitter.op("aten.addcmul.default", variance, mean, mean)
     pair = [emitter.op("aten.mul.Scalar", moment, share) for moment in (mean, squares)]
@@ -201,7 +208,8 @@ def group_norm(call: Call) -> OpRule:
     outputs: list[Named] = [names, ["n", "g"], ["n", "g"]]
     return assemble(
         call, [names, *weights], [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
-        expands=spatial, reductions={name: ("", "", "") for name in spatial},
+        expands=spatial, uneven=spatial, padding={(0, name): 0 for name in spatial},
+        reductions={name: ("", "", "") for name in spatial},
     )  # fmt: skip
 
 
@@ -214,7 +222,8 @@ def group_norm_backward(call: Call) -> OpRule:
     return assemble(
         call, [dims.get(role, names) for role in roles(call)],
         [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
-        linear=FIRST, expands=spatial if call.argument("output_mask")[0] else (),
+        linear=FIRST, expands=spatial if call.argument("output_mask")[0] else (), uneven=spatial,
+        padding={(i, name): 0 for i in (0, 1) for name in spatial},
     )  # fmt: skip
 
 

@@ -52,7 +52,8 @@ def pooled(spatial: int, windows: str = "kernel_size") -> Rule:
         outputs = [(fine_dims if backward else coarse_dims) if meta else () for meta in call.outputs]
         return assemble(
             call, inputs, outputs, linear=() if indexed and not backward else FIRST,
-            expands=split if indexed else (), contiguous=split if indexed else (),
+            expands=split if indexed else (), contiguous=split if indexed else (), uneven=split,
+            padding={(0, name): 0 for name in split} if indexed and backward else None,
         )  # fmt: skip
 
     return rule

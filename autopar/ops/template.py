@@ -92,7 +92,7 @@ def assemble(
     factors = []
     for name, i in indices.items():
         read = any(i in carried for carried in input_dims)
-        unpadded = name in even or name in longer or name in (least or {}) or (name in expands and name not in uneven)
+        unpadded = name in even or name in longer or (name in expands and name not in uneven)
         stated = (reductions or {}).get(name, ("sum" if read else "",) * len(output_dims))
         reduced = tuple("" if i in carried else r for carried, r in zip(output_dims, stated, strict=True))
         factors.append(
