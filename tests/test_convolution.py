@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -360,8 +359,11 @@ def spatially(dim: int) -> Force:
     names = f"s{dim}", f"d{2 + dim}"
 
     def force(site: Site, choices: Sequence[AxisChoice]) -> Sequence[AxisChoice]:
-        factors = site.rule.factors if site.rule is not None else ()
-        found = [c for c in choices if c[0] == "S" and factors and factors[c[1]].name in names]
+        found: list[AxisChoice] = []
+        if site.rule is not None:
+            found = [c for c in choices if c[0] == "S" and site.rule.factors[c[1]].name in names]
+        elif site.kind in ("input", "border") and site.meta is not None and len(site.meta.shape) == 4:
+            found = [c for c in choices if c[0] == "S" and c[1] == 2 + dim]
         return found or [c for c in choices if c[0] != "S"]
 
     return force
@@ -369,12 +371,21 @@ def spatially(dim: int) -> Force:
 
 @pytest.mark.parametrize("name", [*MODELS, *(f"{name} uneven" for name in MODELS)])
 def test_models_with_spatial_dims_split(name: str) -> None:
-    for mesh, axes in (({"a": 4}, [0]), ({"dp": 2, "tp": 2}, [0, 1])):
+    for mesh, dims in (({"a": 4}, [0]), ({"dp": 2, "tp": 2}, [0, 1])):
         made = planner(name, mesh)
-        program = bucket(codegen(made.space, forced(made.space, *map(spatially, axes))))
-        kinds = Counter(kind for kind, _, _ in program.collectives())
-        assert kinds["shift"] >= 10
+        program = bucket(codegen(made.space, forced(made.space, *map(spatially, dims))))
+        assert sum(kind == "shift" for kind, _, _ in program.collectives()) >= 20
         check(name, mesh, program)
+
+
+def test_a_unet_with_rows_split_gathers_nothing() -> None:
+    """From the first convolution to the last gradient only edges travel, a row each, and sums: of statistics and of
+    the gradients of parameters."""
+    made = planner("unet group conv conv", {"a": 4})
+    program = bucket(codegen(made.space, forced(made.space, spatially(0))))
+    assert {kind for kind, _, _ in program.collectives()} == {"shift", "all_reduce"}
+    rows = {8 * channels * width * FLOAT for channels, width in ((3, 16), (8, 16), (16, 16), (16, 8))}
+    assert {size for kind, _, size in program.collectives() if kind == "shift"} == rows
 
 
 # ---------------------------------------------------------------------------------------- real ranks
