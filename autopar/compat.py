@@ -7,6 +7,7 @@ Importing it under another torch raises `ImportError`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 
 if TYPE_CHECKING:
-    from torch._subclasses import FakeTensorMode
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
@@ -33,13 +34,46 @@ if ".".join(torch.__version__.split(".")[:2]) not in SERVED:
 # ---------------------------------------------------------------------------------------------- fake tensors
 
 
+class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fakes with the dtypes that CPU kernels give. torch 2.13 has others for norms of a bfloat16 or float16 input
+    beside wider weights, as autocast makes them, and for running statistics in these dtypes."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = super().dispatch(func, types, args, kwargs)
+        if not isinstance(results, tuple) or not any(isinstance(r, torch.Tensor) and r.is_cpu for r in results):
+            return results
+        wanted = _norm_dtypes(str(func), args)
+        return tuple(
+            result
+            if dtype is None or result is None or result.dtype == dtype
+            else super(_Kernels, self).dispatch(torch.ops.aten._to_copy.default, types, (result,), {"dtype": dtype})
+            for result, dtype in itertools.zip_longest(results, wanted[: len(results)])
+        )
+
+
+def _norm_dtypes(op: str, args: Any) -> list[torch.dtype | None]:
+    """The dtypes of a norm's results, None where the fakes are right."""
+    if op in ("aten.native_layer_norm.default", "aten.native_group_norm.default"):
+        weight = args[2] if "layer" in op else args[1]
+        return [None, *[_wider(args[0], weight)] * 2]
+    if op.startswith(("aten.native_batch_norm.", "aten._native_batch_norm_legit")) and "no_training" not in op:
+        running = args[3:5] if isinstance(args[3], torch.Tensor) else (None, None)
+        return [None, *[_wider(args[0], args[1])] * 2, *(None if r is None else r.dtype for r in running)]
+    if op == "aten.native_group_norm_backward.default":
+        return [args[1].dtype, *[_wider(args[1], args[4])] * 2]
+    return []
+
+
+def _wider(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
+    return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
+
+
 def fake_mode() -> FakeTensorMode:
     """A fresh mode under which tensors have shapes and no data. Real tensors that a model closes
     over are let in (and become constants of the graph)."""
-    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
+    return _Kernels(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -110,12 +144,27 @@ def export_joint(
     calls with their module paths, and AOT autograd makes the functional joint graph of that record.
     """
     exported = torch.export.export(module, inputs, strict=False)
-    lifted = _Lifted(exported, mode, canonical)
+    tensors = (*inputs, *module.parameters(), *module.buffers())
+    lifted = _Lifted(exported, mode, canonical, next((t.device.type for t in tensors), "cpu"))
     with contextlib.ExitStack() as stack:
+        # forward enters the autocast context itself: backward runs outside of it, as eager's does
+        stack.enter_context(without_autocast(lifted.kind))
         from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
         joint = aot_export_joint_with_descriptors(stack, lifted, inputs)
         return _describe(joint.graph_module.graph, lifted)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ops take their operands as they are."""
+    if not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What an active autocast context casts to."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 class _Lifted(nn.Module):
@@ -124,8 +173,9 @@ class _Lifted(nn.Module):
     `ExportedProgram.module()` would do, slower, and gives a tied weight one input for each name.
     """
 
-    def __init__(self, exported: Any, mode: FakeTensorMode, canonical: Mapping[str, str]) -> None:
+    def __init__(self, exported: Any, mode: FakeTensorMode, canonical: Mapping[str, str], kind: str) -> None:
         super().__init__()
+        self.kind, self.autocast = kind, autocast_dtype(kind)
         from torch.export.graph_signature import InputKind, OutputKind
 
         # kept in a tuple, lest nn.Module register it as a submodule with names of its own
@@ -177,7 +227,8 @@ class _Lifted(nn.Module):
 
         values = [inputs[o] if isinstance(o, int) else getattr(self, o) for o in self.order]
         # the recorded nodes hand their module paths to what is traced from them
-        with preserve_node_meta():
+        cast = torch.autocast(self.kind, dtype=self.autocast, enabled=self.autocast is not None)
+        with preserve_node_meta(), cast:
             results = fx.Interpreter(self.body[0], garbage_collect_values=False).run(
                 *values, enable_io_processing=False
             )

@@ -66,6 +66,7 @@ class Captured:
     `tied` maps other names of a parameter or buffer to the name under which it stands in the graph.
     `constants` are tensors that the model closed over: graph inputs of role "buffer" by target.
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
+    `autocast` is the dtype of the `torch.autocast` context in which it was captured.
     """
 
     graph: JointGraph
@@ -78,6 +79,7 @@ class Captured:
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     training: bool
     without_gradient: tuple[str, ...] = ()
+    autocast: torch.dtype | None = None
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
@@ -130,6 +132,9 @@ def capture(
     output. Where gradients are disabled, or nothing requires any, the graph has no backward. An input that
     requires a gradient gets one.
 
+    An active `torch.autocast` context is recorded: its casts are operators of the graph, and stay in the program
+    whatever context that runs in.
+
     `device_type` is the device that the graph is traced for ("cuda" chooses other attention kernels than
     "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
 
@@ -177,6 +182,7 @@ def capture(
         constants=conversion.constants,
         training=model.training,
         without_gradient=missing,
+        autocast=compat.autocast_dtype(device_type or "cpu"),
     )
 
 

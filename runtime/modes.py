@@ -1,9 +1,9 @@
 """Programs for the modes that a parallel module is called in after it was planned in one.
 
 A captured graph holds one mode: which modules train (dropout, batch norm, whatever reads `self.training`), which
-parameters take gradients, and whether any do. A call in another mode, such as evaluation between epochs, needs
-another graph. It is captured when it is first needed, from a copy of the model that has shapes and no
-values, and planned with every parameter where it is, so that nothing is moved or held twice.
+parameters take gradients, whether any do, and what autocast casts. A call in another mode, such as evaluation
+between epochs, needs another graph. It is captured when it is first needed, from a copy of the model that has
+shapes and no values, and planned with every parameter where it is, so that nothing is moved or held twice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Modes:
         all_equal(
             mode,
             self.mesh,
-            "the ranks call the module in different modes: call train(), eval() and requires_grad_() on all alike",
+            "the ranks call the module in different modes: call train(), eval(), requires_grad_() and autocast() alike",
         )
         for module, training in zip(self.model.modules(), mode.training, strict=True):
             module.training = training
@@ -59,11 +59,13 @@ class Modes:
             parameter.requires_grad_(name in mode.trainable)
         planner, error = None, None
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients):
+            kind = self.mesh.device_type
+            cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
+            with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
                 args, kwargs = self._example()
                 planner = Planner(
                     self.model, mesh_of(self.mesh), args, kwargs,
-                    loss_fn=self.loss_fn, cluster=self.cluster, device_type=self.mesh.device_type,
+                    loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind,
                 )  # fmt: skip
         except ValueError as found:
             error = found

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar import compat
 from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
 from autopar.layout import Layout, Partial, Replicate, Shape, describe, is_chunked, local_shape, pad, valid_shape
 from autopar.passes.capture import Captured
@@ -32,22 +33,24 @@ InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 @dataclass(frozen=True, slots=True)
 class Mode:
     """What a captured graph depends on beside the model: which modules train, in the order of `modules()`, which
-    parameters require gradients, and whether gradients are wanted at all."""
+    parameters require gradients, whether gradients are wanted at all, and what `torch.autocast` casts to."""
 
     training: tuple[bool, ...]
     trainable: frozenset[str]
     gradients: bool
+    autocast: torch.dtype | None
 
     def serves(self, other: Mode) -> bool:
         """Whether a graph of this mode computes what one of the other would, and maybe gradients beside."""
-        if self.training != other.training:
+        if (self.training, self.autocast) != (other.training, other.autocast):
             return False
         return not other.gradients or (self.gradients and other.trainable <= self.trainable)
 
     def __str__(self) -> str:
         count = sum(self.training)
         what = "evaluation" if not count else "training" if count == len(self.training) else "partly training"
-        return f"{what} {'with' if self.gradients else 'without'} gradients"
+        cast = f", autocast to {self.autocast}" if self.autocast else ""
+        return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
 
 
 Again = Callable[[Mode], tuple[Captured, Program]]
@@ -67,9 +70,10 @@ class ParallelModule(nn.Module):
     slice; a DTensor says what it holds. Outputs that every rank has whole are plain tensors, and the
     others are DTensors. If the model has a loss, that alone carries a gradient.
 
-    `train()`, `eval()`, `torch.no_grad()` and `requires_grad_()` mean what they do on the model. The first call in
-    a mode that the program was not captured in (evaluation, mostly) captures and plans a program for that, by `again`,
-    with the parameters where they are; it takes as long as planning does, and all ranks must come to it alike.
+    `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
+    The first call in a mode that the program was not captured in (evaluation, mostly) captures and plans a program for
+    that, by `again`, with the parameters where they are; it takes as long as planning does, and all ranks must come
+    to it alike.
 
     Raises ValueError, on every rank, if the ranks' programs or weights differ, or if mesh and program do not match.
     """
@@ -507,14 +511,16 @@ class _Modes:
             training=tuple(m.training for m in model.modules()),
             trainable=frozenset({name for name, *_ in self.parameters} & trained | set(captured.without_gradient)),
             gradients=bool(state.tangents) or not any(p.requires_grad for p in model.parameters()),
+            autocast=captured.autocast,
         )
         self.states: list[tuple[Mode, _State]] = [(mode, state)]
-        self.chosen: dict[tuple[bool, ...], _State] = {}
+        self.chosen: dict[tuple[Any, ...], _State] = {}
+        self.device_type = state.device.type
 
     def state(self) -> _State:
         """That of the mode which the module is in now."""
         gradients = torch.is_grad_enabled()
-        flags = [gradients, *[m.training for m in self.modules]]
+        flags: list[Any] = [compat.autocast_dtype(self.device_type), gradients, *[m.training for m in self.modules]]
         if gradients:
             flags += [registry[key].requires_grad for _, registry, key in self.parameters]
         key = tuple(flags)
@@ -524,7 +530,8 @@ class _Modes:
 
     def _found(self, gradients: bool) -> _State:
         wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
-        mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients)
+        cast = compat.autocast_dtype(self.device_type)
+        mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
         for known, state in self.states:
             if known.serves(mode):
                 return state
@@ -553,7 +560,8 @@ class _Call:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
         state = self.state
         self.values += state.keys()
-        made, saved = state.executable.forward(self.values)
+        with compat.without_autocast(state.device.type):
+            made, saved = state.executable.forward(self.values)
         if state.mutations:
             kept = list(saved)
             for index in state.cloned:
@@ -591,7 +599,8 @@ class _Step(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
         kept = list(arguments) if state.overlapping is None else []
-        made = list(state.executable.backward(arguments))
+        with compat.without_autocast(state.device.type):
+            made = list(state.executable.backward(arguments))
         if state.overlapping is None:
             state.overlapping = _overlapping(made, kept)
         # an optimizer writes into gradients: no two may share memory
