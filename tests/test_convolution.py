@@ -12,7 +12,7 @@ from typing import Any
 import plans
 import pytest
 import torch
-from models import assert_close
+from models import Case, assert_close, assert_same, eager, simulated
 from ranks import run
 from test_communication import Force, forced
 from torch import nn
@@ -386,6 +386,36 @@ def test_a_unet_with_rows_split_gathers_nothing() -> None:
     assert {kind for kind, _, _ in program.collectives()} == {"shift", "all_reduce"}
     rows = {8 * channels * width * FLOAT for channels, width in ((3, 16), (8, 16), (16, 16), (16, 8))}
     assert {size for kind, _, size in program.collectives() if kind == "shift"} == rows
+
+
+def layers(dims: int) -> Case:
+    """Layers of one or three spatial dims, instance norm among them, to a mean square."""
+    torch.manual_seed(0)
+    if dims == 1:
+        model = nn.Sequential(
+            nn.Conv1d(4, 8, 3, stride=2, padding=1), nn.InstanceNorm1d(8, affine=True),
+            nn.Conv1d(8, 8, 5, padding=2, groups=8), nn.BatchNorm1d(8, track_running_stats=False), nn.AvgPool1d(2),
+            nn.ConvTranspose1d(8, 6, 4, 2, 1, groups=2), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(24, 4),
+        )  # fmt: skip
+    else:
+        model = nn.Sequential(
+            nn.Conv3d(4, 4, 3, padding=1), nn.BatchNorm3d(4), nn.MaxPool3d(2), nn.ConvTranspose3d(4, 2, 2, 2),
+            nn.AvgPool3d(2),
+        )  # fmt: skip
+    x = torch.rand((8, 4, 16) if dims == 1 else (4, 4, 8, 8, 4))
+    return Case(model=model, batch=lambda step: ((x,), {}), loss_fn=lambda made: made.square().mean())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_layers_of_one_and_three_dims(dims: int, training: bool) -> None:
+    made = layers(dims)
+    made.model.train(training)
+    found = Planner(made.model, {"a": 2, "b": 2}, made.args, made.kwargs, loss_fn=made.loss_fn)
+    assert not found.space.without_rule
+    for seed in range(3):
+        program = codegen(found.space, plans.random_assignment(found.space, seed))
+        assert_same(simulated(program, found.captured, made), eager(made), 1e-4)
 
 
 # ---------------------------------------------------------------------------------------- real ranks
