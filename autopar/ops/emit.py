@@ -6,7 +6,6 @@ Costs, codegen and the oracle run the same expansion, so that what is priced and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from ..layout import Layout, Shape, local_shape, padded_shape
 from ..program import Instruction, RankIndex
 from . import expand, localize
 from .expansions import global_indices
-from .rule import Call, OpRule, parameters
+from .rule import Call, OpRule, neutral, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +192,6 @@ def _filling(call: Call, rule: OpRule, operand: int, factor: int) -> float | Non
             return neutral(reduction, dtype)
     is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
     return 0 if is_index and not rule.elementwise else None
-
-
-def neutral(reduction: str, dtype: torch.dtype) -> float:
-    """What changes nothing when it is reduced with others."""
-    if reduction == "sum":
-        return 0
-    if dtype.is_floating_point:
-        return -math.inf if reduction == "max" else math.inf
-    return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
 
 
 def _filled(emitter: LocalEmitter, value: Ref, shape: Shape, layout: Layout, dim: int, filling: float) -> Ref:

@@ -88,7 +88,7 @@ def selected(call: Call) -> OpRule:
     dim = _dim(call, len(names))
     return assemble(
         call, [_with(names, dim, _place(call.inputs[0]))], [_with(names, dim)], linear=FIRST,
-        expands=(PLACE,), moves_nothing=True,
+        expands=(PLACE,), uneven=(PLACE,), moves_nothing=True,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def index_selected(call: Call) -> OpRule:
     dim = _dim(call, len(names))
     return assemble(
         call, [_with(names, dim, _place(call.inputs[0])), ["i"] if call.inputs[1].shape else []],
-        [_with(names, dim, "i")], linear=FIRST, expands=(PLACE,),
+        [_with(names, dim, "i")], linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def gathered(call: Call) -> OpRule:
     names, dim = _together(call)
     return assemble(
         call, [_with(names, dim, _place(call.inputs[0])), _with(names, dim, "i")], [_with(names, dim, "i")],
-        linear=FIRST, expands=(PLACE,),
+        linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
     ) if names else _whole(call)  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def indexed(call: Call) -> OpRule | None:
     expands = tuple(f"{PLACE}{d}" for d in places)
     return assemble(
         call, [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])],
-        [_indexed_dims(rank, places, adjacent, index)], linear=FIRST, expands=expands,
+        [_indexed_dims(rank, places, adjacent, index)], linear=FIRST, expands=expands, uneven=expands,
     )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def index_put(call: Call) -> OpRule | None:
     inputs: list[Named] = [names, *(index[index_rank - len(m.shape) :] for m in call.inputs[1:-1])]
     return assemble(
         call, [*inputs, value[len(value) - len(values.shape) :]], [names], linear=((0, len(call.inputs) - 1),),
-        expands=(*expands, *(i for i in index if i)),
+        expands=(*expands, *(i for i in index if i)), uneven=(*expands, *(i for i in index if i)),
     )  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def scattered(adds: Callable[[Call], bool], linear: Linear = ()) -> Rule:
         target, other = _with(names, dim, PLACE), _with(names, dim, "i" if adds(call) else None)
         return assemble(
             call, [target, *([other] * (len(call.inputs) - 1))], [target], linear=linear,
-            expands=(PLACE, "i"),
+            expands=(PLACE, "i"), uneven=(PLACE, "i"),
         )  # fmt: skip
 
     return rule
@@ -317,7 +317,7 @@ def index_written(adds: bool, linear: Linear = ()) -> Rule:
         inputs: list[Named] = [_with(names, dim, PLACE), [index] if call.inputs[1].shape else []]
         inputs += [values if meta.shape else () for meta in call.inputs[2:]]
         return assemble(
-            call, inputs, [_with(names, dim, PLACE)], linear=linear, expands=(PLACE, "i")
+            call, inputs, [_with(names, dim, PLACE)], linear=linear, expands=(PLACE, "i"), uneven=(PLACE, "i")
         )  # fmt: skip
 
     return rule
@@ -344,7 +344,9 @@ def put_back(call: Call) -> OpRule:
     assert call.outputs[0] is not None
     names = DIMS[: len(call.outputs[0].shape)]
     dim = _dim(call, len(names))
-    return assemble(call, [_with(names, dim)], [_with(names, dim, PLACE)], linear=FIRST, expands=(PLACE,))
+    return assemble(
+        call, [_with(names, dim)], [_with(names, dim, PLACE)], linear=FIRST, expands=(PLACE,), uneven=(PLACE,)
+    )
 
 
 def select_backward(emitter: Emitter, local: LocalCall) -> Results:
@@ -368,7 +370,7 @@ def select_scattered(call: Call) -> OpRule:
     names = DIMS[: len(call.inputs[0].shape)]
     dim = _dim(call, len(names))
     whole = _with(names, dim, PLACE)
-    return assemble(call, [whole, _with(names, dim)], [whole], linear=BOTH, expands=(PLACE,))
+    return assemble(call, [whole, _with(names, dim)], [whole], linear=BOTH, expands=(PLACE,), uneven=(PLACE,))
 
 
 def select_scatter(emitter: Emitter, local: LocalCall) -> Results:
@@ -402,8 +404,8 @@ def windowed(kind: str) -> Rule:
         sizes = {names[dim]: unit} if unit > 1 else {}
         output = part if kind == "slice" else whole
         return assemble(
-            call, inputs, [output], linear=BOTH if kind == "scatter" else FIRST, sizes=sizes, expands=(PLACE,),
-            moves_nothing=kind == "slice",
+            call, inputs, [output], linear=BOTH if kind == "scatter" else FIRST, sizes=sizes,
+            expands=(PLACE,), uneven=(PLACE,), moves_nothing=kind == "slice",
         )  # fmt: skip
 
     return rule

@@ -13,13 +13,15 @@ from ..graph import Ref
 from .expansions import Expansion, LocalCall, Results, all_reduce, global_indices, narrow, wide
 from .families import _DIMS as DIMS
 from .families import FIRST, Rule, axes, has
-from .rule import Call, Emitter, OpRule
+from .rule import Call, Emitter, OpRule, neutral
 from .template import assemble
 
 
-def combined(possible: Callable[[Call], bool] = lambda call: True) -> Rule:
+def combined(
+    possible: Callable[[Call], bool] = lambda call: True, *, padding: Callable[[Call], float] | None = None
+) -> Rule:
     """Reductions over `dim` (all dims without it), whose results are whole on all ranks. Where it is not `possible`
-    the reduced dims are whole."""
+    the reduced dims are whole. `padding` is what changes nothing; without it the split has to be even."""
 
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
@@ -32,6 +34,7 @@ def combined(possible: Callable[[Call], bool] = lambda call: True) -> Rule:
         return assemble(
             call, [names], [kept if meta else () for meta in call.outputs], expands=over,
             reductions={name: ("",) * len(call.outputs) for name in over},
+            uneven=over if padding else (), padding={(0, name): padding(call) for name in over} if padding else None,
         )  # fmt: skip
 
     return rule
@@ -54,6 +57,21 @@ def one_dim(call: Call) -> bool:
 def has_power(call: Call) -> bool:
     """Whether a norm is a root of a sum of powers, or an extreme."""
     return real(call) and (call.argument("ord") > 0 or call.argument("ord") == -math.inf)
+
+
+def least(call: Call) -> float:
+    """What changes no maximum."""
+    return neutral("max", call.inputs[0].dtype)
+
+
+def greatest(call: Call) -> float:
+    """What changes no minimum."""
+    return neutral("min", call.inputs[0].dtype)
+
+
+def no_part(call: Call) -> float:
+    """What changes no norm."""
+    return math.inf if call.argument("ord") == -math.inf else 0.0
 
 
 def _reduced(local: LocalCall) -> tuple[int, ...]:
@@ -162,7 +180,7 @@ def running(call: Call) -> OpRule:
     rank = len(call.inputs[0].shape)
     dim = call.argument("dim") % rank if rank else 0
     names = [STEP if d == dim else name for d, name in enumerate(DIMS[:rank])]
-    return assemble(call, [names], [names], linear=FIRST, expands=(STEP,), contiguous=(STEP,))
+    return assemble(call, [names], [names], linear=FIRST, expands=(STEP,), contiguous=(STEP,), uneven=(STEP,))
 
 
 def cumsum(emitter: Emitter, local: LocalCall) -> Results:
@@ -185,7 +203,7 @@ def cumsum(emitter: Emitter, local: LocalCall) -> Results:
 def triangle(call: Call) -> OpRule:
     """tril, triu: each rank knows which of its rows and columns are kept."""
     names = [*DIMS[: len(call.inputs[0].shape) - 2], "row", "column"]
-    return assemble(call, [names], [names], linear=FIRST, expands=("row", "column"))
+    return assemble(call, [names], [names], linear=FIRST, expands=("row", "column"), uneven=("row", "column"))
 
 
 def cut_triangle(emitter: Emitter, local: LocalCall) -> Results:

@@ -9,9 +9,12 @@ factors; only the table names ops.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from ..graph import Node, Ref, TensorMeta, overload
 from ..layout import Shape, Split, is_legal, periods_of
@@ -135,6 +138,15 @@ def _splits(
 def _factor(dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, split: Split) -> tuple[int, int] | None:
     carried, scale = dims[split.dim], _scale(scales, position, split.dim)
     return None if carried is None or split.period % scale else (carried, split.period // scale)
+
+
+def neutral(reduction: str, dtype: torch.dtype) -> float:
+    """What changes nothing when it is reduced with others."""
+    if reduction == "sum":
+        return 0
+    if dtype.is_floating_point:
+        return -math.inf if reduction == "max" else math.inf
+    return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
 
 
 class Parameter(NamedTuple):

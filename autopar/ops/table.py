@@ -97,6 +97,10 @@ _embedding_backward = either(
     from_template("*i! d, *i! -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
     from_template("*i d, *i -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
 )
+_maximum = reductions.combined(reductions.numbers, padding=reductions.least)
+_minimum = reductions.combined(reductions.numbers, padding=reductions.greatest)
+_place_of_maximum = reductions.combined(reductions.one_dim, padding=reductions.least)
+_place_of_minimum = reductions.combined(reductions.one_dim, padding=reductions.greatest)
 # the range of the bins must not depend on the data, and padding would be counted
 _histogram = either(
     lambda call: call.argument("min") < call.argument("max"),
@@ -207,7 +211,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
     **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax())),
     **_aten("_log_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax(log=True))),
-    **_aten("_safe_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax(safe=True))),
+    **_aten("_safe_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax(safe=True))),
     **_aten("_softmax_backward_data", Entry(
         along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=False))),
     **_aten("_log_softmax_backward_data", Entry(
@@ -238,17 +242,21 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("amax max", Entry(reduce("max", linear=()))),
     **_aten("amin min", Entry(reduce("min", linear=()))),
     **_aten("count_nonzero.dim_IntList", Entry(reduce("sum", linear=()))),
-    **_aten("any any.dim any.dims", Entry(reductions.combined(), expand=reductions.truth("max"))),
-    **_aten("all all.dim all.dims", Entry(reductions.combined(), expand=reductions.truth("min"))),
-    **_aten("max.dim", Entry(reductions.combined(reductions.numbers), expand=reductions.extreme("max", values=True))),
-    **_aten("min.dim", Entry(reductions.combined(reductions.numbers), expand=reductions.extreme("min", values=True))),
-    **_aten("argmax", Entry(reductions.combined(reductions.one_dim), expand=reductions.extreme("max", values=False))),
-    **_aten("argmin", Entry(reductions.combined(reductions.one_dim), expand=reductions.extreme("min", values=False))),
-    **_aten("logsumexp", Entry(reductions.combined(reductions.real), expand=reductions.logsumexp)),
+    **_aten("any any.dim any.dims", Entry(
+        reductions.combined(padding=lambda call: 0.0), expand=reductions.truth("max"))),
+    **_aten("all all.dim all.dims", Entry(
+        reductions.combined(padding=lambda call: 1.0), expand=reductions.truth("min"))),
+    **_aten("max.dim", Entry(_maximum, expand=reductions.extreme("max", values=True))),
+    **_aten("min.dim", Entry(_minimum, expand=reductions.extreme("min", values=True))),
+    **_aten("argmax", Entry(_place_of_maximum, expand=reductions.extreme("max", values=False))),
+    **_aten("argmin", Entry(_place_of_minimum, expand=reductions.extreme("min", values=False))),
+    **_aten("logsumexp", Entry(
+        reductions.combined(reductions.real, padding=reductions.least), expand=reductions.logsumexp)),
     **_aten("var.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance())),
     **_aten("std.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance(root=True))),
     **_aten("var_mean.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance(mean=True))),
-    **_aten("linalg_vector_norm", Entry(reductions.combined(reductions.has_power), expand=reductions.vector_norm)),
+    **_aten("linalg_vector_norm", Entry(
+        reductions.combined(reductions.has_power, padding=reductions.no_part), expand=reductions.vector_norm)),
     **_aten("prod prod.dim_int", Entry(reduce("", linear=()))),
     **_aten("histc", Entry(_histogram)),
 
