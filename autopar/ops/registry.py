@@ -69,6 +69,7 @@ def register_rule(
     contraction: bool = False,
     flops: Callable[[Call], float] | None = None,
     expands: Sequence[str] = (),
+    even: Sequence[str] = (),
     expand: Expansion | None = None,
     local: Local = unchanged,
     replace: bool = False,
@@ -112,13 +113,17 @@ def register_rule(
     if bool(expands) != (expand is not None) and isinstance(rule, str):
         raise ValueError(f"{name}: give `expands` (names of dims) and `expand` (their local program) together")
     if isinstance(rule, str):
-        _check_template(name, rule, tuple(expands), local is not unchanged)
-        made = from_template(rule, linear=sets, expands=tuple(expands), flops=flops, contraction=contraction)
-    elif sets or expands or flops or contraction:
-        raise ValueError(f"{name}: linear, expands, flops and contraction go with a template; an OpRule has its own")
+        _check_template(name, rule, (*expands, *even), local is not unchanged)
+        made = from_template(
+            rule, linear=sets, expands=tuple(expands), even=tuple(even), flops=flops, contraction=contraction
+        )
+    elif sets or expands or even or flops or contraction:
+        raise ValueError(
+            f"{name}: linear, expands, even, flops and contraction go with a template; an OpRule has its own"
+        )
     else:
         made = rule
-    source = (rule, sets, contraction, flops, tuple(expands), expand, local)
+    source = (rule, sets, contraction, flops, tuple(expands), tuple(even), expand, local)
     RULES.add(name, source, Entry(_checked(name, rule, made), local, expand), replace)
 
 
