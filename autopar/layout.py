@@ -56,7 +56,20 @@ class Partial(NamedTuple):
         return "P" if self.reduction == "sum" else f"P({self.reduction})"
 
 
-Placement = Split | Replicate | Partial
+class Routed(NamedTuple):
+    """Along one mesh axis, the indices that `Split(dim, period)` would give to the ranks of a group are held
+    by those ranks, but by others: each lies with the expert that its row wants. Which they are, and how many
+    a rank has, is known only at run time; shapes say what a rank has where rows fall evenly."""
+
+    dim: int
+    period: int
+    by: str = "expert"
+
+    def __str__(self) -> str:
+        return f"X({self.dim}%{self.period})"
+
+
+Placement = Split | Replicate | Partial | Routed
 Layout = tuple[Placement, ...]
 
 REPLICATE = Replicate()
@@ -102,7 +115,7 @@ def is_legal(shape: Shape, layout: Layout, mesh: Shape) -> bool:
     its dim and more than one rank's share."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for placement, ranks in zip(layout, mesh, strict=True):
-        if isinstance(placement, Split):
+        if isinstance(placement, Split | Routed):
             period = placement.period
             if period <= 0 or period % ranks:
                 return False
@@ -119,7 +132,8 @@ def is_legal(shape: Shape, layout: Layout, mesh: Shape) -> bool:
             # the inner digit's period must divide the outer digit's stride, or they interleave
             if above % below:
                 return False
-    return True
+    # padding would go where experts take it for rows
+    return not is_routed(layout) or is_even(shape, settled(layout))
 
 
 def is_even(shape: Shape, layout: Layout) -> bool:
@@ -132,7 +146,7 @@ def local_shape(shape: Shape, layout: Layout, mesh: Shape) -> Shape:
     """Shape of what one rank holds, padding included."""
     local = list(padded_shape(shape, layout))
     for placement, ranks in zip(layout, mesh, strict=True):
-        if isinstance(placement, Split):
+        if isinstance(placement, Split | Routed):
             local[placement.dim] //= ranks
     return tuple(local)
 
@@ -158,11 +172,11 @@ def nest(wanted: Layout, mesh: Shape) -> Layout:
     taken: dict[tuple[int, int], int] = {}
     resolved: list[Placement] = []
     for placement, ranks in zip(wanted, mesh, strict=True):
-        if isinstance(placement, Split):
+        if isinstance(placement, Split | Routed):
             key = (placement.dim, placement.period)
             used = taken.get(key, 1)
             taken[key] = used * ranks
-            resolved.append(Split(placement.dim, placement.period // used if placement.period % used == 0 else -1))
+            resolved.append(placement._replace(period=placement.period // used if placement.period % used == 0 else -1))
         else:
             resolved.append(placement)
     return tuple(resolved)
@@ -198,7 +212,14 @@ def reshape_layout(source: Shape, target: Shape, layout: Layout, mesh: Shape) ->
                 return None
             source = _with(source, placement.dim, placement.period)
             target = _with(target, split.dim, split.period)
-    return _map_splits(layout, mesh, lambda split, ranks: reshape_split(source, target, split, ranks))
+    def function(split: Split, ranks: int) -> Split | None:
+        return reshape_split(source, target, split, ranks)
+
+    mapped = _map_splits(layout, mesh, function)
+    for before, after in zip(layout, mapped or (), strict=False):
+        if isinstance(before, Routed) and isinstance(after, Routed) and source[before.dim] != target[after.dim]:
+            return None  # rows come in any number: a dim of them is not cut, nor joined to another
+    return mapped
 
 
 def _with(shape: Shape, dim: int, size: int) -> Shape:
@@ -218,9 +239,24 @@ def _map_splits(layout: Layout, mesh: Shape, function: Callable[[Split, int], Sp
             if split is None:
                 return None
             mapped.append(split)
+        elif isinstance(placement, Routed):
+            split = function(Split(placement.dim, placement.period), ranks)
+            if split is None or split.period != placement.period:
+                return None
+            mapped.append(placement._replace(dim=split.dim))
         else:
             mapped.append(placement)
     return tuple(mapped)
+
+
+def is_routed(layout: Layout) -> bool:
+    """Whether what a rank holds is known only at run time."""
+    return any(isinstance(placement, Routed) for placement in layout)
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout that the rows had before they went to their experts."""
+    return tuple(Split(p.dim, p.period) if isinstance(p, Routed) else p for p in layout)
 
 
 @cache

@@ -74,6 +74,12 @@ def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping
         elif kind == "shift":
             sources = [i - instruction.args[1] for i in range(n)]
             made = [given[i].clone() if 0 <= i < n else torch.zeros_like(given[0]) for i in sources]
+        elif kind == "exchange":
+            sizes = [values[instruction.args[1].name].tolist() for values in group]
+            parts = [x.split(put) for x, (put, _) in zip(given, sizes, strict=True)]
+            for i, (_, got) in enumerate(sizes):
+                assert got == [sizes[j][0][i] for j in range(n)], f"{instruction}: the ranks' sizes contradict"
+            made = [torch.cat([parts[j][i] for j in range(n)]) for i in range(n)]
         else:
             chunks = [x.chunk(n) for x in given]
             made = [torch.cat([chunks[j][i] for j in range(n)]) for i in range(n)]

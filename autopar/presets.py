@@ -162,7 +162,7 @@ def _tensor(context: _Context, site: Site, axis: int, *, by_sequence: bool) -> t
         weights = context.parameters_of(site)
         if context.in_block(site) or weights:
             rows = {*context.digits(axis, "batch").choices(site), *sequence.choices(site)}
-            allowed = [c for c in choices if c not in rows]
+            allowed = [c for c in choices if c not in rows and c[0] != "X"]
             if weights and site.rule.flops:
                 allowed = [c for c in allowed if c[0] == "S" and _splits_weight(site, weights, c[1])] or [WHOLE]
             return tuple(allowed)

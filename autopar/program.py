@@ -15,7 +15,7 @@ from typing import Any
 from .graph import InputRole, OutputRole, Ref, TensorMeta, overload, references
 from .layout import Layout, describe
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
 """The collectives, as ops `collective.<kind>`:
 
 all_reduce(x, reduction, axis)      elementwise, same shape
@@ -25,9 +25,11 @@ all_to_all(x, axis)                 along dim 0, n equal chunks:  [n d, ...] -> 
                                     rank i becomes chunk i of rank j
 shift(x, offset, axis)              what the rank `offset` places before this one has, same shape; zeros
                                     on ranks without such a one
+exchange(x, sizes, axis)            along dim 0, n chunks of any lengths: sizes[0] are those of the chunks that
+                                    this rank has for each other, sizes[1] of those that it gets from each
 wait(x)                             the finished value of any of them
 
-`axis` is the index of a mesh axis. The input of the first five is contiguous.
+`axis` is the index of a mesh axis. The input of all but `wait` is contiguous.
 """
 
 
@@ -115,6 +117,8 @@ class Program:
     saved: tuple[str, ...]
     outputs: tuple[ProgramOutput, ...]
     metas: Mapping[str, TensorMeta] = field(repr=False)
+    uneven: frozenset[str] = field(default=frozenset(), repr=False)
+    """Values whose number of rows is known only at run time: their metas say what it is if rows fall evenly."""
 
     @cached_property
     def digest(self) -> str:

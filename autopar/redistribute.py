@@ -20,7 +20,7 @@ from itertools import count
 import torch
 
 from .cluster import Device, Link
-from .layout import REPLICATE, Layout, Partial, Replicate, Shape, Split, is_legal, local_shape
+from .layout import REPLICATE, Layout, Partial, Replicate, Shape, Split, is_legal, is_routed, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,11 @@ class Redistributor:
     def _search(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucket_share: float) -> Route | None:
         for here, there in zip(source, target, strict=True):
             if isinstance(there, Partial) and here != there:
+                return None
+        if is_routed(source) or is_routed(target):
+            # only operators bring rows to their experts and back; what is added up elementwise may have any size
+            changed = [(a, b) for a, b in zip(source, target, strict=True) if a != b]
+            if not all(isinstance(a, Partial) and isinstance(b, Replicate) for a, b in changed):
                 return None
         ticket = count()
         queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), source, ())]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..graph import Ref, TensorMeta, map_references
-from ..layout import REPLICATE, Layout, Shape, Split, local_shape, local_stride
+from ..layout import REPLICATE, Layout, Routed, Shape, Split, is_routed, local_shape, local_stride
 from ..ops.emit import OPERAND, Emission, local_program
 from ..program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from ..redistribute import Step
@@ -61,6 +61,8 @@ class _Writer:
     assignment: Assignment
     instructions: tuple[list[Instruction], list[Instruction]] = field(default_factory=lambda: ([], []))
     metas: dict[str, TensorMeta] = field(default_factory=dict)
+    uneven: set[str] = field(default_factory=set)
+    """Values of as many rows as happen to come."""
     there: tuple[dict[tuple[str, Layout], str], dict[tuple[str, Layout], str]] = field(default_factory=lambda: ({}, {}))
     """Per phase: (root, layout) -> local value."""
     views: tuple[dict[tuple[str, Steps], str], dict[tuple[str, Steps], str]] = field(default_factory=lambda: ({}, {}))
@@ -198,10 +200,14 @@ class _Writer:
     def _define(self, root: str, layout: Layout, phase: int, local: str) -> None:
         meta = self.global_meta[root]
         self.metas[local] = TensorMeta(local_shape(meta.shape, layout, self.space.mesh), meta.dtype)
+        if is_routed(layout):
+            self.uneven.add(local)
         self.there[phase][root, layout] = local
 
     def _emit(self, phase: int, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta) -> str:
         self.metas[name] = meta
+        if any(isinstance(value, Ref) and value.name in self.uneven for value in args):
+            self.uneven.add(name)
         module, node = self.context
         self.instructions[phase].append(Instruction(op=op, args=args, outputs=(name,), module=module, node=node))
         return name
@@ -259,7 +265,9 @@ class _Writer:
         meta = self.metas[source]
         if kind == RESHAPE:
             shape = local_shape(after, here, self.space.mesh)
-            name = self._emit(phase, RESHAPE, (Ref(source), shape), self._fresh(root), TensorMeta(shape, meta.dtype))
+            any_number = {p.dim for p in here if isinstance(p, Routed)}
+            sizes = tuple(-1 if dim in any_number else size for dim, size in enumerate(shape))
+            name = self._emit(phase, RESHAPE, (Ref(source), sizes), self._fresh(root), TensorMeta(shape, meta.dtype))
         else:
             shape = tuple(meta.shape[d] for d in before)
             name = self._emit(phase, PERMUTE, (Ref(source), before), self._fresh(root), TensorMeta(shape, meta.dtype))
@@ -290,6 +298,7 @@ class _Writer:
     def _write(self, item: Placed, emission: Emission, operands: list[str]) -> None:
         """Append an operator's local program under the names of this copy."""
         names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
+        roots = {item.name(root) for root in item.site.makes}
         for result, root in zip(emission.results, item.site.makes, strict=True):
             if root:
                 assert result is not None, f"the expansion of {item.site.name} makes no {root}"
@@ -301,6 +310,7 @@ class _Writer:
             return names[value]
 
         phase = int(item.site.backward)
+        routed = any(is_routed(layout) for layout in (*item.option.reads, *item.option.makes))
         module, node = self.context
         constant = self.constants[phase]
         for instruction in emission.instructions:
@@ -319,6 +329,8 @@ class _Writer:
             for old, new in zip(instruction.outputs, outputs, strict=True):
                 if old:
                     self.metas[new] = emission.metas[old]
+                    if routed and new not in roots:
+                        self.uneven.add(new)
             self.instructions[phase].append(
                 Instruction(op=instruction.op, args=args, kwargs=kwargs, outputs=outputs, module=module, node=node)
             )
@@ -491,4 +503,5 @@ class _Writer:
             saved=saved,
             outputs=tuple(made),
             metas=self.metas,
+            uneven=frozenset(self.uneven),
         )

@@ -289,19 +289,19 @@ def _twins(space: Space) -> dict[str, tuple[str, ...]]:
 
 
 def str_choice(choice: SiteChoice) -> str:
-    """A choice as text, one word per mesh axis: "R", "S0%512", "P1", and "keep" or "regather"."""
+    """A choice as text, one word per mesh axis: "R", "S0%512", "X0%512", "P1", and "keep" or "regather"."""
     words = []
     for part in choice:
         if isinstance(part, str):
             words.append(part)
-        elif part[0] == "S":
-            words.append(f"S{part[1]}%{part[2]}")
+        elif part[0] in ("S", "X"):
+            words.append(f"{part[0]}{part[1]}%{part[2]}")
         else:
             words.append(part[0] + "".join(map(str, part[1:])))
     return " ".join(words)
 
 
-_WORD = re.compile(r"R|keep|regather|P\d*|S(?P<dim>\d+)%(?P<period>\d+)")
+_WORD = re.compile(r"R|keep|regather|P\d*|(?P<kind>[SX])(?P<dim>\d+)%(?P<period>\d+)")
 
 
 def parse_choice(text: str) -> SiteChoice:
@@ -310,9 +310,11 @@ def parse_choice(text: str) -> SiteChoice:
     for word in text.split():
         found = _WORD.fullmatch(word)
         if found is None:
-            raise ValueError(f"{word!r} is no choice: expected R, S<dim>%<period>, P<set>, keep or regather")
+            raise ValueError(
+                f"{word!r} is no choice: expected R, S<dim>%<period>, X<dim>%<period>, P<set>, keep or regather"
+            )
         if found["dim"]:
-            parts.append(("S", int(found["dim"]), int(found["period"])))
+            parts.append((found["kind"], int(found["dim"]), int(found["period"])))
         elif word[0] == "P":
             parts.append(("P", int(word[1:])) if word[1:] else ("P",))
         else:

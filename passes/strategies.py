@@ -5,6 +5,7 @@ and every border between repeated layers. On each mesh axis a site makes one cho
 
 - ("R",): work on whole values;
 - ("S", factor, period): split one factor of the operator (or one dim of a stored value);
+- ("X", factor, period): rows, split as by ("S", factor, period), are with their experts (`layout.Routed`);
 - ("P", k): take the operands of the rule's k-th linear set as partial sums and make a partial sum;
 - for a border, ("P",): pass a partial sum on.
 
@@ -27,8 +28,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..cluster import Cluster
 from ..graph import JointGraph, Node, TensorMeta
 from ..layout import (
@@ -37,6 +36,7 @@ from ..layout import (
     Layout,
     Partial,
     Placement,
+    Routed,
     Shape,
     Split,
     describe,
@@ -47,9 +47,9 @@ from ..layout import (
     period_of,
     periods_of,
 )
-from ..ops import rule_of
+from ..ops import localize, rule_of
 from ..ops.emit import Emission, fillings, local_program, local_shapes
-from ..ops.rule import Call, OpRule
+from ..ops.rule import ROUTED, Call, Dims, OpRule
 from ..redistribute import Redistributor, collective_seconds
 from .collapse import Alias, Roots, from_root, is_view, to_root
 from .segments import Repeated, Segments
@@ -442,6 +442,8 @@ class _Fixpoint:
             for root in {read.alias.root: None for read in site.reads}:
                 self.reading.setdefault(root, []).append(site)
         self.seeds: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
+        self.routes: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
+        """As `seeds`: rows that may be with their experts."""
         self.twins: dict[str, list[str]] = {}
         for repeat in space.repeats:
             for border in repeat.borders:
@@ -491,6 +493,8 @@ class _Fixpoint:
         if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[id(site)]:
             return
         self.seeds[id(site)][number, period] = None
+        if rule.routing is not None and rule.routing.starts and number == rule.routing.rows:
+            self._route(site, number, period)
         for operand, read in enumerate(site.reads):
             for split in rule.input_splits(operand, number, period):
                 layout = to_root(read.alias.steps, (split,), (self.ranks,))
@@ -499,6 +503,54 @@ class _Fixpoint:
         for output, name in enumerate(site.makes):
             for split in rule.output_splits(output, number, period) if name else ():
                 self.digit(name, split)
+
+    def _route(self, site: Site, number: int, period: int) -> None:
+        """The rows of a site may be with their experts: so may those of whatever reads them one by one."""
+        assert site.rule is not None
+        routing = site.rule.routing
+        if (number, period) in self.routes[id(site)] or (routing is not None and routing.count % self.ranks):
+            return
+        self.routes[id(site)][number, period] = None
+        for position, name in enumerate(site.makes):
+            if not name or (routing is not None and position in routing.returned):
+                continue
+            for split in site.rule.output_splits(position, number, period):
+                self._rows_of(name, Routed(split.dim, split.period))
+
+    def _rows_of(self, root: str, rows: Routed) -> None:
+        """The rows of a root may be with their experts: so may those of the sites that read it."""
+        for site in self.reading.get(root, ()):
+            for position, read in enumerate(site.reads):
+                layout = from_root(read.alias.steps, (rows,), (self.ranks,)) if read.alias.root == root else None
+                if layout is not None and isinstance(layout[0], Routed):
+                    self._receive(site, position, layout[0])
+
+    def _receive(self, site: Site, position: int, rows: Routed) -> None:
+        rule = site.rule
+        found = rule.input_factor(position, Split(rows.dim, rows.period)) if rule is not None else None
+        if rule is None or found is None:
+            return
+        number, period = found
+        routing, factor = rule.routing, rule.factors[number]
+        if routing is None:
+            fits = not (factor.expands or factor.contiguous) and (period, factor.size % period) == (rows.period, 0)
+            fits = fits and self._takes_any_number(site, number)
+        else:
+            fits = number == routing.rows and position not in (*routing.settled, *routing.whole)
+        if fits:
+            self._route(site, number, rows.period)
+
+    def _takes_any_number(self, site: Site, number: int) -> bool:
+        """Whether the op has no argument that says how many rows there are."""
+        call, rule, mesh = site.call, site.rule, (self.ranks,)
+        assert call is not None and rule is not None
+        choice: SiteChoice = (("S", number, rule.factors[number].size),)
+        operands = [_carried(i, choice, mesh, rule) for i in range(len(rule.inputs))]
+        results = [_made(i, choice, mesh, rule) for i in range(len(rule.outputs))]
+        if None in operands or None in results:
+            return False
+        shapes = local_shapes(call, tuple(o for o in operands if o), tuple(r for r in results if r), mesh)
+        return localize(call, *shapes) == (call.node.args, call.node.kwargs)
 
     def digit(self, root: str, split: Placement) -> None:
         """A root may be split so: so may the sites that make or read it."""
@@ -544,7 +596,7 @@ class _Fixpoint:
             return
         for number, operands in enumerate(site.rule.linear):
             rest = [meta for i, meta in enumerate(site.call.inputs) if i not in operands]
-            passed_on = all(meta.dtype is torch.bool or meta.numel == 1 for meta in rest)
+            passed_on = all(not meta.dtype.is_floating_point or meta.numel == 1 for meta in rest)
             if passed_on and all(self._may_be_partial(site.reads[o]) for o in operands):
                 yield number
 
@@ -559,6 +611,8 @@ class _Fixpoint:
         if site.rule is not None:
             for number, period in self.seeds[id(site)]:
                 yield ("S", number, period)
+            for number, period in self.routes[id(site)]:
+                yield ("X", number, period)
             for number in self._linear(site):
                 yield ("P", number)
         elif site.kind == "border":
@@ -632,6 +686,8 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
             seconds=seconds,
             bytes=0.0,
         )
+    if sum(axis_choice[0] == "X" for axis_choice in choice) > 1:
+        return None  # the experts of rows are found along one axis
     operands = []
     for position in range(len(rule.inputs)):
         layout = _carried(position, choice, mesh, rule)
@@ -661,15 +717,18 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
 
 def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:
     """Over how many ranks a factor is split."""
-    return math.prod(n for n, (kind, *what) in zip(mesh, choice, strict=True) if kind == "S" and what[0] == factor)
+    return math.prod(
+        n for n, (kind, *what) in zip(mesh, choice, strict=True) if kind in ("S", "X") and what[0] == factor
+    )
 
 
 def _carried(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
     """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
+    dims = rule.inputs[position]
     placements: list[Placement] = []
     for axis_choice in choice:
-        if axis_choice[0] == "S":
-            splits = rule.input_splits(position, axis_choice[1], axis_choice[2])
+        if axis_choice[0] in ("S", "X"):
+            splits = _cut(rule.input_splits(position, *axis_choice[1:]), dims, axis_choice, rule)
             if len(splits) > 1:
                 return None
             placements.append(splits[0] if splits else REPLICATE)
@@ -677,15 +736,47 @@ def _carried(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> La
             placements.append(PARTIAL if position in rule.linear[axis_choice[1]] else REPLICATE)
         else:
             placements.append(REPLICATE)
-    return nest(tuple(placements), mesh)
+    routing = rule.routing
+    stay, whole = (position in routing.settled, position in routing.whole) if routing else (False, False)
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=stay, whole=whole)
+
+
+def _cut(splits: tuple[Split, ...], dims: Dims, axis_choice: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
+    """The splits of dims that a choice asks for. Where rows go to their experts, the experts are split."""
+    experts = rule.routing.experts if axis_choice[0] == "X" and rule.routing is not None else None
+    if experts is None or experts not in dims:
+        return splits
+    return (Split(dims.index(experts), rule.factors[experts].size),)
+
+
+def _sent(
+    layout: Layout, dims: Dims, choice: SiteChoice, rule: OpRule, *, stay: bool = False, whole: bool = False
+) -> Layout | None:
+    """The layout with the rows at their experts, on the axis that says so; None where the ranks of that axis
+    are not where these experts are."""
+    placements = list(layout)
+    for axis, (axis_choice, placement) in enumerate(zip(choice, layout, strict=True)):
+        if axis_choice[0] != "X" or not isinstance(placement, Split):
+            continue
+        if dims[placement.dim] != axis_choice[1]:
+            experts = dims[placement.dim]
+            assert experts is not None
+            if placement.period != rule.factors[experts].size:
+                return None
+        elif whole:
+            placements[axis] = REPLICATE
+        elif not stay:
+            placements[axis] = Routed(placement.dim, placement.period)
+    return tuple(placements)
 
 
 def _made(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
     """Layout of a result: split where it carries the factor, else partial as the factor says."""
+    dims = rule.outputs[position]
     placements: list[Placement] = []
     for axis_choice in choice:
-        if axis_choice[0] == "S":
-            splits = rule.output_splits(position, axis_choice[1], axis_choice[2])
+        if axis_choice[0] in ("S", "X"):
+            splits = _cut(rule.output_splits(position, *axis_choice[1:]), dims, axis_choice, rule)
             reduction = rule.factors[axis_choice[1]].reductions[position]
             if len(splits) > 1:
                 return None
@@ -695,7 +786,8 @@ def _made(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layou
                 placements.append(Partial(reduction) if reduction else REPLICATE)
         else:
             placements.append(PARTIAL if axis_choice[0] == "P" else REPLICATE)
-    return nest(tuple(placements), mesh)
+    back = rule.routing is not None and position in rule.routing.returned
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=back)
 
 
 def operand_layouts(site: Site, option: Option, space: Space) -> tuple[Layout, ...]:
@@ -714,11 +806,17 @@ def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, .
     for axis, axis_choice in enumerate(choice):
         if axis_choice[0] == "S":
             found.setdefault(rule.factors[axis_choice[1]].name, []).append(axis)
+        elif axis_choice[0] == "X" and rule.routing is not None:
+            found[ROUTED] = [axis]
+            if rule.routing.experts is not None:
+                found.setdefault(rule.factors[rule.routing.experts].name, []).append(axis)
     return tuple((name, tuple(axes)) for name, axes in found.items())
 
 
 def needs_expansion(rule: OpRule, choice: SiteChoice) -> bool:
-    return any(c[0] == "S" and rule.factors[c[1]].expands for c in choice)
+    return any(c[0] == "S" and rule.factors[c[1]].expands for c in choice) or (
+        rule.routing is not None and any(c[0] == "X" for c in choice)
+    )
 
 
 def _op_seconds(
@@ -752,7 +850,7 @@ def _local_flops(space: Space, rule: OpRule, choice: SiteChoice) -> float:
     """Arithmetic of one rank, on padding too."""
     flops = rule.flops
     for axis, c in enumerate(choice):
-        if c[0] == "S":
+        if c[0] in ("S", "X"):
             flops *= max(1.0, c[2] / rule.factors[c[1]].size) / space.mesh[axis]
     return flops
 

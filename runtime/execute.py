@@ -58,6 +58,7 @@ OWN_MEMORY = frozenset(
         "collective.all_gather",
         "collective.all_reduce",
         "collective.all_to_all",
+        "collective.exchange",
         "collective.reduce_scatter",
         "collective.shift",
     }
@@ -134,6 +135,14 @@ def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
         messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank - offset))
     works = dist.batch_isend_irecv(messages) if messages else []
     return received, Messages(works, x)
+
+
+def exchange(x: torch.Tensor, sizes: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    put, got = sizes.tolist()
+    exchanged = x.new_empty((sum(got), *x.shape[1:]))
+    work = dist.all_to_all_single(exchanged, x, got, put, group=group, async_op=True)
+    assert work is not None
+    return exchanged, work
 
 
 def wait(pending: Pending) -> torch.Tensor:
@@ -276,6 +285,8 @@ class _Writer:
             return f"{self.bind(kind, reduce_scatter)}({x}, {instruction.args[1]!r}, {group})"
         if kind == "shift":
             return f"{self.bind(kind, shift)}({x}, {instruction.args[1]}, {group})"
+        if kind == "exchange":
+            return f"{self.bind(kind, exchange)}({x}, {self.value(instruction.args[1])}, {group})"
         return f"{self.bind(kind, {'all_gather': all_gather, 'all_to_all': all_to_all}[kind])}({x}, {group})"
 
     def value(self, value: Any) -> str:

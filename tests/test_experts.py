@@ -10,18 +10,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import random
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import models
 import plans
 import pytest
 import torch
+import torch.nn.functional as F
 from models import Case, assert_close, assert_same, simulated
+from ranks import run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.api import Planner
-from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
+from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, expert_mm, expert_mm_weight
 from autopar.ops.oracle import check_rule
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
@@ -157,6 +164,7 @@ def test_rows_stand_in_the_order_of_tokens(name: str, implementation: str, mesh:
     made = planner(name, implementation, mesh)
     ops = [node.op for node in made.captured.graph.nodes]
     assert ops.count(MM) == 4 and ops.count(MM_WEIGHT) == 2
+    assert ops.count(TO) == 2 and ops.count(FROM) == 2
     assert not [op for op in ops if "sort" in op or "grouped_mm" in op or ("cumsum" in op and "experts" in op)]
     experts = [n for n in made.captured.graph.nodes if n.module.endswith("experts")]
     assert not [n for n in experts if n.op in ("aten.index.Tensor", "aten.index_put.default", "aten.bmm.default")]
@@ -254,7 +262,139 @@ def test_experts_split(name: str, implementation: str, mesh: dict[str, int], axe
     check(made, codegen(made.space, by_expert(made, axes)), name, implementation)
 
 
+def routed(made: Planner, axis: int, seed: int = 0) -> Assignment:
+    """A random plan in which rows travel to their experts along an axis, wherever they may."""
+    mesh, generator = made.space.mesh, random.Random(seed)
+
+    def wanted(site: Site) -> list[SiteChoice] | None:
+        travelling = [choice for choice in site.choices.get(mesh[axis], ()) if choice[0] == "X"]
+        if not travelling:
+            return None
+        per_axis = [travelling if a == axis else site.choices[n] for a, n in enumerate(mesh)]
+        legal = [choice for choice in product(*per_axis) if made.space.option(site, choice) is not None]
+        alone = [choice for choice in legal if all(c == ("R",) for a, c in enumerate(choice) if a != axis)]
+        others = [choice for choice in legal if choice not in alone]
+        return alone + generator.sample(others, min(2, len(others)))
+
+    return plans.random_assignment(made.space, seed, wanted=wanted)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@of_runs
+def test_rows_travel_to_experts(name: str, implementation: str, mesh: dict[str, int], seed: int) -> None:
+    made = planner(name, implementation, mesh)
+    program = codegen(made.space, routed(made, axis=seed % len(mesh), seed=seed))
+    kinds = [kind for kind, _, _ in program.collectives()]
+    assert kinds.count("exchange") == 4  # there and back, in forward and in backward
+    check(made, program, name, implementation)
+    check(made, bucket(program), name, implementation)
+
+
 def test_layers_that_repeat() -> None:
     made = planner("mixtral", "grouped_mm", LINE, layers=6)
     assert made.space.repeats
     check(made, made.program(made.plan(solver="ddp")), "mixtral", "grouped_mm", layers=6)
+
+
+# ---- however the rows fall
+
+
+class Mixture(nn.Module):
+    """Experts with the routing as an input: [tokens, width], [tokens, experts a token] -> [tokens, width]."""
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, inner, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, inner) / inner**0.5)
+        self.first = nn.Sequential(nn.Linear(width, 2 * inner), nn.GELU(), nn.Linear(2 * inner, width))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        target = x.sin()
+        x = self.first(x)
+        rows, wanted = x.repeat_interleave(ids.shape[1], 0), ids.reshape(-1)
+        inner = F.gelu(torch.bmm(self.up[wanted], rows[..., None]))
+        made = torch.bmm(self.down[wanted], inner)
+        return F.mse_loss(x + made.reshape(*ids.shape, -1).sum(1), target)
+
+
+TOKENS, EXPERTS = 512, 32
+FALLS = ("evenly", "all to one", "to the first half", "to the last rank's, and one token to the first's")
+
+
+def mixture() -> Case:
+    """Batch `step` is routed as FALLS[step] says. Weights are most of what there is, so that experts pay."""
+    torch.manual_seed(0)
+
+    def batch(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(EXPERTS, (TOKENS, 2), generator=generator)
+        match FALLS[step]:
+            case "all to one":
+                ids = torch.full_like(ids, 5)
+            case "to the first half":
+                ids //= 2
+            case "to the last rank's, and one token to the first's":
+                ids = EXPERTS - 1 - ids // 4
+                ids[17] = 0
+        return (torch.randn(TOKENS, 64, generator=generator), ids), {}
+
+    return Case(model=Mixture(EXPERTS, 64, 128), batch=batch)
+
+
+@pytest.mark.parametrize(("mesh", "axis"), [(LINE, 0), (GRID, 0), (GRID, 1)], ids=str)
+def test_rows_travel_however_they_fall(mesh: dict[str, int], axis: int) -> None:
+    made = mixture()
+    planner = Planner(made.model, mesh, made.args)
+    for seed in range(2):
+        program = codegen(planner.space, routed(planner, axis, seed))
+        assert "exchange" in [kind for kind, _, _ in program.collectives()]
+        for step in range(len(FALLS)):
+            assert_same(simulated(program, planner.captured, made, step), models.eager(made, step))
+
+
+def test_a_split_of_experts_beats_replicas_and_moves_no_more_than_rows() -> None:
+    """Where weights are most of what there is, the solver splits the experts and sends the rows: in exchanges
+    of two rows a token, each rank's share of them, and no gradient of an expert's weights is reduced."""
+    made = mixture()
+    planner = Planner(made.model, LINE, made.args)
+    best = planner.plan(solver="dp")
+    assert best.parameters["up"].in_use == (("S(0)",),) and best.parameters["down"].in_use == (("S(0)",),)
+    for preset in ("ddp", "fsdp"):
+        assert best.objective_seconds < 0.6 * planner.plan(solver=preset).objective_seconds
+    found = planner.program(best).collectives()
+    share = 2 * TOKENS // 4 * 64 * 4
+    assert [size for kind, _, size in found if kind == "exchange"] == [share] * 4
+    others = [size for kind, _, size in found if kind != "exchange"]
+    dense = sum(p.numel() * 4 for p in made.model.first.parameters())
+    experts = made.model.up.numel() * 4
+    assert all(size <= dense for size in others) and dense < experts / 4
+
+
+# ---- real ranks
+
+
+def train_mixture(mesh: dict[str, int]) -> dict[str, Any]:
+    """Gradients of a step for each way that rows may fall, and the kinds of collectives that ran."""
+    made = mixture()
+    axes = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    module = autopar.parallelize(made.model, axes, made.args, solver="dp")
+    steps = []
+    for step in range(len(FALLS)):
+        module.zero_grad()
+        loss = module(*made.batch(step)[0])
+        loss.backward()
+        gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if isinstance(p.grad, DTensor)}
+        steps.append((loss.detach(), gradients))
+    return {"steps": steps, "kinds": [kind for kind, _, _ in module.program.collectives()]}
+
+
+def test_real_ranks() -> None:
+    made = mixture()
+    references = [models.eager(made, step) for step in range(len(FALLS))]
+    for found in run(4, train_mixture, LINE, timeout_seconds=200.0):
+        assert found["kinds"].count("exchange") == 4
+        for (loss, gradients), reference in zip(found["steps"], references, strict=True):
+            assert_close(loss, next(iter(reference.outputs.values())), "loss")
+            assert gradients.keys() == reference.gradients.keys()
+            for name, gradient in gradients.items():
+                assert_close(gradient, reference.gradients[name], name)

@@ -125,6 +125,13 @@ def _expert_mm_weight(draw: Draw) -> Arguments:
     return (draw.floats(s, k), draw.floats(s, n), draw.indices(e, s), e), {}
 
 
+def _moved(draw: Draw) -> Arguments:
+    s, d = draw.sizes(2)
+    return (draw.floats(s, d), draw.indices(4, s), 4), {}
+
+
+EXAMPLES["autopar.to_experts.default"] = EXAMPLES["autopar.from_experts.default"] = _moved
+EXAMPLES["autopar.ids_at_experts.default"] = lambda draw: ((draw.indices(4, draw.size()), 4), {})
 EXAMPLES["autopar.expert_mm.default"] = _expert_mm
 EXAMPLES["autopar.expert_mm_weight.default"] = _expert_mm_weight
 

@@ -17,7 +17,7 @@ from ..layout import Layout, Shape, local_shape, padded_shape
 from ..program import Instruction, RankIndex
 from . import expand, localize
 from .expansions import global_indices
-from .rule import Call, OpRule, neutral, parameters
+from .rule import ROUTED, Call, OpRule, neutral, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class LocalEmitter:
 
     def shift(self, value: Ref, offset: int, axis: int) -> Ref:
         return self._collective("shift", value, offset, axis)
+
+    def exchange(self, value: Ref, sizes: Ref, axis: int) -> Ref:
+        return self._collective("exchange", value, sizes, axis)
 
     def _collective(self, kind: str, value: Ref, *args: Any) -> Ref:
         """A collective whose result is like its operand."""
@@ -165,7 +168,7 @@ def local_program(
 def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
     """Whether a split factor makes the op another on shards."""
     names = {name for name, _ in splits}
-    return any(factor.expands and factor.name in names for factor in rule.factors)
+    return ROUTED in names or any(factor.expands and factor.name in names for factor in rule.factors)
 
 
 def fillings(call: Call, rule: OpRule, operands: tuple[Layout, ...]) -> list[tuple[int, int, float]]:

@@ -3,17 +3,28 @@
 A row says which expert it wants by a number in `ids`; rows stand in the order of tokens. A rank that
 holds some experts only multiplies the rows that want one of them, and makes zeros of the others: the
 work is that of its own experts, however the rows fall.
+
+Or each row goes to the rank that holds its expert, and what became of it comes back: `to_experts` and
+`from_experts` stand where that may happen. On whole values they change nothing. The table of what every row
+wants is small; every rank of the axis reads it whole, and knows from it how many rows it will get from
+each other one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from ..graph import Ref
+from ..layout import Layout, Routed, local_stride, settled
 from .expansions import LocalCall, Results
-from .families import EACH, from_template
-from .rule import Call, Emitter
+from .families import EACH, FIRST, from_template
+from .rule import Call, Emitter, OpRule, Routing
+from .template import assemble
 
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"
+TO, FROM, WANTED = "autopar.to_experts.default", "autopar.from_experts.default", "autopar.ids_at_experts.default"
 
 
 def grouped(ids: torch.Tensor, experts: int, first: int) -> tuple[torch.Tensor, list[int]]:
@@ -92,6 +103,50 @@ def _expert_mm_weight_meta(
     return x.new_empty(experts, x.shape[1], gradient.shape[1])
 
 
+def _unmoved(x: torch.Tensor, *table: object) -> torch.Tensor:
+    return x.view_as(x)
+
+
+for _schema in (
+    "to_experts(Tensor(a) x, Tensor ids, int experts) -> Tensor(a)",
+    "from_experts(Tensor(a) x, Tensor ids, int experts) -> Tensor(a)",
+    "ids_at_experts(Tensor(a) ids, int experts) -> Tensor(a)",
+):
+    _name, _rest = f"autopar::{_schema}".split("(", 1)
+    torch.library.define(_name, f"({_rest}")
+    torch.library.impl(_name, "CompositeExplicitAutograd", _unmoved)
+
+
+@torch.library.custom_op("autopar::routes", mutates_args=())
+def routes(
+    ids: torch.Tensor, experts: int, ranks: int, stride: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where rows go from `rank`, and what comes to it. Row i of `ids` belongs to rank (i // stride) % ranks, and
+    rank r holds `experts` experts from r * experts on.
+
+    Returns the rank's own rows in the order in which they leave, by rank that they go to; the places
+    among them that its rows had before, in the inverse order; how many go to and come from each rank
+    [2, ranks]; and the numbers in `ids` of those that come, by rank that they come from.
+    """
+    there, here = ids // experts, torch.arange(len(ids), device=ids.device) // stride % ranks
+    every = torch.arange(ranks, device=ids.device)
+    leaving = there[here == rank]
+    order = torch.argsort(leaving, stable=True)
+    coming = torch.nonzero(there == rank).flatten()
+    coming = coming[torch.argsort(here[coming], stable=True)]
+    put, got = ((column == every[:, None]).sum(1) for column in (leaving, here[coming]))
+    return order, torch.argsort(order), torch.stack([put, got]), coming
+
+
+@routes.register_fake
+def _routes_meta(
+    ids: torch.Tensor, experts: int, ranks: int, stride: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As if rows fell evenly."""
+    rows = len(ids) // ranks
+    return ids.new_empty(rows), ids.new_empty(rows), ids.new_empty(2, ranks), ids.new_empty(rows)
+
+
 # ---- rules
 
 
@@ -102,12 +157,44 @@ def _flops(call: Call) -> float:
     return 2.0 * rows * width * (call.outputs[0].numel / rows if call.node.op == MM else call.inputs[1].shape[1])
 
 
-mm_rule = from_template(
+_mm = from_template(
     "s k, e k n, s -> s n", linear=EACH, expands=("e",), contiguous=("e",), flops=_flops, contraction=True
 )
-mm_weight_rule = from_template(
+_mm_weight = from_template(
     "s k, s n, s -> e k n", linear=EACH, expands=("e",), contiguous=("e",), flops=_flops, contraction=True
 )
+
+
+def _at_experts(rule: OpRule | None, count: int) -> OpRule | None:
+    """Rows may come to the experts that they want."""
+    assert rule is not None
+    number = {factor.name: i for i, factor in enumerate(rule.factors)}
+    if not {"s", "e"} <= number.keys():
+        return rule
+    return replace(rule, routing=Routing(number["s"], number["e"], count))
+
+
+def mm_rule(call: Call) -> OpRule | None:
+    """expert_mm."""
+    return _at_experts(_mm(call), call.inputs[1].shape[0])
+
+
+def mm_weight_rule(call: Call) -> OpRule | None:
+    """expert_mm_weight."""
+    return _at_experts(_mm_weight(call), call.argument("experts"))
+
+
+def moved_rule(call: Call) -> OpRule:
+    """to_experts, from_experts, ids_at_experts: nothing happens to the rows, or they travel."""
+    names = ["s", *(f"d{i}" for i in range(1, len(call.inputs[0].shape)))]
+    inputs = [names, ["s"]][: len(call.inputs)]
+    rule = assemble(call, inputs, [names], linear=FIRST, moves_nothing=True, elementwise=True)
+    rows = [i for i, factor in enumerate(rule.factors) if factor.name == "s"]
+    if not rows:
+        return rule
+    settled, whole, returned = {TO: ((0,), (1,), ()), FROM: ((), (1,), (0,)), WANTED: ((), (0,), ())}[call.node.op]
+    routing = Routing(rows[0], None, call.argument("experts"), settled=settled, whole=whole, returned=returned)
+    return replace(rule, routing=routing)
 
 
 def mm(emitter: Emitter, local: LocalCall) -> Results:
@@ -121,3 +208,36 @@ def mm_weight(emitter: Emitter, local: LocalCall) -> Results:
     """Experts split: each rank makes the gradients of its own experts."""
     x, gradient, ids, experts = local.args[:4]
     return (local.result(emitter, x, gradient, ids, experts, emitter.offset(local.splits["e"], experts)),)
+
+
+def _routes(emitter: Emitter, local: LocalCall, ids: Ref, layout: Layout) -> tuple[int, tuple[Ref, ...]]:
+    """The axis along which rows of this layout travel, and the tables of `routes`."""
+    (axis,) = (axis for axis, placement in enumerate(layout) if isinstance(placement, Routed))
+    ranks = emitter.ranks(axis)
+    mesh = tuple(emitter.ranks(a) for a in range(len(layout)))
+    stride = local_stride(settled(layout), mesh, axis)
+    experts = local.call.argument("experts") // ranks
+    return axis, emitter.ops("autopar.routes.default", ids, experts, ranks, stride, emitter.coordinate(axis))
+
+
+def to_experts(emitter: Emitter, local: LocalCall) -> Results:
+    """Each row travels to the rank of its expert."""
+    x, ids = local.args[:2]
+    axis, (order, _, sizes, _) = _routes(emitter, local, ids, local.results[0])
+    return (emitter.exchange(emitter.op("aten.index_select.default", x, 0, order), sizes, axis),)
+
+
+def from_experts(emitter: Emitter, local: LocalCall) -> Results:
+    """Each row travels back."""
+    x, ids = local.args[:2]
+    axis, (_, inverse, sizes, _) = _routes(emitter, local, ids, local.operands[0])
+    back = emitter.op("aten.flip.default", sizes, (0,))
+    arrived = emitter.exchange(emitter.op("aten.contiguous.default", x), back, axis)
+    return (emitter.op("aten.index_select.default", arrived, 0, inverse),)
+
+
+def ids_at_experts(emitter: Emitter, local: LocalCall) -> Results:
+    """The experts that the rows want which have come: read from the table that every rank has."""
+    ids = local.args[0]
+    _, (_, _, _, coming) = _routes(emitter, local, ids, local.results[0])
+    return (emitter.op("aten.index_select.default", ids, 0, coming),)

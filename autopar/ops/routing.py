@@ -12,14 +12,14 @@ any other use stays as it is, and so does a lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..graph import JointGraph, Node, Ref, TensorMeta, map_references
-from .experts import MM, MM_WEIGHT
+from .experts import FROM, MM, MM_WEIGHT, TO, WANTED
 from .families import has
 from .rule import Call, OpRule
 
@@ -34,8 +34,9 @@ RuleOf = Callable[[Call], OpRule | None]
 
 
 def in_token_order(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
-    """The graph with sorts of rows by expert, and lookups of weights by expert, replaced by `expert_mm`."""
-    return _unsorted(_looked_up(graph), rule_of)
+    """The graph with sorts of rows by expert, and lookups of weights by expert, replaced by `expert_mm`, and
+    with a mark wherever rows may set out for their experts, or come back."""
+    return _Ways(_unsorted(_looked_up(graph), rule_of), rule_of).run()
 
 
 class _Rewrite:
@@ -44,6 +45,7 @@ class _Rewrite:
     def __init__(self, graph: JointGraph) -> None:
         self.graph, self.metas = graph, dict(graph.metas)
         self.same: dict[str, str] = {}
+        self.matrices: dict[str, Ref] = {}
         self.nodes: list[Node] = []
         self.node = graph.nodes[0]
 
@@ -74,6 +76,32 @@ class _Rewrite:
         """[e, k, n] -> [e, n, k]"""
         e, k, n = self.shape(value.name)
         return self.emit(PERMUTE, (value, _TURNED), (e, n, k), name)
+
+    def matrix(self, name: str, rows: int, width: int) -> Ref:
+        """A value that has no other dims but of size 1 as a matrix; the same one whichever view of it is asked."""
+        while (index := self.graph.producer.get(name)) is not None:
+            node = self.graph.nodes[index]
+            if node.op not in (RESHAPE, PERMUTE) or self.shape(node.inputs[0])[0] != rows:
+                break
+            source = self.shape(node.inputs[0])
+            moved = node.op == PERMUTE and [d for d in node.args[1] if source[d] > 1] != [
+                d for d, size in enumerate(source) if size > 1
+            ]
+            if moved or len([size for size in source[1:] if size > 1]) > 1:
+                break
+            name = node.inputs[0]
+        if self.shape(name) == (rows, width):
+            return self.now(name)
+        if name not in self.matrices:
+            self.matrices[name] = self.emit(RESHAPE, (self.now(name), (rows, width)), (rows, width))
+        return self.matrices[name]
+
+    def call(self, node: Node) -> Call:
+        return Call(
+            node,
+            tuple(self.metas[name] for name in node.inputs),
+            tuple(self.metas[name] if name else None for name in node.outputs),
+        )
 
     def is_zero(self, name: str) -> bool:
         index = self.graph.producer.get(name)
@@ -166,7 +194,7 @@ def _product(made: _Rewrite, node: Node, lookups: dict[str, _Lookup]) -> None:
     weight = made.now(lookup.weight)
     weight = made.turned(weight) if turn else weight
     rows = made.shape(vector)[0]
-    x = made.emit(RESHAPE, (made.now(vector), (rows, -1)), (rows, made.shape(weight.name)[1]))
+    x = made.matrix(vector, rows, made.shape(weight.name)[1])
     y = made.emit(MM, (x, weight, made.now(lookup.ids)), (rows, made.shape(weight.name)[2]))
     shape = made.shape(node.name)
     made.emit(RESHAPE, (y, shape), shape, node.name)
@@ -186,9 +214,8 @@ def _gradient_of_lookup(made: _Rewrite, node: Node) -> bool:
     b = graph.metas[right].shape[2]
     if inner != 1 or graph.metas[put.index].shape != (rows,) or graph.metas[put.base].shape[1:] != (a, b):
         return False
-    column = made.emit(RESHAPE, (made.now(left), (rows, a)), (rows, a))
-    row = made.emit(RESHAPE, (made.now(right), (rows, b)), (rows, b))
     shape = graph.metas[put.base].shape
+    column, row = made.matrix(left, rows, a), made.matrix(right, rows, b)
     made.emit(MM_WEIGHT, (column, row, made.now(put.index), shape[0]), shape, node.name)
     return True
 
@@ -421,11 +448,17 @@ class _Unsort(_Rewrite):
             self.by_expert(node.name, self.now(x.name), self.now(y.name), sort)
             return self.know(node.name, sort, "rows")
         if self.is_rows(x, 1) and self.is_rows(y):
-            width, rows = self.shape(x.name)
-            straight = self.emit(PERMUTE, (self.now(x.name), (1, 0)), (rows, width))
-            self.gradient_by_expert(node.name, straight, self.now(y.name), sort)
+            self.gradient_by_expert(node.name, self.straight(x.name), self.now(y.name), sort)
             return True
         return False
+
+    def straight(self, name: str) -> Ref:
+        """A matrix of rows along dim 1 with its dims exchanged."""
+        node = self.graph.nodes[self.graph.producer[name]]
+        if node.op == PERMUTE and node.args[1] == (1, 0):
+            return self.now(node.inputs[0])
+        width, rows = self.shape(name)
+        return self.emit(PERMUTE, (self.now(name), (1, 0)), (rows, width))
 
     def multiplied_backward(self, node: Node, sort: str) -> bool:
         """The gradients of a grouped product's rows and weights."""
@@ -480,30 +513,14 @@ class _Unsort(_Rewrite):
         if rule is None or not all(self.has_rows(name) for name in node.inputs if name in self.facts):
             return False
         facts = [self.facts.get(name) for name in node.inputs]
-        carried = {dims[fact.size] for fact, dims in zip(facts, rule.inputs, strict=True) if fact is not None}
-        if len(carried) != 1 or None in carried:
-            return False
-        (number,) = carried
-        assert number is not None
-        for fact, dims in zip(facts, rule.inputs, strict=True):
-            # nothing but the rows may run along them: the order of anything else is another one
-            if [d for d, factor in enumerate(dims) if factor == number] != ([fact.size] if fact else []):
-                return False
-        factor = rule.factors[number]
-        if factor.size != self.count(sort) or factor.expands or factor.contiguous:
+        number = _row_factor(rule, [None if fact is None else fact.size for fact in facts], self.count(sort))
+        if number is None:
             return False
         self.keep(node)
         for name, dims in zip(node.outputs, rule.outputs, strict=True):
             if name and number in dims:
                 self.know(name, sort, "rows", dims.index(number))
         return True
-
-    def call(self, node: Node) -> Call:
-        return Call(
-            node,
-            tuple(self.graph.metas[name] for name in node.inputs),
-            tuple(self.graph.metas[name] if name else None for name in node.outputs),
-        )
 
 
 _USES: dict[str, Callable[[_Unsort, Node, str], bool]] = {
@@ -520,3 +537,103 @@ _USES: dict[str, Callable[[_Unsort, Node, str], bool]] = {
     RESHAPE: _Unsort.reshaped,
     PERMUTE: _Unsort.permuted,
 }
+
+
+def _row_factor(rule: OpRule, rows: Sequence[int | None], count: int) -> int | None:
+    """The factor of an op that treats rows alike, whatever their order; None if it does not. `rows` says
+    which dim of each operand are rows, if any."""
+    carried = {dims[dim] for dim, dims in zip(rows, rule.inputs, strict=True) if dim is not None}
+    if len(carried) != 1 or None in carried:
+        return None
+    (number,) = carried
+    assert number is not None
+    for dim, dims in zip(rows, rule.inputs, strict=True):
+        # nothing but the rows may run along them: the order of anything else is another one
+        if [d for d, factor in enumerate(dims) if factor == number] != ([] if dim is None else [dim]):
+            return None
+    factor = rule.factors[number]
+    return None if factor.size != count or factor.expands or factor.contiguous else number
+
+
+# ---- where rows may be with their experts
+
+
+class _Ways(_Rewrite):
+    """Rows set out where they are multiplied by expert, and come back where something else reads them: what
+    is done to them one by one in between is done where they are."""
+
+    def __init__(self, graph: JointGraph, rule_of: RuleOf) -> None:
+        super().__init__(graph)
+        self.rule_of = rule_of
+        self.away: dict[str, tuple[str, int]] = {}
+        """Rows (along dim 0) with their experts: the name of what they want, and the number of experts."""
+        self.sent: dict[tuple[str, str], Ref] = {}
+        self.back: dict[str, Ref] = {}
+
+    def run(self) -> JointGraph:
+        for node in self.graph.nodes:
+            self.node = node
+            if node.op in (MM, MM_WEIGHT):
+                self.multiplied(node)
+            elif not self.goes_along(node):
+                args, kwargs = map_references(node.args, self.home), map_references(node.kwargs, self.home)
+                self.keep(replace(node, args=args, kwargs=kwargs))
+            for output in self.graph.outputs:
+                if output.name in node.outputs and output.name in self.away:
+                    self.home(output.name)
+        self.same.update({name: ref.name for name, ref in self.back.items()})
+        return self.done()
+
+    def multiplied(self, node: Node) -> None:
+        """A product by expert: rows are there."""
+        call = self.call(node)
+        ids = call.argument("ids").name
+        experts = self.shape(call.argument("weight").name)[0] if node.op == MM else call.argument("experts")
+        rows = ("x",) if node.op == MM else ("x", "gradient")
+        there = {call.argument(name).name: self.send(call.argument(name).name, ids, experts) for name in rows}
+        there[ids] = self.send(ids, ids, experts)
+        self.keep(replace(node, args=map_references(node.args, lambda name: there.get(name) or self.home(name))))
+        if node.op == MM:
+            self.away[node.name] = (ids, experts)
+
+    def send(self, name: str, ids: str, experts: int) -> Ref:
+        if self.away.get(name) == (ids, experts):
+            return Ref(name)
+        if (name, ids) not in self.sent:
+            table = () if name == ids else (self.home(ids),)
+            op = WANTED if name == ids else TO
+            self.sent[name, ids] = self.emit(op, (self.home(name), *table, experts), self.shape(name))
+        return self.sent[name, ids]
+
+    def home(self, name: str) -> Ref:
+        """Rows that are away, back again."""
+        if name not in self.away:
+            return Ref(name)
+        if name not in self.back:
+            ids, experts = self.away[name]
+            self.back[name] = self.emit(FROM, (Ref(name), self.home(ids), experts), self.shape(name))
+        return self.back[name]
+
+    def goes_along(self, node: Node) -> bool:
+        """Whether the op treats rows that are away one by one."""
+        away = [self.away.get(name) for name in node.inputs]
+        ways = {way for way in away if way is not None}
+        if len(ways) != 1:
+            return False
+        (way,) = ways
+        count = self.shape(way[0])[0]
+        dims: list[int | None]
+        if node.op == RESHAPE:
+            before, after = self.shape(node.inputs[0]), self.shape(node.name)
+            dims = [0] if after and after[0] == before[0] else []
+        else:
+            rule = self.rule_of(self.call(node))
+            number = None if rule is None else _row_factor(rule, [None if w is None else 0 for w in away], count)
+            if rule is None or number is None:
+                return False
+            dims = [carried.index(number) if number in carried else None for carried in rule.outputs]
+        if any(dim != 0 for name, dim in zip(node.outputs, dims, strict=False) if name) or not dims:
+            return False
+        self.keep(node)
+        self.away.update({name: way for name in node.outputs if name})
+        return True

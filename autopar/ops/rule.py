@@ -21,6 +21,9 @@ from ..layout import Shape, Split, is_legal, periods_of
 
 Dims = tuple[int | None, ...]
 
+ROUTED = "(routed)"
+"""Stands among the split factors of an op for the axis along which rows go to their experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Factor:
@@ -64,6 +67,29 @@ class Factor:
         return period >= ranks and self.size % period == 0 and (period == self.size or not self.contiguous)
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How an op takes part when rows go to their experts, instead of the experts' weights to the rows.
+
+    `rows` and `experts` are the numbers of factors: dims of rows are routed, dims of experts split among
+    the ranks that the rows go to (None: it has none). `count` is the number of experts. `settled` lists
+    operands whose rows have not left yet, `whole` those that are needed whole (the experts that the rows
+    want), `returned` results whose rows are back.
+    """
+
+    rows: int
+    experts: int | None
+    count: int
+    settled: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+
+    @property
+    def starts(self) -> bool:
+        """Whether rows set out here."""
+        return bool(self.settled or self.whole) and not self.returned
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
     """`inputs[i][d]` is the index in `factors` that dim d of tensor operand i carries, or None for a
@@ -80,7 +106,8 @@ class OpRule:
 
     `flops` counts multiplications and additions of the whole op, for contractions and attention; 0
     means that the op is bound by memory. `contraction` marks the tensor contractions of CFP
-    Algorithm 1. `moves_nothing` marks ops that only make a view (slice, expand, ...): no time.
+    Algorithm 1. `moves_nothing` marks ops that only make a view (slice, expand, ...): no time. `routing` is
+    for ops that know of experts; others may be given routed rows where they treat rows one by one.
 
     Of an unevenly split factor that the op reduces over, padding is filled with what changes nothing: 0 for
     a sum, the least or greatest number for a maximum or minimum. `padding` holds (operand, factor, value)
@@ -95,6 +122,7 @@ class OpRule:
     flops: float = 0.0
     contraction: bool = False
     moves_nothing: bool = False
+    routing: Routing | None = None
     elementwise: bool = False
     padding: tuple[tuple[int, int, float], ...] = ()
     input_scales: tuple[tuple[int, ...], ...] = ()
@@ -201,6 +229,10 @@ class Emitter(Protocol):
     def shift(self, value: Ref, offset: int, axis: int) -> Ref:
         """Append a shift along a mesh axis, finished: what the rank `offset` places before this one
         has (negative: behind), zeros on ranks without such a one. The value is contiguous."""
+
+    def exchange(self, value: Ref, sizes: Ref, axis: int) -> Ref:
+        """Append an exchange of rows along a mesh axis, finished; see `program.COLLECTIVES`. The value is
+        contiguous."""
 
     def ranks(self, axis: int) -> int:
         """Size of a mesh axis."""

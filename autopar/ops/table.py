@@ -129,6 +129,9 @@ def _never(call: Call) -> bool:
 TABLE: Mapping[str, Entry] = MappingProxyType({
     # contractions
     experts.MM: Entry(experts.mm_rule, expand=experts.mm),
+    experts.TO: Entry(experts.moved_rule, expand=experts.to_experts),
+    experts.FROM: Entry(experts.moved_rule, expand=experts.from_experts),
+    experts.WANTED: Entry(experts.moved_rule, expand=experts.ids_at_experts),
     experts.MM_WEIGHT: Entry(experts.mm_weight_rule, local.rows_of_output("experts"), experts.mm_weight),
     **_aten("mm", Entry(from_template("m k, k n -> m n", linear=EACH, contraction=True))),
     **_aten("bmm", Entry(from_template("b m k, b k n -> b m n", linear=EACH, contraction=True))),
