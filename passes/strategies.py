@@ -549,8 +549,9 @@ class _Fixpoint:
         results = [_made(i, choice, mesh, rule) for i in range(len(rule.outputs))]
         if None in operands or None in results:
             return False
-        shapes = local_shapes(call, tuple(o for o in operands if o), tuple(r for r in results if r), mesh)
-        return localize(call, *shapes) == (call.node.args, call.node.kwargs)
+        made = tuple(layout for layout in results if layout)
+        shapes = local_shapes(call, tuple(layout for layout in operands if layout), made, mesh)
+        return localize(call, *shapes, made, mesh) == (call.node.args, call.node.kwargs)
 
     def digit(self, root: str, split: Placement) -> None:
         """A root may be split so: so may the sites that make or read it."""
