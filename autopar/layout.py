@@ -212,6 +212,7 @@ def reshape_layout(source: Shape, target: Shape, layout: Layout, mesh: Shape) ->
                 return None
             source = _with(source, placement.dim, placement.period)
             target = _with(target, split.dim, split.period)
+
     def function(split: Split, ranks: int) -> Split | None:
         return reshape_split(source, target, split, ranks)
 

@@ -59,11 +59,13 @@ def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_bor
 
 
 def _choices(space: Space, site: Site, generator: random.Random) -> Iterator[SiteChoice]:
-    """A few choices of a site, legal or not, in random order; the whole comes last."""
+    """A few choices of a site, legal or not, in random order, and then the whole; the others come last, for where
+    what is read cannot be had whole: rows that are with their experts."""
     suffixes = ((KEEP,), (REGATHER,)) if site.kind == "parameter" else ((),)
     every = [(*c, *s) for c in product(*(site.choices[ranks] for ranks in space.mesh)) for s in suffixes]
     yield from generator.sample(every, min(TRIED, len(every)))
     yield space.whole(site)
+    yield from generator.sample(every, len(every))
 
 
 class _Border:

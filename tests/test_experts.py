@@ -233,13 +233,19 @@ def test_random_plans(name: str, implementation: str, mesh: dict[str, int], seed
     check(made, bucket(program), name, implementation)
 
 
+def travels(site: Site) -> bool:
+    """Whether rows of this site may be with their experts."""
+    return any(choice[0] == "X" for choices in site.choices.values() for choice in choices)
+
+
 def by_expert(made: Planner, axes: Sequence[int]) -> Assignment:
     """A random plan whose products all split their experts on these axes."""
     width = len(made.space.mesh)
 
     def wanted(site: Site) -> list[SiteChoice] | None:
         if site.node is None or site.node.op not in (MM, MM_WEIGHT):
-            return None
+            choices = list(product(*(site.choices[ranks] for ranks in made.space.mesh)))
+            return [c for c in choices if ("X" not in [part[0] for part in c])] if travels(site) else None
         assert site.rule is not None
         number, experts = next((i, f.size) for i, f in enumerate(site.rule.factors) if f.name == "e")
         return [tuple(("S", number, experts) if axis in axes else ("R",) for axis in range(width))]
@@ -263,18 +269,22 @@ def test_experts_split(name: str, implementation: str, mesh: dict[str, int], axe
 
 
 def routed(made: Planner, axis: int, seed: int = 0) -> Assignment:
-    """A random plan in which rows travel to their experts along an axis, wherever they may."""
+    """A random plan in which rows travel to their experts along an axis, wherever they may. Along other axes
+    all ranks have the same rows, or, for odd seeds, each its own."""
     mesh, generator = made.space.mesh, random.Random(seed)
+
+    def fits(choice: SiteChoice) -> bool:
+        rows = choice[axis][1]
+        others = [part for a, part in enumerate(choice) if a != axis]
+        return all(part[:2] == ("S", rows) if seed % 2 else part == ("R",) for part in others)
 
     def wanted(site: Site) -> list[SiteChoice] | None:
         travelling = [choice for choice in site.choices.get(mesh[axis], ()) if choice[0] == "X"]
         if not travelling:
             return None
         per_axis = [travelling if a == axis else site.choices[n] for a, n in enumerate(mesh)]
-        legal = [choice for choice in product(*per_axis) if made.space.option(site, choice) is not None]
-        alone = [choice for choice in legal if all(c == ("R",) for a, c in enumerate(choice) if a != axis)]
-        others = [choice for choice in legal if choice not in alone]
-        return alone + generator.sample(others, min(2, len(others)))
+        choices = [choice for choice in product(*per_axis) if fits(choice)]
+        return generator.sample(choices, len(choices))
 
     return plans.random_assignment(made.space, seed, wanted=wanted)
 
