@@ -155,6 +155,19 @@ def test_a_product_by_expert_is_the_product_with_each_rows_weight(routing: list[
     assert_close(of_two, product * (ids >= 2)[:, None], "rows of the last two experts")
 
 
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=list(ROUTINGS))
+def test_the_grouped_kernel_of_bfloat16(routing: list[int]) -> None:
+    torch.manual_seed(0)
+    x, weight, gradient = (torch.randn(*s).bfloat16() for s in ((12, 16), (4, 24, 16), (12, 24)))
+    ids, turned = torch.tensor(routing), weight.transpose(1, 2)
+    for first in (0, 2):
+        found = expert_mm(x, turned[first:], ids, first=first)
+        assert_close(found.float(), expert_mm(x.float(), turned[first:].float(), ids, first=first), "rows", 0.02)
+        found = expert_mm_weight(x, gradient, ids, 4 - first, first=first)
+        exact = expert_mm_weight(x.float(), gradient.float(), ids, 4 - first, first=first)
+        assert_close(found.float(), exact, "weights", 0.02)
+
+
 # ---- the graph
 
 

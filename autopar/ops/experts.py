@@ -75,7 +75,9 @@ def expert_mm_weight(
         return made
     left, right = x[order].t(), gradient[order]
     if _fits_kernel(right, *made.shape[1:]):
-        return torch.nn.functional.grouped_mm(left, right, offs=_offsets(right, ends))
+        made = torch.nn.functional.grouped_mm(left, right, offs=_offsets(right, ends))
+        made[[start == end for start, end in zip([0, *ends], ends, strict=False)]] = 0  # it may leave these as they are
+        return made
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if start < end:
             torch.mm(left[:, start:end], right[start:end], out=made[expert])
@@ -83,8 +85,9 @@ def expert_mm_weight(
 
 
 def _fits_kernel(rows: torch.Tensor, k: int, n: int) -> bool:
-    """The grouped kernel wants bfloat16 on a GPU, and rows of a multiple of 16 bytes."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and k % 8 == 0 and n % 8 == 0
+    """The grouped kernel wants bfloat16 in rows of a multiple of 16 bytes, and no old GPU."""
+    fits = rows.dtype == torch.bfloat16 and k % 8 == 0 and n % 8 == 0
+    return fits and (not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0))
 
 
 def _offsets(rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
