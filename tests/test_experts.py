@@ -393,6 +393,26 @@ def test_a_split_of_experts_beats_replicas_and_moves_no_more_than_rows() -> None
     assert all(size <= dense for size in others) and dense < experts / 4
 
 
+def test_a_mixtral_with_experts_split_beats_its_replicas() -> None:
+    torch.manual_seed(0)
+    model = mixtral(1, hidden_size=128, intermediate_size=256, num_local_experts=16).double()
+
+    def batch(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ids = torch.randint(models.VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(step))
+        return (), {"input_ids": ids, "labels": ids}
+
+    made = Case(model=model, batch=batch)
+    planner = Planner(made.model, LINE, made.args, made.kwargs)
+    best = planner.plan(solver="dp")
+    for name in ("gate_up_proj", "down_proj"):
+        assert best.parameters[f"model.layers.0.mlp.experts.{name}"].in_use == (("S(0)",),)
+    for preset in ("ddp", "fsdp"):
+        assert best.objective_seconds < 0.6 * planner.plan(solver=preset).objective_seconds
+    program = planner.program(best)
+    assert [kind for kind, _, _ in program.collectives()].count("exchange") == 4
+    assert_same(simulated(program, planner.captured, made), reference(made))
+
+
 # ---- real ranks
 
 
