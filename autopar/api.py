@@ -199,7 +199,11 @@ class Planner:
         self.segments: Segments = self._timed("segments", lambda: segments(graph))
         self.space: Space = self._timed("strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments))
         if self.space.without_rule:
-            ops = ", ".join(f"{count} x {op}" for op, count in self.space.without_rule.items())
+            modules = self.space.without_rule_in
+            ops = "; ".join(
+                f"{count} x {op} in {', '.join(path or 'the model' for path in modules[op])}"
+                for op, count in self.space.without_rule.items()
+            )
             logger.warning("replicated, since the op has no rule: %s", ops)
 
     def _timed(self, name: str, function: Callable[[], T]) -> T:

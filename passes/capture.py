@@ -715,6 +715,12 @@ class _Conversion:
             self._filled(node, meta)
         elif target is aten.expand.default:
             self._emit(node, meta=meta, args=(Ref(self._name(node.args[0])), meta.shape))
+        elif target is aten.copy.default and self.metas[self._name(node.args[1])] == meta:
+            # nothing is left of what is written over, which may be an empty tensor with strides of its own
+            contiguous = (("memory_format", torch.contiguous_format),)
+            self._emit(
+                node, meta=meta, op="aten.clone.default", args=(Ref(self._name(node.args[1])),), kwargs=contiguous
+            )
         else:
             self._emit(node, meta=meta)
 

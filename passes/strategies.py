@@ -143,6 +143,8 @@ class Space:
     rest_borders: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
     without_rule: Mapping[str, int]
     """Op -> how many nodes have no rule and are replicated."""
+    without_rule_in: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Op -> the modules of those nodes, as paths, those of several layers as one with "*" for the number."""
 
     @property
     def repeats(self) -> tuple[Repeated, ...]:
@@ -245,10 +247,26 @@ def strategies(graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster, seg
         )
         for repeat in segments.repeats
     )
-    space.without_rule = dict(sorted(builder.without_rule.items()))
+    modules: dict[str, list[str]] = {}
+    for index in builder.without_rule:
+        modules.setdefault(graph.nodes[index].op, []).append(graph.nodes[index].module)
+    space.without_rule = {op: len(paths) for op, paths in sorted(modules.items())}
+    space.without_rule_in = {op: _paths(paths) for op, paths in sorted(modules.items())}
     for ranks in sorted(set(sizes)):
         _Fixpoint(space, ranks).run()
     return space
+
+
+def _paths(modules: Sequence[str]) -> tuple[str, ...]:
+    """Paths of modules, each once; where some differ in numbers alone, one with "*" for these."""
+    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for path in modules:
+        parts = tuple(path.split("."))
+        alike.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
+    return tuple(
+        ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*same, strict=True))
+        for same in alike.values()
+    )
 
 
 class _Builder:
@@ -256,7 +274,8 @@ class _Builder:
 
     def __init__(self, space: Space) -> None:
         self.space, self.graph = space, space.graph
-        self.without_rule: dict[str, int] = {}
+        self.without_rule: list[int] = []
+        """Indices of the nodes that are replicated because their op has no rule."""
         self.rules: dict[Any, OpRule | None] = {}
         self.gradients = {o.target: o.name for o in self.graph.outputs if o.role == "gradient" and o.name is not None}
         self.input_roles = {i.name: i for i in self.graph.inputs}
@@ -294,7 +313,11 @@ class _Builder:
         sites = [self._input(name, home) for name in repeat.own[0]]
         for name in self._shared_roots(set(repeat.shared)):
             sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.graph.metas[name]))
+        before = len(self.without_rule)
         sites += self._ops(repeat.copies[0], home=home, whole=frozenset())
+        for index in self.without_rule[before:]:
+            position = repeat.copies[0].index(index)
+            self.without_rule += [copy[position] for copy in repeat.copies[1:]]
         left, right = [], []
         for border in repeat.borders:
             entering, leaving = border.values[0], border.values[1]
@@ -387,7 +410,7 @@ class _Builder:
             if (not constant or not call.inputs) and not whole.intersection(node.outputs):
                 site.rule = self._rule(call)
                 if site.rule is None and not constant:
-                    self.without_rule[node.op] = self.without_rule.get(node.op, 0) + 1
+                    self.without_rule.append(index)
             sites.append(site)
         return sites
 

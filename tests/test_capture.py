@@ -394,6 +394,15 @@ def test_tensors_that_the_model_closes_over_are_constants() -> None:
     assert [i.role for i in captured.graph.inputs if i.target == name] == ["buffer"]
 
 
+def test_a_copy_into_an_empty_tensor_is_a_clone() -> None:
+    class Copied(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.new_empty_strided(x.shape, (1, x.shape[0])).copy_(x).sum()
+
+    graph = capture(Copied(), (X.clone().requires_grad_(),)).graph
+    assert [node.op for node in graph.nodes if not node.backward] == ["aten.clone.default", "aten.sum.default"]
+
+
 def test_checks_of_a_value_that_no_result_needs_are_left_out() -> None:
     class Checked(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

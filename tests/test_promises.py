@@ -362,7 +362,24 @@ def test_an_op_without_a_rule_is_replicated_and_named_once(caplog: pytest.LogCap
         built = Planner(made.model, {"a": 4}, made.args, loss_fn=made.loss_fn)
         plan = built.plan(solver="ddp")
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.count("aten.cummax.default") == 1 and "replicated" in message
+    assert message.startswith("replicated, since the op has no rule: 1 x aten.cummax.default in the model")
+    assert message.count("aten.cummax.default") == 1
     assert plan.without_rule["aten.cummax.default"] == 1
     assert "aten.cummax.default" in str(plan)
     assert_same(simulated(built.program(plan), built.captured, made), eager(made))
+
+
+class Cummax(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cummax(x, dim=1).values
+
+
+def test_ops_without_a_rule_are_counted_in_every_layer(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [nn.Sequential(nn.Linear(16, 16), Cummax()) for _ in range(4)]
+    made = models.Case(model=nn.Sequential(Cummax(), *layers), batch=models.vectors, loss_fn=models.mean_square)
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        built = Planner(made.model, {"a": 4}, made.args, loss_fn=made.loss_fn)
+    assert built.space.repeats, "the layers are planned as one"
+    assert built.space.without_rule["aten.cummax.default"] == 5
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "5 x aten.cummax.default in 0, *.1" in message

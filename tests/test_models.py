@@ -1,0 +1,67 @@
+"""The models that people use, unmodified: a step under any plan is the step that PyTorch makes of them.
+
+The solver's plan, every preset and random plans run on simulated (2, 2) ranks; some models on four real
+ones. `benchmarks/models.py` does the same for more models, meshes and plans, and makes docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import models
+import plans
+import pytest
+import ranks
+from models import assert_same, eager, on_ranks, simulated
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.api import Planner
+from autopar.passes.bucket import bucket
+from autopar.passes.codegen import codegen
+from autopar.presets import PRESETS
+from autopar.program import Program
+
+zoo = pytest.importorskip("zoo")
+
+MESH = {"dp": 2, "tp": 2}
+SEEDS = range(2)
+
+
+def programs(planner: Planner) -> Iterator[tuple[str, Program]]:
+    """Programs, each with the name of its plan."""
+    for solver in ("ilp", *PRESETS):
+        yield solver, planner.program(planner.plan(solver=solver))
+    for seed in SEEDS:
+        yield f"random {seed}", bucket(codegen(planner.space, plans.random_assignment(planner.space, seed)))
+
+
+@pytest.mark.parametrize("name", zoo.ISSUE)
+def test_a_step_under_every_plan(name: str) -> None:
+    made = zoo.case(name)
+    expected = eager(made)
+    planner = Planner(made.model, MESH, made.args, made.kwargs, loss_fn=made.loss_fn)
+    assert not planner.space.without_rule
+    for plan, program in programs(planner):
+        try:
+            assert_same(simulated(program, planner.captured, made), expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name} under plan {plan}: {error}") from error
+
+
+def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:
+    made = zoo.case(name)
+    device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    module = autopar.parallelize(made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)
+    return on_ranks(module, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "solver"),
+    [("T5", MESH, "megatron"), ("ViT", {"a": 4}, "ilp"), ("Mamba", MESH, "fsdp")],
+    ids=["T5", "ViT", "Mamba"],
+)
+def test_a_step_on_real_ranks(name: str, mesh: dict[str, int], solver: str) -> None:
+    expected = eager(zoo.case(name))
+    for found in ranks.run(4, step_on_ranks, name, mesh, solver, timeout_seconds=250.0):
+        assert_same(found, expected)
