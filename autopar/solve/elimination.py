@@ -22,7 +22,11 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-MAX_TABLE_ENTRIES = 20_000_000
+MAX_TABLE_ENTRIES = 64_000_000
+"""Entries of the largest table that is made, slice by slice, for one price."""
+
+SLICE_ENTRIES = 4_000_000
+"""Entries above which a table is made in slices, of which only the minima are kept."""
 
 
 class TooWide(ValueError):
@@ -395,7 +399,7 @@ class Eliminated:
 
     schedule: Schedule
     table: Floats
-    chosen: tuple[npt.NDArray[np.intp], ...]
+    chosen: tuple[npt.NDArray[np.int32], ...]
 
     def states(self, prices: Ints, kept: Ints) -> Ints:
         """The states [node, sample] of all nodes, at prices [sample], given those kept [node of keep, sample]."""
@@ -409,27 +413,52 @@ class Eliminated:
 
 def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminated:
     """Run a schedule over tables [price, *scope]. Ties go to the lowest state."""
-    if plan.largest * prices > MAX_TABLE_ENTRIES * 4:
-        raise ValueError(f"elimination over {plan.largest} entries at {prices} prices at once is too large")
+    if prices > 1 and plan.largest * prices > MAX_TABLE_ENTRIES:
+        half = prices // 2
+        first = eliminate(plan, [table[:half] for table in tables], half)
+        second = eliminate(plan, [table[half:] for table in tables], prices - half)
+        return Eliminated(
+            schedule=plan,
+            table=np.concatenate((first.table, second.table)),
+            chosen=tuple(np.concatenate(pair) for pair in zip(first.chosen, second.chosen, strict=True)),
+        )
     live: list[Floats | None] = list(tables)
 
-    def combined(inputs: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...], shape: tuple[int, ...]) -> Floats:
-        total: Floats | None = None
+    def aligned(inputs: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> list[Floats]:
+        found = []
         for index, permutation, spread in inputs:
             table = live[index]
             assert table is not None
-            aligned = table.transpose(permutation).reshape(spread)
-            total = aligned if total is None else total + aligned
+            found.append(table.transpose(permutation).reshape(spread))
             live[index] = None
-        if total is None:
-            return np.zeros((prices, *shape))
-        return np.broadcast_to(total, (prices, *shape))
+        return found
 
     chosen = []
     for step in plan.steps:
-        total = combined(step.inputs, tuple(plan.sizes[node] for node in (*step.scope, step.node)))
-        best = total.argmin(axis=-1)
-        live.append(np.take_along_axis(total, best[..., None], axis=-1)[..., 0])
+        shape = tuple(plan.sizes[node] for node in (*step.scope, step.node))
+        least, best = _minima(aligned(step.inputs), (prices, *shape))
+        live.append(least)
         chosen.append(best)
-    result = combined(plan.rest, tuple(plan.sizes[node] for node in plan.keep))
+    result = _sum(aligned(plan.rest), (prices, *(plan.sizes[node] for node in plan.keep)))
     return Eliminated(schedule=plan, table=result, chosen=tuple(chosen))
+
+
+def _sum(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
+    total = np.zeros(shape)
+    for table in tables:
+        total += table
+    return total
+
+
+def _minima(tables: Sequence[Floats], shape: tuple[int, ...]) -> tuple[Floats, npt.NDArray[np.int32]]:
+    """The minima of the sum of tables over its last dim, and where they are. A large sum is made in slices
+    along dim 1."""
+    if math.prod(shape) <= SLICE_ENTRIES or len(shape) < 3:
+        total = _sum(tables, shape)
+        at = total.argmin(axis=-1)
+        return np.take_along_axis(total, at[..., None], axis=-1)[..., 0], at.astype(np.int32)
+    least, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.int32)
+    for i in range(shape[1]):
+        parts = [table[:, 0 if table.shape[1] == 1 else i] for table in tables]
+        least[:, i], best[:, i] = _minima(parts, (shape[0], *shape[2:]))
+    return least, best
