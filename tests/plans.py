@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 
 from autopar.layout import Layout
@@ -16,8 +17,9 @@ TRIED = 12
 QUIET = 0.7
 """How often a site looks for an option that reads everything as it is made."""
 
-DRAWS = 20
-"""Draws before borders pass on no partial sums, which not everything in front of them can make."""
+DRAWS = 5
+"""Draws before borders pass on no partial sums, and rows do not travel to their experts: not everything can make
+the one, or read the other."""
 
 
 Wanted = Callable[[Site], Sequence[SiteChoice] | None]
@@ -29,10 +31,20 @@ def random_assignment(space: Space, seed: int, wanted: Wanted = lambda site: Non
     a site no others than the given ones."""
     generator = random.Random(seed)
     for draw in range(DRAWS + 1):
-        found = _draw(space, generator, wanted, partial_borders=draw < DRAWS)
+        plain = draw == DRAWS
+        limited = partial(_staying, wanted, space) if plain else wanted
+        found = _draw(space, generator, limited, partial_borders=not plain)
         if found is not None:
             return found
     raise AssertionError(f"seed {seed}: no draw is feasible")
+
+
+def _staying(wanted: Wanted, space: Space, site: Site) -> Sequence[SiteChoice] | None:
+    """What is wanted of a site, or, if its rows may travel, the choices in which they do not."""
+    chosen = wanted(site)
+    every = [*product(*(site.choices[ranks] for ranks in space.mesh))]
+    stay = [choice for choice in every if all(part[0] != "X" for part in choice)]
+    return chosen if chosen is not None or len(stay) == len(every) else stay
 
 
 def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_borders: bool) -> Assignment | None:
@@ -71,8 +83,8 @@ def _choices(space: Space, site: Site, generator: random.Random) -> Iterator[Sit
 class _Border:
     """What a border may pass on: what all sites of its name, and of the names that are one with it, can."""
 
-    def __init__(self, space: Space, partial: bool) -> None:
-        self.space, self.partial = space, partial
+    def __init__(self, space: Space, partial_sums: bool) -> None:
+        self.space, self.partial_sums = space, partial_sums
         self.sites: dict[str, list[Site]] = {}
         by_name: dict[str, list[Site]] = {}
         for region in space.regions():
@@ -88,7 +100,7 @@ class _Border:
         return next(
             choice
             for choice in _choices(self.space, sites[0], generator)
-            if (self.partial or ("P",) not in choice)
+            if (self.partial_sums or ("P",) not in choice)
             and all(self.space.option(site, choice) is not None for site in sites)
         )
 
