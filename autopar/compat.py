@@ -7,8 +7,9 @@ Importing it under another torch raises `ImportError`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,16 +145,62 @@ def export_joint(
     Two traces, because each alone loses models: `torch.export` (not strict) records the model's own
     calls with their module paths, and AOT autograd makes the functional joint graph of that record.
     """
-    exported = torch.export.export(module, inputs, strict=False)
-    tensors = (*inputs, *module.parameters(), *module.buffers())
-    lifted = _Lifted(exported, mode, canonical, next((t.device.type for t in tensors), "cpu"))
-    with contextlib.ExitStack() as stack:
-        # forward enters the autocast context itself: backward runs outside of it, as eager's does
-        stack.enter_context(without_autocast(lifted.kind))
-        from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    with torch.library._scoped_library(_CALLS, "FRAGMENT") as library:
+        with _recorded_functions(library):
+            exported = torch.export.export(module, inputs, strict=False)
+        tensors = (*inputs, *module.parameters(), *module.buffers())
+        lifted = _Lifted(exported, mode, canonical, next((t.device.type for t in tensors), "cpu"))
+        with contextlib.ExitStack() as stack:
+            # forward enters the autocast context itself: backward runs outside of it, as eager's does
+            stack.enter_context(without_autocast(lifted.kind))
+            from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-        joint = aot_export_joint_with_descriptors(stack, lifted, inputs)
-        return _describe(joint.graph_module.graph, lifted)
+            joint = aot_export_joint_with_descriptors(stack, lifted, inputs)
+            return _describe(joint.graph_module.graph, lifted)
+
+
+_CALLS = "autopar_calls"
+"""The namespace of operators that stand for calls of autograd functions while a model is captured."""
+
+
+@contextlib.contextmanager
+def _recorded_functions(library: torch.library.Library) -> Iterator[None]:
+    """Export keeps calls of a `torch.autograd.Function`: by itself it records what its forward does, and loses
+    the backward that the model wrote. Each call becomes an operator, whose decomposition is the call: export
+    takes it as it is, and autograd runs it in the second trace. Those of `torch.library` are operators already."""
+    function = torch.autograd.Function
+    apply, number = vars(function)["apply"], itertools.count()
+
+    def recorded(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(apply.__func__, cls)
+        if cls.__module__ == torch._library.autograd.__name__ or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        shape: list[pytree.TreeSpec] = []
+
+        def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            filled = list(leaves)
+            for i, tensor in zip(given, tensors, strict=True):
+                filled[i] = tensor
+            own_args, own_kwargs = pytree.tree_unflatten(filled, spec)
+            made, made_spec = pytree.tree_flatten(call(*own_args, **own_kwargs))
+            if not all(isinstance(leaf, torch.Tensor) for leaf in made):
+                raise TypeError(f"{cls.__qualname__} returns what is no tensor: autopar captures functions of tensors")
+            shape[:] = [made_spec]
+            return made
+
+        name = f"{cls.__name__}_{next(number)}"
+        library.define(f"{name}(Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
+        library.impl(name, run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        made = getattr(getattr(torch.ops, _CALLS), name)([leaves[i] for i in given])
+        return pytree.tree_unflatten(made, shape[0])
+
+    function.apply = classmethod(recorded)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        function.apply = apply  # type: ignore[method-assign]
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -505,3 +505,57 @@ def test_refusals() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"0\.weight is to be on cuda, which is not available"):
             capture(mlp(), (X,), device_type="cuda")
+
+
+class Reversed(torch.autograd.Function):
+    """Of a factor that is no tensor, with a gradient that no op of the forward has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+class Ordered(torch.autograd.Function):
+    """Of two tensors, with two results, one of them without a gradient."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, places = (x * weight).sort(-1)
+        return values, places
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, places = ctx.saved_tensors
+        back = torch.zeros_like(gradient).scatter(-1, places, gradient)
+        return 2 * back * weight, 3 * (back * x).sum(0)
+
+
+def test_functions_with_a_backward_of_their_own() -> None:
+    """Export by itself would differentiate what their forward does."""
+
+    class Owns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weight = nn.Linear(4, 5), nn.Parameter(torch.randn(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            values, places = Ordered.apply(Reversed.apply(self.layer(x), 0.3), self.weight)
+            return Reversed.apply(values * (places + 1), 0.5).square().mean()
+
+    model = Owns()
+    x = torch.randn(3, 4)
+    captured = capture(model, (x,))
+    model(x).backward()
+    found = run(captured, model, (x,), {})
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found["gradient", name], parameter.grad)

@@ -187,3 +187,35 @@ def test_a_random_plan_of_a_random_model(seed: int) -> None:
         assignment = random_assignment(planner.space, draw.randrange(1_000_000))
         program = bucket(codegen(planner.space, assignment))
         assert_same(simulated(program, planner.captured, case), expected, 1e-9)
+
+
+class Integers(nn.Module):
+    """Weighs vectors by whole numbers: quotients, remainders, and a product of matrices of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor, by: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        parts = n // by + n % by + torch.fmod(n, by) + torch.div(n, by, rounding_mode="trunc")
+        product = torch.addmm(torch.ones(5, dtype=torch.int64), n[:, None] + table, table.T @ table[:, :5])
+        return (self.layer(x) * (parts[:, None] + product).float()).pow(2).mean()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
+def test_whole_numbers(mesh: dict[str, int]) -> None:
+    """Padding is no divisor, and whole numbers have no shares of a bias."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(step: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        n, by, table = (torch.randint(1, 5, shape, generator=generator) for shape in ((7,), (7,), (7, 8)))
+        return (torch.randn(7, 6, generator=generator), 9 * n, by, table), {}
+
+    given = batch(0)
+    case = Case(model=Integers(), batch=lambda step: given)
+    planner, expected = Planner(case.model, mesh, case.args), eager(case)
+    for program in (
+        planner.program(planner.plan(solver="ddp")),
+        *(bucket(codegen(planner.space, random_assignment(planner.space, seed))) for seed in range(6)),
+    ):
+        assert_same(simulated(program, planner.captured, case), expected)

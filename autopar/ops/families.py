@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,6 +80,21 @@ def _of_tensors(call: Call, linear: Linear) -> Linear:
         if isinstance(value, Ref):
             where[position] = len(where)
     return tuple(tuple(where[i] for i in operands) for operands in linear if all(i in where for i in operands))
+
+
+def division(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
+    """Elementwise divisions and remainders by a tensor, the last operand. Padding of integers is divided by 1: an
+    integer divided by 0 is an error."""
+    elementwise = pointwise(linear)
+
+    def rule(call: Call) -> OpRule | None:
+        made = elementwise(call)
+        if made is None or any(meta.dtype.is_floating_point for meta in call.inputs):
+            return made
+        last = len(call.inputs) - 1
+        return replace(made, padding=tuple((last, f, 1.0) for f in made.inputs[last] if f is not None))
+
+    return rule
 
 
 def to_dtype(call: Call) -> Linear:

@@ -33,6 +33,7 @@ from .families import (
     FIRST,
     Rule,
     along,
+    division,
     either,
     expanded,
     filled,
@@ -84,6 +85,16 @@ def _aten(names: str, entry: Entry) -> dict[str, Entry]:
 
 
 _mean = reduce("sum", average=True)
+
+
+def _with_bias(template: str) -> Rule:
+    """A matrix product plus a bias, of which every rank can add its share. Integers have no shares."""
+    return either(
+        lambda call: call.inputs[0].dtype.is_floating_point or call.inputs[0].dtype.is_complex,
+        from_template(template, linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",), contraction=True),
+        from_template(template.replace("k", "k!"), linear=((0, 1), (0, 2)), contraction=True),
+    )
+
 
 # with a bias, linear only jointly with it
 _linear = either(
@@ -137,14 +148,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("bmm", Entry(from_template("b m k, b k n -> b m n", linear=EACH, contraction=True))),
     **_aten("mv", Entry(from_template("m k, k -> m", linear=EACH, contraction=True))),
     **_aten("dot", Entry(from_template("k, k -> ", linear=EACH, contraction=True))),
-    **_aten("addmm", Entry(
-        from_template("...m n, m k, k n -> m n", linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",),
-                      contraction=True),
-        expand=expansions.share_of_bias)),
-    **_aten("baddbmm", Entry(
-        from_template("...b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",),
-                      contraction=True),
-        expand=expansions.share_of_bias)),
+    **_aten("addmm", Entry(_with_bias("...m n, m k, k n -> m n"), expand=expansions.share_of_bias)),
+    **_aten("baddbmm", Entry(_with_bias("...b m n, b m k, b k n -> b m n"), expand=expansions.share_of_bias)),
     **_aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
     **_aten("convolution", Entry(
         convolution.convolution, convolution.group_count, convolution.convolution_with_halos)),
@@ -327,7 +332,9 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("add.Tensor sub.Tensor rsub.Tensor", Entry(pointwise(BOTH))),
     **_aten("mul.Tensor", Entry(pointwise(EACH))),
     **_aten("div.Tensor", Entry(pointwise(FIRST))),
-    **_aten("div.Tensor_mode div.Scalar_mode", Entry(pointwise(true_division))),
+    **_aten("div.Scalar_mode", Entry(pointwise(true_division))),
+    **_aten("div.Tensor_mode", Entry(division(true_division))),
+    **_aten("floor_divide remainder.Tensor fmod.Tensor", Entry(division())),
     **_aten("where.self", Entry(pointwise(((1, 2),)))),
     **_aten("masked_fill.Tensor", Entry(pointwise(((0, 2),)))),
     **_aten("copy", Entry(pointwise(((1,),)))),
@@ -341,7 +348,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
             Entry(pointwise())),
     **_aten("add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar clamp clamp.Tensor "
             "clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor maximum minimum fmax fmin remainder.Scalar "
-            "remainder.Tensor fmod.Scalar fmod.Tensor floor_divide floor_divide.Scalar atan2 "
+            "fmod.Scalar floor_divide.Scalar atan2 "
             "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor "
             "ge.Scalar ge.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor "
             "bitwise_xor.Tensor bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar "
