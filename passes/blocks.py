@@ -271,8 +271,11 @@ class _Facts:
         return any(o in self.activations for o in self.graph.nodes[i].outputs if o)
 
     def contracted_root(self, i: int) -> str:
-        """The tensor behind the first activation that a contraction reads."""
-        return next(self.root(name) for name in self.operands[i] if name in self.activations)
+        """The tensor behind the first activation that a contraction reads, or, of one with a summed dim of size 1,
+        which makes no activation of what it reads, behind the first tensor that is no parameter."""
+        names = self.operands[i]
+        active = [name for name in names if name in self.activations]
+        return self.root(next(iter(active or [name for name in names if name not in self.trained])))
 
 
 # ---- Algorithm 1 -----------------------------------------------------------------------------------------

@@ -288,6 +288,16 @@ def test_a_graph_without_contractions_is_free() -> None:
     assert found.blocks == () and found.free
 
 
+def test_a_layer_of_one_feature() -> None:
+    model = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1))
+    graph = capture(model, (torch.randn(6, 1),)).graph
+    found = blocks(graph, 2)
+    check(graph, found)
+    assert {i for block in found.blocks for i in block.contractions} >= {
+        i for i, node in enumerate(graph.nodes) if node.op == "aten.addmm.default"
+    }
+
+
 def test_names_of_values_do_not_matter() -> None:
     graph = llama(layers=1)
     rename = {name: f"v{i}" for i, name in enumerate(graph.metas)}
