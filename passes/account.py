@@ -140,7 +140,8 @@ class _Tally:
         if rule is None or call is None or not needs_expansion(rule, option.choice):
             return None
         operands = operand_layouts(site, option, self.space)
-        return local_program(call, rule, splits_of(rule, option.choice), operands, option.makes, self.space.mesh)
+        splits = splits_of(rule, option.choice)
+        return local_program(call, rule, splits, operands, option.makes, self.space.mesh, site.zeros)
 
     def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:
         entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])

@@ -292,7 +292,7 @@ class _Writer:
             if root:
                 self._define(item.name(root), layout, phase, item.name(root))
         splits = splits_of(rule, option.choice) if rule is not None else ()
-        emission = local_program(call, rule, splits, layouts, option.makes, mesh)
+        emission = local_program(call, rule, splits, layouts, option.makes, mesh, site.zeros)
         self._write(item, emission, operands)
 
     def _write(self, item: Placed, emission: Emission, operands: list[str]) -> None:

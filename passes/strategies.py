@@ -103,6 +103,8 @@ class Site:
     meta: TensorMeta | None = None
     fixed: bool = False
     """Made whole because every copy of a repeat reads it."""
+    zeros: tuple[bool, ...] = ()
+    """Of which operands of an op padding is zero: of parameters and inputs, which are given so."""
     choices: dict[int, tuple[AxisChoice, ...]] = field(default_factory=dict)
     """Axis size -> choices on an axis of that size."""
     options: dict[SiteChoice, Option | None] = field(default_factory=dict)
@@ -279,6 +281,7 @@ class _Builder:
         self.rules: dict[Any, OpRule | None] = {}
         self.gradients = {o.target: o.name for o in self.graph.outputs if o.role == "gradient" and o.name is not None}
         self.input_roles = {i.name: i for i in self.graph.inputs}
+        self.given = {i.name for i in self.graph.inputs if i.role in ("parameter", "buffer", "input")}
         self.constant = self._constants()
 
     def _constants(self) -> frozenset[str]:
@@ -406,6 +409,7 @@ class _Builder:
                 node=node,
                 call=call,
             )
+            site.zeros = tuple(read.alias.root in self.given for read in site.reads)
             constant = all(not name or name in self.constant for name in node.outputs)
             if (not constant or not call.inputs) and not whole.intersection(node.outputs):
                 site.rule = self._rule(call)
@@ -702,7 +706,7 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
         if any(axis_choice != WHOLE for axis_choice in choice):
             return None
         whole = (REPLICATE,) * len(mesh)
-        seconds = _op_seconds(space, call, None, (), (whole,) * len(call.inputs), (whole,) * len(call.outputs), choice)
+        seconds = _op_seconds(space, site, None, (), (whole,) * len(call.inputs), (whole,) * len(call.outputs), choice)
         return Option(
             choice=choice,
             reads=(whole,) * len(site.reads),
@@ -735,7 +739,7 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
         reads.append(root)
     if not all(factor.may_be_cut(_ranks(mesh, choice, i)) for i, factor in enumerate(rule.factors)):
         return None
-    seconds = _op_seconds(space, call, rule, splits_of(rule, choice), tuple(operands), tuple(results), choice)
+    seconds = _op_seconds(space, site, rule, splits_of(rule, choice), tuple(operands), tuple(results), choice)
     return Option(choice=choice, reads=tuple(reads), makes=tuple(results), seconds=seconds, bytes=0.0)
 
 
@@ -845,7 +849,7 @@ def needs_expansion(rule: OpRule, choice: SiteChoice) -> bool:
 
 def _op_seconds(
     space: Space,
-    call: Call,
+    site: Site,
     rule: OpRule | None,
     splits: tuple[tuple[str, tuple[int, ...]], ...],
     operands: tuple[Layout, ...],
@@ -854,9 +858,11 @@ def _op_seconds(
 ) -> float:
     """Roofline of the local op: arithmetic or memory, whichever is slower; an expansion costs what
     its own program does, collectives included."""
+    call = site.call
+    assert call is not None
     device = space.cluster.device
-    if rule is not None and (needs_expansion(rule, choice) or fillings(call, rule, operands)):
-        emission = local_program(call, rule, splits, operands, results, space.mesh)
+    if rule is not None and (needs_expansion(rule, choice) or fillings(call, rule, operands, site.zeros)):
+        emission = local_program(call, rule, splits, operands, results, space.mesh, site.zeros)
         return emission_seconds(space, emission, call, rule, choice)
     inputs, outputs = local_shapes(call, operands, results, space.mesh)
     if rule is not None and rule.moves_nothing:

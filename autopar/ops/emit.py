@@ -138,10 +138,12 @@ def local_program(
     operands: tuple[Layout, ...],
     results: tuple[Layout, ...],
     mesh: Shape,
+    zeros: tuple[bool, ...] = (),
 ) -> Emission:
     """The local program of an op, as a value of its own: the op, or its expansion if a split factor
     `expands`, after padding was filled. Every operand has a name of its own, also where the op reads one
-    tensor twice. `operands` and `results` are the layouts of what the op reads and makes."""
+    tensor twice. `operands` and `results` are the layouts of what the op reads and makes; `zeros` says of
+    which operands padding is zero already (none given: of none)."""
     local_inputs, local_outputs = local_shapes(call, operands, results, mesh)
     shapes = zip(local_inputs, call.inputs, strict=True)
     metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
@@ -149,7 +151,7 @@ def local_program(
     emitter = LocalEmitter(mesh, metas, lambda hint: f"{hint}_{next(counter)}")
     values = [Ref(OPERAND.format(i)) for i in range(len(local_inputs))]
     if rule is not None:
-        for i, dim, value in fillings(call, rule, operands):
+        for i, dim, value in fillings(call, rule, operands, zeros):
             values[i] = _filled(emitter, values[i], call.inputs[i].shape, operands[i], dim, value)
     feed = iter(values)
     given = localize(call, local_inputs, local_outputs, results, mesh)
@@ -171,7 +173,9 @@ def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bo
     return ROUTED in names or any(factor.expands and factor.name in names for factor in rule.factors)
 
 
-def fillings(call: Call, rule: OpRule, operands: tuple[Layout, ...]) -> list[tuple[int, int, float]]:
+def fillings(
+    call: Call, rule: OpRule, operands: tuple[Layout, ...], zeros: tuple[bool, ...]
+) -> list[tuple[int, int, float]]:
     """(operand, dim, value): the padding that the op would see, and what to fill it with."""
     found = []
     for i, (meta, layout) in enumerate(zip(call.inputs, operands, strict=True)):
@@ -180,7 +184,7 @@ def fillings(call: Call, rule: OpRule, operands: tuple[Layout, ...]) -> list[tup
             factor = rule.inputs[i][dim]
             if size != longer and factor is not None:
                 value = _filling(call, rule, i, factor)
-                if value is not None:
+                if value is not None and not (value == 0 and zeros and zeros[i]):
                     found.append((i, dim, value))
     return found
 
