@@ -1,7 +1,8 @@
 """autopar: a graph compiler that parallelizes PyTorch models over a device mesh."""
 
 from .api import Comparison, compare, parallelize, plan
-from .cluster import CLUSTERS, Cluster, Device, Level
+from .cluster import Cluster, Device, Level
+from .clusters import CLUSTERS, read_cluster
 from .ops.oracle import check_rule
 from .ops.registry import register_rule
 from .plan import Plan
@@ -17,5 +18,6 @@ __all__ = [
     "compare",
     "parallelize",
     "plan",
+    "read_cluster",
     "register_rule",
 ]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from .cluster import Cluster, named_cluster
+from .cluster import Cluster
+from .clusters import named_cluster
 from .layout import REPLICATE, Layout, Split
 from .ops import rule_of
 from .ops.routing import in_token_order

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from .cluster import Link
 from .graph import TensorMeta
 from .layout import Layout, Split
 from .passes.problem import ProblemBuilder
@@ -86,9 +85,8 @@ def _alone(space: Space, axis: int) -> _Alone:
     others = math.prod(space.mesh) // space.mesh[axis]
     link = space.redistributor.links[axis]
     sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments)
-    wide = Link(link.ranks, link.bytes_per_second * others, link.latency_seconds)
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
-    sub.redistributor = Redistributor(sub.mesh, (wide,), free)
+    sub.redistributor = Redistributor(sub.mesh, (link.widened(others),), free)
     return _Alone(space, sub)
 
 

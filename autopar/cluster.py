@@ -1,153 +1,198 @@
 """What a mesh runs on: a device, and the links between devices.
 
-A cluster is a device and levels of links, from the outermost in ("between nodes", "within a node").
-A mesh of named axes lies on it in row-major order, the last axis innermost; an axis is as fast as
-the slowest level that it crosses.
+A cluster is a device and levels of links, from the outermost in ("between nodes", "within a node"). A
+mesh of named axes lies on it in row-major order, the last axis innermost (or in an order that the
+caller gives). An axis may span several levels or share one with others; `Cluster.link` says what its
+groups get of each level. `clusters` has the library and reads files, `collectives` prices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .collectives import ALGORITHMS, Link, Stage
+
+TOPOLOGIES = ("switch", "full", "ring")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`flops_per_second` by dtype name ("float32", "bfloat16"); what is not listed counts as the
-    slowest listed. `seconds_per_op` is the fixed cost of running one operator."""
+    """`flops_per_second` by dtype name ("float32", "bfloat16") at its peak; what is not listed counts as
+    the slowest listed. `efficiency` are points (flops of one operator, part of the peak that it
+    reaches), interpolated on logarithmic scales and constant beyond the ends. `seconds_per_op` is the
+    fixed cost of running one operator."""
 
     name: str
     flops_per_second: Mapping[str, float]
     memory_bytes: float
     memory_bytes_per_second: float
     seconds_per_op: float
+    efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     def flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s of the largest operators."""
         rates = self.flops_per_second
-        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
+        peak = rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
+        return peak * self.efficiency[-1][1]
+
+    def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
+        """Seconds of the arithmetic of one operator."""
+        return flops / self.flops(dtype) * self.efficiency[-1][1] / self.reached(flops)
+
+    def reached(self, flops: float) -> float:
+        """The part of its peak that the device reaches on an operator of that size."""
+        points = self.efficiency
+        right = bisect_right(points, flops, key=lambda point: point[0])
+        if right == 0 or right == len(points):
+            return points[max(right - 1, 0)][1]
+        (small, low), (large, high) = points[right - 1], points[right]
+        where = math.log(flops / small) / math.log(large / small)
+        return low * math.exp(where * math.log(high / low))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """`size` children (devices at the innermost level), each sending and receiving
-    `bytes_per_second`; `latency_seconds` is paid for each hop of a collective."""
+    """`size` children, each a device at the innermost level and else a whole level below.
+
+    All rates are one way. `bytes_per_second` is what two children reach between them (ATP's
+    point-to-point matrix: a number, or one for each pair), `group_bytes_per_second` what a child can send
+    out to all others together (ATP's group bandwidth). The links out of a child are shared by
+    `devices_per_link` of its devices each: a device alone cannot use those of others. On a `ring` (a dim of
+    a torus) only neighbours are linked, and a child sends both ways. A collective costs
+    `launch_seconds` once and `latency_seconds` a step.
+    """
 
     name: str
     size: int
-    bytes_per_second: float
+    bytes_per_second: float | tuple[tuple[float, ...], ...]
+    group_bytes_per_second: float
     latency_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a collective along one mesh axis sees (alpha and beta)."""
-
-    ranks: int
-    bytes_per_second: float
-    latency_seconds: float
+    launch_seconds: float = 0.0
+    topology: str = "switch"
+    devices_per_link: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Levels from the outermost in. The outermost may be larger or smaller than its size says: a
-    mesh uses as much of it as it needs."""
+    """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first.
+    `algorithms` are those of `collectives` that the communication library has; the cheapest is taken."""
 
     name: str
     device: Device
     levels: tuple[Level, ...]
     source: str = ""
+    algorithms: tuple[str, ...] = ALGORITHMS
 
-    def link(self, mesh: tuple[int, ...], axis: int) -> Link:
-        """The link of a mesh axis. Neighbours on it are `stride` devices apart and the whole axis
-        spans `stride * ranks` devices: the innermost level that holds that many carries it.
+    @property
+    def devices(self) -> int:
+        return math.prod(level.size for level in self.levels)
 
-        Raises ValueError if no level but the outermost could, and even that is a single device.
+    def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:
+        """What each axis of a mesh sees. `order` are the axes from the outermost in, if they do not lie on
+        the cluster in the mesh's own order.
+
+        Raises ValueError if the mesh has more ranks than the cluster devices, or `order` is no order.
         """
-        stride = math.prod(mesh[axis + 1 :])
-        span = stride * mesh[axis]
-        held = 1
-        for level in reversed(self.levels):
-            held *= level.size
-            if span <= held:
-                return Link(mesh[axis], level.bytes_per_second, level.latency_seconds)
-        outermost = self.levels[0]
-        return Link(mesh[axis], outermost.bytes_per_second, outermost.latency_seconds)
+        order = tuple(range(len(mesh))) if order is None else tuple(order)
+        if sorted(order) != list(range(len(mesh))):
+            raise ValueError(f"order {order} of a mesh of {len(mesh)} axes: give each of 0..{len(mesh) - 1} once")
+        ranks = math.prod(mesh)
+        if ranks > self.devices:
+            sizes = " x ".join(str(level.size) for level in self.levels)
+            raise ValueError(
+                f"a mesh of {' x '.join(map(str, mesh))} = {ranks} ranks does not fit cluster {self.name} of "
+                f"{sizes} = {self.devices} devices: give a smaller mesh, or a cluster with a larger outermost level"
+            )
+        strides = {axis: math.prod(mesh[inner] for inner in order[k + 1 :]) for k, axis in enumerate(order)}
+        return tuple(self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh)))
 
-    def links(self, mesh: tuple[int, ...]) -> tuple[Link, ...]:
-        return tuple(self.link(mesh, axis) for axis in range(len(mesh)))
-
-
-def _dgx(name: str, device: Device, nvlink: float, network: float, source: str) -> Cluster:
-    return Cluster(
-        name=name,
-        device=device,
-        levels=(
-            Level(name="network", size=1024, bytes_per_second=network, latency_seconds=10e-6),
-            Level(name="nvlink", size=8, bytes_per_second=nvlink, latency_seconds=3e-6),
-        ),
-        source=source,
-    )
-
-
-CLUSTERS: Mapping[str, Cluster] = {
-    cluster.name: cluster
-    for cluster in (
-        _dgx(
-            "dgx-h100",
-            Device(
-                name="H100 SXM",
-                flops_per_second={"bfloat16": 990e12 * 0.6, "float16": 990e12 * 0.6, "float32": 67e12 * 0.7},
-                memory_bytes=80e9,
-                memory_bytes_per_second=3.35e12 * 0.8,
-                seconds_per_op=4e-6,
-            ),
-            nvlink=450e9 * 0.8,
-            network=50e9 * 0.9,
-            source="NVIDIA DGX H100 data sheet: 990 TFLOP/s dense bf16, 3.35 TB/s, NVLink 450 GB/s one way, "
-            "one 400 Gbit/s InfiniBand port a GPU; rates derated to what GEMMs and rings reach",
-        ),
-        _dgx(
-            "dgx-a100",
-            Device(
-                name="A100 SXM 80GB",
-                flops_per_second={"bfloat16": 312e12 * 0.7, "float16": 312e12 * 0.7, "float32": 19.5e12 * 0.8},
-                memory_bytes=80e9,
-                memory_bytes_per_second=2.0e12 * 0.8,
-                seconds_per_op=5e-6,
-            ),
-            nvlink=300e9 * 0.8,
-            network=25e9 * 0.9,
-            source="NVIDIA DGX A100 data sheet: 312 TFLOP/s dense bf16, 2.0 TB/s, NVLink 300 GB/s one way, "
-            "one 200 Gbit/s InfiniBand port a GPU; derated likewise",
-        ),
-        Cluster(
-            name="local",
-            device=Device(
-                name="CPU core",
-                flops_per_second={"float32": 60e9, "bfloat16": 60e9, "float64": 30e9},
-                memory_bytes=8e9,
-                memory_bytes_per_second=8e9,
-                seconds_per_op=4e-6,
-            ),
-            levels=(Level(name="loopback", size=1 << 20, bytes_per_second=0.8e9, latency_seconds=60e-6),),
-            source="gloo ranks of one thread each on one machine's loopback; rates by order of magnitude",
-        ),
-    )
-}
+    def _link(self, ranks: int, stride: int, all_ranks: int) -> Link:
+        """Of groups of `ranks` devices, `stride` apart."""
+        stages = []
+        launch = 0.0
+        below = self.devices
+        for level in self.levels:
+            above, below = below, below // level.size
+            members, there = _members(ranks, stride, below), _members(ranks, stride, above)
+            width = math.ceil(there / members)
+            sending = members
+            if width == 1 and _straddles(ranks, stride, below, min(above, all_ranks)):
+                width, sending = 2, 1
+            if width > 1:
+                stages.append(_stage(level, width, members, sending, stride, below))
+                launch = max(launch, level.launch_seconds)
+        return Link(ranks, tuple(stages), launch, self.algorithms)
 
 
-def named_cluster(cluster: str | Cluster | None, *, device_type: str = "cpu") -> Cluster:
-    """The cluster itself, or the one of that name; None gives a default for the device type.
+def _members(ranks: int, stride: int, devices: int) -> int:
+    """How many ranks of a group lie within `devices` devices."""
+    return min(ranks, max(1, devices // stride))
 
-    Raises ValueError for a name that is not in the library.
+
+def _straddles(ranks: int, stride: int, devices: int, among: int) -> bool:
+    """Whether some group that would fit into that many devices lies across a border between such: three
+    ranks in nodes of four."""
+    span = ranks * stride
+    return 1 < span <= devices < among and devices % span != 0
+
+
+def _stage(level: Level, width: int, members: int, sending: int, stride: int, below: int) -> Stage:
+    """What one group gets of a level, with the links of `sending` of its devices.
+
+    `min(below, stride)` groups leave each child and share what leaves it (Par4D Eq. 10, ATP Eq. 3).
+    Where the axis jumps over children, the groups in between share the links of a ring.
     """
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster is None:
-        cluster = "local" if device_type == "cpu" else "dgx-h100"
-    if cluster not in CLUSTERS:
-        raise ValueError(f"unknown cluster {cluster!r}; known: {', '.join(sorted(CLUSTERS))}, or give a Cluster")
-    return CLUSTERS[cluster]
+    sharing, apart = min(below, stride), max(1, stride // below)
+    group = level.group_bytes_per_second / sharing
+    of_one = level.group_bytes_per_second * min(1.0, level.devices_per_link / below)
+    if level.topology == "ring":
+        assert not isinstance(level.bytes_per_second, tuple)
+        wrapped = width * apart >= level.size
+        neighbours = level.bytes_per_second / sharing / apart
+        whole = group / apart if wrapped else neighbours
+        alone = min(neighbours, of_one)
+        return Stage(
+            name=level.name,
+            width=width,
+            members=members,
+            bytes_per_second=min(whole, sending * of_one),
+            pair_bytes_per_second=neighbours,
+            rank_bytes_per_second=alone,
+            latency_seconds=level.latency_seconds,
+            ring=True,
+            wrapped=wrapped,
+        )
+    everyone, pair = _reach(level, width, apart)
+    group = min(group, sending * of_one)
+    return Stage(
+        name=level.name,
+        width=width,
+        members=members,
+        bytes_per_second=min(group, everyone / sharing),
+        pair_bytes_per_second=min(group, pair / sharing),
+        rank_bytes_per_second=min(group, of_one, pair / sharing),
+        latency_seconds=level.latency_seconds,
+    )
+
+
+def _reach(level: Level, width: int, apart: int) -> tuple[float, float]:
+    """The least that a child reaches of all others of its group together, and of one other, by the
+    point-to-point matrix (ATP 3.4). Children without a link of their own go by way of a third, at half
+    of what is left."""
+    links = level.bytes_per_second
+    if not isinstance(links, tuple):
+        return links * (width - 1), links
+    groups = [
+        [first + apart * k for k in range(width)]
+        for first in range(level.size - apart * (width - 1))
+        if first % (apart * width) < apart
+    ]
+    everyone = min(sum(links[a][b] for b in group) for group in groups for a in group)
+    pair = min(links[a][b] for group in groups for a in group for b in group if a != b)
+    relayed = min(level.group_bytes_per_second, max(max(row) for row in links)) / 2
+    return everyone or relayed, pair or relayed

@@ -19,7 +19,8 @@ from itertools import count
 
 import torch
 
-from .cluster import Device, Link
+from .cluster import Device
+from .collectives import Link, collective_seconds
 from .layout import REPLICATE, Layout, Partial, Replicate, Shape, Split, is_legal, is_routed, local_shape
 
 
@@ -53,22 +54,6 @@ class Acquired:
     route: Route
 
 
-def collective_seconds(kind: str, size: float, link: Link) -> float:
-    """Ring alpha-beta time of one collective over `link.ranks` ranks.
-
-    `size` is the larger of a rank's input and output in bytes: the whole tensor for all_reduce, the
-    gathered one for all_gather, the one to be scattered for reduce_scatter, the local one for
-    all_to_all. A shift is one message, of its operand.
-    """
-    n = link.ranks
-    if n == 1:
-        return 0.0
-    if kind == "shift":
-        return size / link.bytes_per_second + link.latency_seconds
-    rounds = 2 * (n - 1) if kind == "all_reduce" else n - 1
-    return rounds * (size / n / link.bytes_per_second + link.latency_seconds)
-
-
 @cache
 def _rank(shape: Shape, layout: Layout, mesh: Shape) -> tuple[int, str]:
     """The largest first; the text decides ties, so that the order is the same in every process."""
@@ -88,7 +73,7 @@ class Redistributor:
         self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucket_share: float = 1.0
     ) -> Route | None:
         """The cheapest steps from `source` to `target`, or None if there are none (nothing becomes
-        Partial but what was made so). `bucket_share` scales latency: a parameter's gather and a
+        Partial but what was made so). `bucket_share` scales what does not depend on bytes: a parameter's gather and a
         gradient's reduction travel in buckets with others and pay only their part of it."""
         key = (shape, dtype.itemsize, source, target, bucket_share)
         if key not in self._routes:
@@ -194,9 +179,7 @@ class Redistributor:
         """Seconds that a step spends on links; 0 for a local one."""
         if step.kind == "slice":
             return 0.0
-        link = self.links[step.axis]
-        shared = Link(link.ranks, link.bytes_per_second, link.latency_seconds * bucket_share)
-        return collective_seconds(step.kind, step.bytes, shared)
+        return collective_seconds(step.kind, step.bytes, self.links[step.axis], bucket_share)
 
     def step_seconds(self, step: Step, bucket_share: float = 1.0) -> float:
         """Seconds of one step: the collective, and the local copies that put chunks in order."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.cluster import named_cluster
+from autopar.clusters import named_cluster
 from autopar.layout import describe
 from autopar.passes.account import account
 from autopar.passes.blocks import blocks

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ..collectives import collective_seconds
 from ..layout import Layout, local_shape
 from ..ops.emit import Emission, local_program
 from ..program import COLLECTIVES
-from ..redistribute import collective_seconds
 from .problem import Assignment, Decisions, ProblemBuilder, bucket_share
 from .strategies import (
     OPTIMIZER_STATES,

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cluster import Cluster
+from ..collectives import collective_seconds
 from ..graph import JointGraph, Node, TensorMeta
 from ..layout import (
     PARTIAL,
@@ -50,7 +51,7 @@ from ..layout import (
 from ..ops import localize, rule_of
 from ..ops.emit import Emission, fillings, local_program, local_shapes
 from ..ops.rule import ROUTED, Call, Dims, OpRule
-from ..redistribute import Redistributor, collective_seconds
+from ..redistribute import Redistributor
 from .collapse import Alias, Roots, from_root, is_view, to_root
 from .segments import Repeated, Segments
 
@@ -873,7 +874,7 @@ def _op_seconds(
     )
     flops = _local_flops(space, rule, choice) if rule is not None else 0.0
     dtype = call.inputs[0].dtype if call.inputs else next(m.dtype for m in call.outputs if m is not None)
-    return device.seconds_per_op + max(flops / device.flops(dtype), moved / device.memory_bytes_per_second)
+    return device.seconds_per_op + max(device.compute_seconds(flops, dtype), moved / device.memory_bytes_per_second)
 
 
 def _local_flops(space: Space, rule: OpRule, choice: SiteChoice) -> float:
@@ -899,7 +900,7 @@ def emission_seconds(space: Space, emission: Emission, call: Call, rule: OpRule,
         elif instruction.op != "collective.wait":
             busy = sum(sizes) / device.memory_bytes_per_second
             if instruction.op == call.node.op:
-                busy = max(busy, flops / device.flops(call.inputs[0].dtype))
+                busy = max(busy, device.compute_seconds(flops, call.inputs[0].dtype))
             seconds += device.seconds_per_op + busy
     return seconds
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import named_cluster
+from autopar.clusters import named_cluster
+from autopar.collectives import collective_seconds
 from autopar.graph import GraphInput, GraphOutput, JointGraph, TensorMeta
 from autopar.layout import (
     Layout,
@@ -37,7 +38,7 @@ from autopar.passes.problem import Assignment
 from autopar.passes.segments import Segments
 from autopar.passes.strategies import Region, Space
 from autopar.program import Program, ProgramInput, ProgramOutput
-from autopar.redistribute import Redistributor, Route, collective_seconds
+from autopar.redistribute import Redistributor, Route
 from autopar.runtime.simulate import coordinates, simulate
 
 R = Replicate()
