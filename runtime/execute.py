@@ -82,7 +82,41 @@ then. (With the functional collectives, which keep the handle in a registry, tra
 not established; these calls do not take that path.)"""
 
 
+@dataclass(frozen=True, slots=True)
+class Extremes:
+    """A reduction of `ordered` numbers under way, whose result goes to `target`."""
+
+    work: Waited
+    reduced: torch.Tensor
+    target: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.target.copy_(_swapped(self.reduced).view(_NUMBERS[self.reduced.dtype]))
+
+
+_NUMBERS = {torch.int32: torch.float32, torch.int64: torch.float64}
+_BITS = {number: bits for bits, number in _NUMBERS.items()}
+
+
+def _swapped(bits: torch.Tensor) -> torch.Tensor:
+    """Bits of floating numbers as integers in their order, and back."""
+    info = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (info.bits - 1)) & info.max)
+
+
+def ordered(x: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Floating numbers as integers in their order, with NaN as the extreme: backends compare NaN as they please."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    bits = _swapped(wide.contiguous().view(_BITS[wide.dtype]))
+    info = torch.iinfo(bits.dtype)
+    return bits.masked_fill(x.isnan(), info.max if reduction == "max" else info.min)
+
+
 def all_reduce_in_place(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
+    if reduction != "sum" and x.is_floating_point():
+        bits, pending = all_reduce_in_place(ordered(x, reduction), reduction, group)
+        return x, Extremes(pending, bits, x)
     work = dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True)
     assert work is not None
     return x, work
@@ -101,6 +135,9 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 
 def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
     part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    if reduction != "sum" and x.is_floating_point():
+        bits, pending = reduce_scatter(ordered(x, reduction), reduction, group)
+        return part, Extremes(pending, bits, part)
     work = reduce_scatter_single(part, x, REDUCTIONS[reduction], group)
     assert work is not None
     return part, work

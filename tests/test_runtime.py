@@ -26,7 +26,7 @@ from autopar.layout import Layout, Replicate, Split, is_legal, local_shape, shar
 from autopar.passes.capture import capture
 from autopar.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.runtime.agree import exchange, on_first_rank, process_groups, raise_together
-from autopar.runtime.execute import compile
+from autopar.runtime.execute import all_reduce, compile, reduce_scatter
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.placements import is_gatherable, local_slice, placements_of
 from autopar.runtime.simulate import coordinates, simulate_step
@@ -710,3 +710,26 @@ def place_every_layout(mesh_shape: tuple[int, ...], size: int) -> list[tuple[Lay
 def test_placements_give_each_rank_what_its_layout_says() -> None:
     for found in run(4, place_every_layout, (2, 2), 24):
         assert len(found) > 30 and all(right for _, right in found)
+
+
+def extremes(dtype: torch.dtype, reduction: str, special: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each rank has a row of its own, made of the same numbers in another order."""
+    group = dist.group.WORLD
+    assert group is not None
+    mine = torch.tensor(special, dtype=dtype).roll(dist.get_rank())
+    whole, handle = all_reduce(mine, reduction, group)
+    handle.wait()
+    part, handle = reduce_scatter(mine, reduction, group)
+    handle.wait()
+    return whole, part
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_extremes_show_what_is_no_number_on_any_rank(dtype: torch.dtype, reduction: str) -> None:
+    special = [float("nan"), 1.5, -2.5, float("inf"), float("-inf"), -0.5]
+    rows = torch.stack([torch.tensor(special, dtype=dtype).roll(rank) for rank in range(2)])
+    expected = rows.amax(0) if reduction == "max" else rows.amin(0)
+    for rank, (whole, part) in enumerate(run(2, extremes, dtype, reduction, special)):
+        torch.testing.assert_close(whole, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(part, expected[3 * rank : 3 * rank + 3], rtol=0, atol=0, equal_nan=True)
