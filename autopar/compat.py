@@ -277,9 +277,7 @@ class _Lifted(nn.Module):
         # the recorded nodes hand their module paths to what is traced from them
         cast = torch.autocast(self.kind, dtype=self.autocast, enabled=self.autocast is not None)
         with preserve_node_meta(), cast:
-            results = fx.Interpreter(self.body[0], garbage_collect_values=False).run(
-                *values, enable_io_processing=False
-            )
+            results = _Traced(self.body[0], garbage_collect_values=False).run(*values, enable_io_processing=False)
         outputs = []
         for name, result in zip(self.mutated, results, strict=True):
             if name is None:
@@ -289,6 +287,24 @@ class _Lifted(nn.Module):
             else:
                 getattr(self, name).copy_(result)
         return tuple(outputs)
+
+
+class _Traced(fx.Interpreter):
+    """Runs a recorded graph. Upsampling stays one operator, with torch's own backward: its decompositions in Python
+    look rows up by computed indices, which hides that they are in order."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.OpOverload) and target.__name__.split(".")[0] in _KEPT_WHOLE:
+            with torch._C._DisablePythonDispatcher():
+                return super().call_function(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+_KEPT_WHOLE = (
+    *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d")),
+    *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
+    *(f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)),
+)
 
 
 def _as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -44,7 +44,7 @@ class UNet(nn.Module):
     """Noisy and clean images [batch, 3, height, width] to the mean square of what noise is left.
 
     `channels` are those of each level; the next one has half the height and width. `norm` is "group" or "batch", `down`
-    "conv" (strided) or "pool", `up` "conv" (transposed) or "nearest".
+    "conv" (strided) or "pool", `up` "conv" (transposed), "nearest" or "bilinear".
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class UNet(nn.Module):
             pooled = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(here, below, 1))
             self.down.append(strided if down == "conv" else pooled)
             transposed = nn.ConvTranspose2d(below, here, 4, stride=2, padding=1)
-            nearest = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(below, here, 1))
-            self.up.append(transposed if up == "conv" else nearest)
+            mode = "nearest" if up == "conv" else up
+            resampled = nn.Sequential(nn.Upsample(scale_factor=2, mode=mode), nn.Conv2d(below, here, 1))
+            self.up.append(transposed if up == "conv" else resampled)
             self.decoder.append(Block(2 * here, here, norm))
         self.middle = Block(channels[-1], channels[-1], norm)
         self.head = nn.Conv2d(channels[0], 3, 1)
@@ -98,7 +99,8 @@ def main() -> None:
     parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels of each level")
     parser.add_argument("--norm", choices=["group", "batch"], default="group")
     parser.add_argument("--down", choices=["conv", "pool"], default="conv", help="strided convolution, or max pool")
-    parser.add_argument("--up", choices=["conv", "nearest"], default="conv", help="transposed convolution, or upsample")
+    up = "transposed convolution, or upsample"
+    parser.add_argument("--up", choices=["conv", "nearest", "bilinear"], default="conv", help=up)
     parser.add_argument("--solver", default="ilp", help="ilp, dp, or a preset: ddp, fsdp, megatron, megatron_sp")
     options = parser.parse_args()
     torch.manual_seed(0)

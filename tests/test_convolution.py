@@ -180,8 +180,69 @@ def test_indices_of_maxima_count_in_the_whole_plane(channels: int) -> None:
     rest = ([2, 3], [2, 3], [0, 0], [1, 1], False, indices)
     backward = check_rule("aten.max_pool2d_with_indices_backward.default", numbers(*values.shape), x, *rest)
     assert {"s0", "s1"} <= set(forward.factors) and {"s0", "s1"} <= set(backward.factors)
-    overlapping = check_rule("aten.max_pool2d_with_indices.default", x, [3, 3], [2, 3], [1, 0])
-    assert "s0" not in overlapping.factors and "s1" in overlapping.factors
+
+
+POOLS: list[Any] = [
+    ("stem", (2, 3, 24, 12), [3, 3], [2, 2], [1, 1], False),
+    ("uneven", (2, 14, 10), [3, 2], [2, 1], [1, 0], False),
+    ("rounded up", (1, 2, 24, 12), [3, 3], [2, 2], [0, 0], True),
+    ("rounded up, padded", (2, 10, 12), [5, 3], [2, 3], [2, 0], True),
+    ("gaps", (2, 24, 9), [1, 2], [2, 3], [0, 0], False),
+    ("wide", (1, 24, 12), [7, 5], [1, 3], [3, 1], False),
+    ("3D", (1, 12, 4, 6), [3, 1, 2], [2, 1, 1], [1, 0, 1], False),
+]
+
+
+@pytest.mark.parametrize("shape, kernel, stride, padding, up", [p[1:] for p in POOLS], ids=[p[0] for p in POOLS])
+def test_overlapping_pools(
+    shape: tuple[int, ...], kernel: list[int], stride: list[int], padding: list[int], up: bool
+) -> None:
+    x, d = numbers(*shape), len(kernel)
+    x[..., :4] = -torch.inf  # of nothing above -inf the first is the maximum
+    rest: list[Any] = [kernel, stride, padding, [1] * d, up]
+    values, indices = overload(f"aten.max_pool{d}d_with_indices.default")(x, *rest)
+    made = check_rule(f"aten.max_pool{d}d_with_indices.default", x, *rest)
+    back = check_rule(f"aten.max_pool{d}d_with_indices_backward.default", numbers(*values.shape), x, *rest, indices)
+    in_step = {f"s{i}" for i in range(d) if values.shape[i - d] > 1 and shape[i - d] == stride[i] * values.shape[i - d]}
+    assert in_step == {f for f in made.factors if f[0] == "s"} == {f for f in back.factors if f[0] == "s"}
+    x = numbers(*shape)
+    for padded, divisor in ((True, None), (False, None), (False, 5)):
+        rest = [kernel, stride, padding, up, padded, divisor]
+        values = overload(f"aten.avg_pool{d}d.default")(x, *rest)
+        made = check_rule(f"aten.avg_pool{d}d.default", x, *rest)
+        back = check_rule(f"aten.avg_pool{d}d_backward.default", numbers(*values.shape), x, *rest)
+        assert in_step == {f for f in made.factors if f[0] == "s"} == {f for f in back.factors if f[0] == "s"}
+
+
+def test_edge_rows_of_pools() -> None:
+    """A 3 x 3 pool of stride 2 needs one row of the shard before, of what is pooled and of the gradient."""
+    x = numbers(2, 3, 8, 6)
+    rest: list[Any] = [[3, 3], [2, 2], [1, 1]]
+    values, indices = torch.ops.aten.max_pool2d_with_indices(x, *rest)
+    row = [("shift", (2, 3, 1, 6))]
+    assert communicated(emission("aten.max_pool2d_with_indices.default", x, *rest, split=["s0"])) == row
+    backward = numbers(*values.shape), x, *rest, [1, 1], False, indices
+    assert communicated(emission("aten.max_pool2d_with_indices_backward.default", *backward, split=["s0"])) == row
+    assert communicated(emission("aten.avg_pool2d.default", x, *rest, False, False, split=["s0"])) == row
+
+
+def test_upsampling_by_whole_factors() -> None:
+    """Nearest rows are copies of own ones; linear ones are also made of one row of either neighbour, cubic ones of
+    two. Where sizes are not multiples, or corners are aligned, rows are whole."""
+    x, gradient = numbers(1, 2, 8, 6), numbers(1, 2, 16, 18)
+    sizes = [16, 18], [1, 2, 8, 6]
+
+    def edges(kind: str, *rest: Any) -> list[tuple[str, tuple[int, ...]]]:
+        made = communicated(emission(f"aten.{kind}.default", x, sizes[0], *rest, split=["s0"]))
+        back = communicated(emission(f"aten.{kind}_backward.default", gradient, *sizes, *rest, split=["s0"]))
+        assert made == back
+        return made
+
+    assert edges("upsample_nearest2d") == edges("_upsample_nearest_exact2d", 2.0, 3.0) == []
+    assert edges("upsample_bilinear2d", False, 2.0, None) == [("shift", (1, 2, 1, 6))] * 2
+    assert edges("upsample_bicubic2d", False) == [("shift", (1, 2, 2, 6))] * 2
+    for size, *rest in (([17, 18], False), ([16, 18], True), ([16, 18], False, 2.1, 3.0)):
+        assert "s0" not in check_rule("aten.upsample_bilinear2d.default", x, size, *rest).factors
 
 
 def test_pools_exchange_nothing() -> None:
@@ -378,14 +439,28 @@ def test_models_with_spatial_dims_split(name: str) -> None:
         check(name, mesh, program)
 
 
-def test_a_unet_with_rows_split_gathers_nothing() -> None:
-    """From the first convolution to the last gradient only edges travel, a row each, and sums: of statistics and of
-    the gradients of parameters."""
-    made = planner("unet group conv conv", {"a": 4})
-    program = bucket(codegen(made.space, forced(made.space, spatially(0))))
+@pytest.mark.parametrize("name", [*MODELS, "unet group conv bilinear"])
+def test_rows_of_models_split_gather_nothing(name: str) -> None:
+    """From the first layer to the last gradient only edges travel, and sums: of statistics and of the gradients of
+    parameters."""
+    made = planner(name, {"a": 4})
+    program = codegen(made.space, forced(made.space, spatially(0)))
     assert {kind for kind, _, _ in program.collectives()} == {"shift", "all_reduce"}
-    rows = {8 * channels * width * FLOAT for channels, width in ((3, 16), (8, 16), (16, 16), (16, 8))}
-    assert {size for kind, _, size in program.collectives() if kind == "shift"} == rows
+    found = {size for kind, _, size in program.collectives() if kind == "shift"}
+    assert found == {8 * rows * channels * width * FLOAT for rows, channels, width in EDGES[name]}
+    largest = max(parameter.numel() for parameter in example(name)[0].parameters()) * FLOAT
+    assert max(size for kind, _, size in program.collectives() if kind == "all_reduce") <= largest
+    check(name, {"a": 4}, bucket(program))
+
+
+UNET_EDGES = {(1, 3, 16), (1, 8, 16), (1, 16, 16), (1, 16, 8)}
+EDGES = {
+    "resnet": {(3, 3, 32), (2, 3, 32), (1, 8, 16), (1, 8, 8), (1, 16, 4)},
+    "unet group conv conv": UNET_EDGES,
+    "unet batch pool nearest": UNET_EDGES,
+    "unet group conv bilinear": UNET_EDGES,
+}
+"""Rows, channels and width of what is shifted."""
 
 
 def layers(dims: int) -> Case:

@@ -200,7 +200,8 @@ def _plane(draw: Draw, spatial: int) -> torch.Tensor:
 def _pool(spatial: int) -> Callable[[Draw], list[Any]]:
     def options(draw: Draw) -> list[Any]:
         size = [draw.one_of(2, 2, 1, 3) for _ in range(spatial)]
-        return [size, *draw.one_of([[]], [size], [[1] * spatial], [[2] * spatial, [1 if min(size) > 1 else 0]])]
+        padding = [draw.one_of(k // 2, 0) for k in size]
+        return [size, *draw.one_of([[]], [size], [[1] * spatial, padding], [[2] * spatial, padding])]
 
     return options
 
@@ -218,18 +219,19 @@ for _dims in (2, 3):
     @example(f"max_pool{_dims}d_with_indices_backward")
     def _max_pool_backward(draw: Draw, spatial: int = _dims) -> Arguments:
         source, size, *rest = _plane(draw, spatial), *_pool(spatial)(draw)
-        options = [size, *rest, *([0], [1], False)[len(rest) - 1 :]]
+        options = [size, *rest, *([0], [1], draw.one_of(True, False))[len(rest) - 1 :]]
         output, indices = _forward(f"max_pool{spatial}d_with_indices")(source, *options)
         return (draw.floats(*output.shape), source, *options, indices), {}
 
     @example(f"avg_pool{_dims}d")
     def _average_pool(draw: Draw, spatial: int = _dims) -> Arguments:
-        return (_plane(draw, spatial), *_pool(spatial)(draw)), {}
+        source, size, *rest = _plane(draw, spatial), *_pool(spatial)(draw)
+        more = [0], draw.one_of(True, False), draw.one_of(True, False), draw.one_of(None, None, 3)
+        return (source, size, *rest, *more[len(rest) - 1 :]), {}
 
     @example(f"avg_pool{_dims}d_backward")
     def _average_pool_backward(draw: Draw, spatial: int = _dims) -> Arguments:
-        source, size, *rest = _plane(draw, spatial), *_pool(spatial)(draw)
-        options = [size, *rest, *([0], False, draw.one_of(True, False), draw.one_of(None, 3))[len(rest) - 1 :]]
+        (source, *options), _ = _average_pool(draw, spatial)
         output = _forward(f"avg_pool{spatial}d")(source, *options)
         return (draw.floats(*output.shape), source, *options), {}
 
@@ -256,15 +258,20 @@ def _adaptive_max_pool_backward(draw: Draw) -> Arguments:
 
 
 for _kind, _dims in (
-    ("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)
+    ("upsample_nearest", 1), ("upsample_nearest", 2), ("upsample_nearest", 3), ("_upsample_nearest_exact", 1),
+    ("_upsample_nearest_exact", 2), ("_upsample_nearest_exact", 3), ("upsample_linear", 1), ("upsample_bilinear", 2),
+    ("upsample_bicubic", 2), ("upsample_trilinear", 3),
 ):  # fmt: skip
 
-    @example(f"upsample_{_kind}{_dims}d")
+    @example(f"{_kind}{_dims}d")
     def _upsample(draw: Draw, kind: str = _kind, spatial: int = _dims) -> Arguments:
-        source = draw.floats(4, draw.one_of(4, 6), *[3] * spatial)
-        return (source, [6] * spatial, *([] if kind == "nearest" else [draw.one_of(True, False)])), {}
+        space = [draw.one_of(3, 4, 6) for _ in range(spatial)]
+        size = [draw.one_of(1, 2, 2, 3) * n if draw.one_of(True, True, False) else n // 2 for n in space]
+        aligned = [] if "nearest" in kind else [draw.one_of(True, False, False)]
+        scales = draw.one_of([], [made / n for made, n in zip(size, space, strict=True)])
+        return (draw.floats(2, draw.one_of(4, 6), *space), size, *aligned, *scales), {}
 
-    @example(f"upsample_{_kind}{_dims}d_backward")
+    @example(f"{_kind}{_dims}d_backward")
     def _upsample_backward(draw: Draw, kind: str = _kind, spatial: int = _dims) -> Arguments:
         (source, size, *rest), _ = _upsample(draw, kind, spatial)
         return (draw.floats(*source.shape[:2], *size), size, list(source.shape), *rest), {}

@@ -1,54 +1,21 @@
 """Convolutions: which dims are split together, and the exchange of edges where spatial dims are split.
 
-A convolution of stride s reads a *fine* tensor (its input) and makes a *coarse* one; transposed, and in the
-gradient of the input, it is the other way round. Where the fine dim is s times as long as the coarse one, coarse row i
-belongs to the fine rows [s i, s (i + 1)). It touches, with padding p, dilation d and a kernel of k, the rows
-[s i - p, s i - p + d (k - 1)], so that a shard of the coarse rows needs p fine rows before its own and
-d (k - 1) - p - s + 1 after them: its halo. The neighbours have them; beyond the ends they are zeros, as the
-padding is, and as what is filled in for the rows that an uneven shard lacks.
+A convolution reads a *fine* tensor (its input) and makes a *coarse* one; transposed, and in the gradient of the
+input, it is the other way round. Beyond the ends rows are zeros, as the padding is, and as what is filled in for the
+rows that an uneven shard lacks.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from ..graph import Ref
 from ..layout import Shape
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST, has
+from .halo import Window, halo_added, with_halo
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Name, Named, assemble, roles
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A convolution along one spatial dim. `before` and `after` are the rows of the halo."""
-
-    stride: int
-    padding: int
-    reach: int
-    """dilation * (kernel - 1): rows between the first and the last one that a coarse row touches."""
-
-    @property
-    def before(self) -> int:
-        return self.padding
-
-    @property
-    def after(self) -> int:
-        return max(0, self.excess)
-
-    @property
-    def excess(self) -> int:
-        """Rows touched beyond the own ones; negative if the last of the own ones are not touched."""
-        return self.reach - self.padding - self.stride + 1
-
-    @property
-    def coarse_rows(self) -> int:
-        """Coarse rows that a shard must have for the neighbours to hold its halo."""
-        return max(1, -(-max(self.before, self.after) // self.stride))
 
 
 def windows(call: Call) -> tuple[Window, ...]:
@@ -128,62 +95,6 @@ def group_count(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
 
 
 # Halos
-
-
-def neighbour(emitter: Emitter, value: Ref, axes: tuple[int, ...], step: int) -> Ref:
-    """What the shard before this one (`step` 1) or after it (-1) has, of a dim split by `axes` (outermost first); zeros
-    at the ends."""
-    *outer, inner = axes
-    received = emitter.shift(value, step, inner)
-    if outer:
-        # at the end of an inner run the neighbour is at the other end of the next one
-        wrapped = emitter.shift(value, -step * (emitter.ranks(inner) - 1), inner)
-        received = emitter.op("aten.add.Tensor", received, neighbour(emitter, wrapped, tuple(outer), step))
-    return received
-
-
-def _rows(emitter: Emitter, value: Ref, dim: int, start: int, end: int) -> Ref:
-    if (start, end) == (0, emitter.meta(value).shape[dim]):
-        return value
-    return emitter.op("aten.slice.Tensor", value, dim, start, end)
-
-
-def _sent(emitter: Emitter, value: Ref, dim: int, start: int, end: int) -> Ref:
-    """Rows to send."""
-    return emitter.op("aten.contiguous.default", _rows(emitter, value, dim, start, end))
-
-
-def with_halo(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
-    """A shard of fine rows with the neighbours' rows around it."""
-    rows, parts = emitter.meta(value).shape[dim], [value]
-    if window.before:
-        edge = _sent(emitter, value, dim, rows - window.before, rows)
-        parts.insert(0, neighbour(emitter, edge, axes, 1))
-    if window.after:
-        parts.append(neighbour(emitter, _sent(emitter, value, dim, 0, window.after), axes, -1))
-    return emitter.op("aten.cat.default", tuple(parts), dim)
-
-
-def halo_added(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
-    """The transpose of `with_halo`: a shard's rows, and what the neighbours' halos add to them."""
-    before, after = window.before, window.after
-    end = emitter.meta(value).shape[dim] - after
-    rows = end - before
-    from_after = from_before = None
-    if before:
-        from_after = neighbour(emitter, _sent(emitter, value, dim, 0, before), axes, -1)
-    if after:
-        from_before = neighbour(emitter, _sent(emitter, value, dim, end, end + after), axes, 1)
-    parts = []
-    for start, stop in itertools.pairwise(sorted({0, after, rows - before, rows})):
-        part = _rows(emitter, value, dim, before + start, before + stop)
-        if from_before is not None and stop <= after:
-            part = emitter.op("aten.add.Tensor", part, _rows(emitter, from_before, dim, start, stop))
-        if from_after is not None and start >= rows - before:
-            first = rows - before
-            part = emitter.op("aten.add.Tensor", part, _rows(emitter, from_after, dim, start - first, stop - first))
-        parts.append(part)
-    return emitter.op("aten.cat.default", tuple(parts), dim)
 
 
 def _halos(local: LocalCall) -> dict[int, tuple[Window, tuple[int, ...]]]:

@@ -1,74 +1,115 @@
-"""Pooling and resampling: batch and channels are split freely, spatial dims where windows do not overlap."""
+"""Pools: batch and channels are split freely, spatial dims where windows keep step with rows, with the edges exchanged
+where windows overlap."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ..graph import Ref, TensorMeta
 from ..layout import Shape
-from .expansions import LocalCall, Results
+from .expansions import Expansion, LocalCall, Results, global_indices
 from .families import FIRST, Rule, has
+from .halo import Window, halo_added, with_halo
 from .local import Arguments, Local, replaced
-from .rule import Call, Emitter, OpRule
+from .rule import Call, Emitter, OpRule, neutral
 from .template import Linear, Name, Named, assemble, roles
 
+_Halos = Mapping[int, tuple[Window, tuple[int, ...]]]
+"""Spatial dim -> its windows, and the mesh axes that split it."""
 
-def _leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
+
+def leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
     """Names of the dims before the spatial ones: batch, if there is one, and channels."""
     return tuple(f"d{i}" for i in range(len(meta.shape) - spatial, 0, -1))
 
 
-def resampled(spatial: int, *, linear: Linear = FIRST) -> Rule:
-    """Ops on the last `spatial` dims, which are whole: upsampling, reflection padding, overlapping pools."""
+def whole_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
+    """Ops on the last `spatial` dims, which are whole: reflection padding, adaptive pools of maxima."""
 
     def names(meta: TensorMeta | None) -> Named:
-        return (*_leading(meta, spatial), *([None] * spatial)) if meta else ()
+        return (*leading(meta, spatial), *([None] * spatial)) if meta else ()
 
     return lambda call: assemble(call, list(map(names, call.inputs)), list(map(names, call.outputs)), linear=linear)
 
 
-def pooled(spatial: int, windows: str = "kernel_size") -> Rule:
-    """Pools of the last `spatial` dims and their backward ops: a dim whose windows follow each other without overlap,
-    gap or padding is split, coarse rows with the fine rows of their windows. `windows` "output_size" says that windows
-    are what makes the sizes right. Indices (of the maxima) count within the whole plane: those of a shard expand."""
+def pooled(spatial: int) -> Rule:
+    """Pools of the last `spatial` dims and their backward ops: coarse rows are split with the fine rows that
+    belong to them. Indices (of the maxima) count within the whole plane: those of a shard expand."""
 
     def rule(call: Call) -> OpRule:
-        metas = dict(zip(roles(call), call.inputs, strict=True))
-        backward, indexed = "grad_output" in metas, "indices" in metas or len(call.outputs) == 2
-        fine, coarse = metas["self"], metas["grad_output"] if backward else call.outputs[0] or call.outputs[1]
-        assert coarse is not None
-        fine_dims: list[Name] = list(_leading(fine, spatial))
-        coarse_dims: list[Name] = list(_leading(fine, spatial))
-        split = []
-        for i in range(spatial):
-            size, count = fine.shape[i - spatial], coarse.shape[i - spatial]
-            follows = size % count == 0 and (windows == "output_size" or _follow(call, spatial, i, size // count))
-            fine_dims.append((f"s{i}", size // count) if follows else None)
-            coarse_dims.append(f"s{i}" if follows else None)
+        fine, coarse = _fine_and_coarse(call)
+        backward, indexed = has(call, "grad_output"), _is_indexed(call)
+        fine_dims: list[Name] = list(leading(fine, spatial))
+        coarse_dims: list[Name] = list(leading(fine, spatial))
+        least: dict[str, int] = {}
+        split, halos = [], []
+        for i, window in enumerate(_windows(call, spatial)):
+            if fine.shape[i - spatial] != window.stride * coarse.shape[i - spatial]:
+                keeps_step = False
+            else:  # rounded up, a shard with rows to spare would have a window more
+                keeps_step = not (call.argument("ceil_mode") and window.before and window.excess < 0)
+            fine_dims.append((f"s{i}", window.stride) if keeps_step else None)
+            coarse_dims.append(f"s{i}" if keeps_step else None)
             split.append(f"s{i}")
-        inputs = [fine_dims if role == "self" else coarse_dims for role in metas]
+            if window.before or window.after:
+                halos.append(f"s{i}")
+                least[f"s{i}"] = window.coarse_rows
+        inputs = [fine_dims if role == "self" else coarse_dims for role in roles(call)]
         outputs = [(fine_dims if backward else coarse_dims) if meta else () for meta in call.outputs]
+        expands = split if indexed else halos
+        beyond = 0 if backward or not indexed else neutral("max", fine.dtype)
         return assemble(
-            call, inputs, outputs, linear=() if indexed and not backward else FIRST,
-            expands=split if indexed else (), contiguous=split if indexed else (), uneven=split,
-            padding={(0, name): 0 for name in split} if indexed and backward else None,
+            call, inputs, outputs, linear=() if indexed and not backward else FIRST, expands=expands,
+            contiguous=expands, least=least, uneven=split,
+            padding={(0, name): beyond for name in (split if indexed and backward else halos)},
         )  # fmt: skip
 
     return rule
 
 
-def _follow(call: Call, spatial: int, dim: int, size: int) -> bool:
-    """Whether windows of this size stand side by side along a spatial dim."""
+def averaged_to_size(spatial: int) -> Rule:
+    """Adaptive averages, backward too: a dim is split where every window has the same length."""
 
-    def of(name: str, default: int) -> int:
-        values = call.argument(name) if has(call, name) else (default,)
-        values = values if isinstance(values, (tuple, list)) else (values,)
-        return values[dim if len(values) == spatial else 0] if values else default
+    def rule(call: Call) -> OpRule:
+        fine, coarse = _fine_and_coarse(call)
+        fine_dims: list[Name] = list(leading(fine, spatial))
+        coarse_dims: list[Name] = list(leading(fine, spatial))
+        for i in range(spatial):
+            size, count = fine.shape[i - spatial], coarse.shape[i - spatial]
+            fine_dims.append((f"s{i}", size // count) if size % count == 0 else None)
+            coarse_dims.append(f"s{i}" if size % count == 0 else None)
+        inputs = [fine_dims if role == "self" else coarse_dims for role in roles(call)]
+        return assemble(call, inputs, [fine_dims if has(call, "grad_output") else coarse_dims], linear=FIRST)
 
-    kernel = of("kernel_size", 0)
-    return kernel == size and of("stride", kernel) == size and of("padding", 0) == 0 and of("dilation", 1) == 1
+    return rule
+
+
+def _fine_and_coarse(call: Call) -> tuple[TensorMeta, TensorMeta]:
+    metas = dict(zip(roles(call), call.inputs, strict=True))
+    coarse = metas.get("grad_output") or next(meta for meta in call.outputs if meta)
+    return metas["self"], coarse
+
+
+def _is_indexed(call: Call) -> bool:
+    return has(call, "indices") or len(call.outputs) == 2
+
+
+def _each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
+    """An argument, one number a spatial dim."""
+    values = call.argument(name)
+    values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
+    return values * spatial if len(values) == 1 else values
+
+
+def _windows(call: Call, spatial: int) -> tuple[Window, ...]:
+    """One a spatial dim."""
+    kernel = _each(call, "kernel_size", spatial)
+    stride = _each(call, "stride", spatial) or kernel
+    dilation = _each(call, "dilation", spatial) if has(call, "dilation") else (1,) * spatial
+    steps = zip(kernel, stride, _each(call, "padding", spatial), dilation, strict=True)
+    return tuple(Window(step, padding, apart * (size - 1)) for size, step, padding, apart in steps)
 
 
 def size_of_output(spatial: int) -> Local:
@@ -81,71 +122,181 @@ def size_of_output(spatial: int) -> Local:
     return local
 
 
+# Local programs
+
+
+def _halos(local: LocalCall, spatial: int) -> _Halos:
+    windows = enumerate(_windows(local.call, spatial))
+    axes = local.splits
+    return {i: (window, axes[f"s{i}"]) for i, window in windows if (window.before or window.after) and f"s{i}" in axes}
+
+
+def _surrounded(emitter: Emitter, value: Ref, spatial: int, halos: _Halos, beyond: float) -> Ref:
+    first = len(emitter.meta(value).shape) - spatial
+    for i, (window, axes) in halos.items():
+        value = with_halo(emitter, value, first + i, window, axes, beyond)
+    return value
+
+
+def _of_surrounded_shape(emitter: Emitter, value: Ref, spatial: int, halos: _Halos) -> Ref:
+    """For a backward op that looks at no more than the shape."""
+    shape = list(emitter.meta(value).shape)
+    for i, (window, _) in halos.items():
+        shape[i - spatial] += window.before + window.after
+    return emitter.op("aten.new_empty.default", value, tuple(shape)) if halos else value
+
+
+def _returned(emitter: Emitter, gradient: Ref, spatial: int, halos: _Halos) -> Ref:
+    """The gradient of a shard from that of a shard with its halo."""
+    first = len(emitter.meta(gradient).shape) - spatial
+    for i, (window, axes) in halos.items():
+        gradient = halo_added(emitter, gradient, first + i, window, axes)
+    return gradient
+
+
+def _padding(call: Call, spatial: int, halos: _Halos) -> tuple[int, ...]:
+    return tuple(0 if i in halos else size for i, size in enumerate(_each(call, "padding", spatial)))
+
+
+def max_pool(spatial: int) -> Expansion:
+    """max_pool_with_indices with spatial dims split."""
+
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        call, source, halos = local.call, local.args[0], _halos(local, spatial)
+        around = _surrounded(emitter, source, spatial, halos, neutral("max", emitter.meta(source).dtype))
+        values, indices = emitter.ops(
+            call.node.op, around, call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
+            call.argument("dilation"), call.argument("ceil_mode"),
+        )  # fmt: skip
+        plane = emitter.meta(around).shape[-spatial:]
+        return values, _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_whole=True)
+
+    return expand
+
+
+def max_pool_backward(spatial: int) -> Expansion:
+    """max_pool_with_indices_backward with spatial dims split."""
+
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        call, halos = local.call, _halos(local, spatial)
+        gradient, source, indices = local.args[0], local.args[1], local.args[-1]
+        around = _of_surrounded_shape(emitter, source, spatial, halos)
+        plane = emitter.meta(around).shape[-spatial:]
+        indices = _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_whole=False)
+        result = local.result(
+            emitter, gradient, around, call.argument("kernel_size"), call.argument("stride"),
+            _padding(call, spatial, halos), call.argument("dilation"), call.argument("ceil_mode"), indices,
+        )  # fmt: skip
+        return (_returned(emitter, result, spatial, halos),)
+
+    return expand
+
+
 # Indices of maxima: they count within the plane of the spatial dims
+
+
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """One dim of the plane: its whole size, the rows of a shard, those with the halo, `before` of them before the
+    shard's own, and the mesh axes that split it."""
+
+    size: int
+    own: int
+    rows: int
+    before: int
+    axes: tuple[int, ...]
+
+
+def _along(local: LocalCall, emitter: Emitter, spatial: int, source: Ref, plane: Sequence[int]) -> list[_Along]:
+    sizes, own = _fine_and_coarse(local.call)[0].shape[-spatial:], emitter.meta(source).shape[-spatial:]
+    halos = _halos(local, spatial)
+    before = [halos[i][0].before if i in halos else 0 for i in range(spatial)]
+    axes = [local.splits.get(f"s{i}", ()) for i in range(spatial)]
+    return list(map(_Along, sizes, own, plane, before, axes))
 
 
 def _strides(plane: Sequence[int]) -> list[int]:
     return [math.prod(plane[i + 1 :]) for i in range(len(plane))]
 
 
-def _renumbered(emitter: Emitter, indices: Ref, before: Sequence[int], after: Sequence[int]) -> Ref:
-    """Flat indices into a plane with strides `before` as flat indices into one with strides `after`."""
-    if before == after:
-        return indices
-    terms = []
-    for have, want in zip(before, after, strict=True):
-        coordinate = emitter.op("aten.floor_divide.default", indices, have)
-        terms.append(emitter.op("aten.mul.Scalar", coordinate, want))
-        indices = emitter.op("aten.remainder.Scalar", indices, have)
-    total = terms[0]
-    for term in terms[1:]:
-        total = emitter.op("aten.add.Tensor", total, term)
+def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_whole: bool) -> Ref:
+    """Indices into a shard with its halo as indices into the whole plane, or back. They stay inside, also where
+    a window sees nothing above -inf, or is padding."""
+    inner, outer = _strides([d.rows for d in dims]), _strides([d.size for d in dims])
+    have, want = (inner, outer) if to_whole else (outer, inner)
+    to, back = ("aten.add.Tensor", "aten.sub.Tensor") if to_whole else ("aten.sub.Tensor", "aten.add.Tensor")
+    if inner == outer and not any(d.before for d in dims):  # rows only
+        for d, stride in zip(dims, outer, strict=True):
+            if d.axes:
+                indices = emitter.op(to, indices, emitter.offset(d.axes, d.own * stride))
+        return emitter.op("aten.clamp.default", indices, 0, math.prod(d.size if to_whole else d.rows for d in dims) - 1)
+    total = None
+    for i, (d, had, wanted) in enumerate(zip(dims, have, want, strict=True)):
+        if d.size == 1:
+            continue
+        coordinate = indices
+        if i < len(dims) - 1:
+            coordinate = emitter.op("aten.floor_divide.default", indices, had)
+            indices = emitter.op("aten.remainder.Scalar", indices, had)
+        if d.axes:
+            coordinate = emitter.op(to, coordinate, emitter.offset(d.axes, d.own))
+            if d.before:
+                coordinate = emitter.op(back, coordinate, d.before)
+            coordinate = emitter.op("aten.clamp.default", coordinate, 0, (d.size if to_whole else d.rows) - 1)
+        term = emitter.op("aten.mul.Scalar", coordinate, wanted) if wanted > 1 else coordinate
+        total = term if total is None else emitter.op("aten.add.Tensor", total, term)
+    assert total is not None
     return total
 
 
-def _firsts(emitter: Emitter, local: LocalCall, plane: Sequence[int], strides: Sequence[int]) -> list[Any]:
-    """Summands of the flat index, in the whole plane, of the first element of this rank's `plane`."""
-    axes = [local.splits.get(f"s{i}", ()) for i in range(len(plane))]
-    pieces = zip(axes, plane, strides, strict=True)
-    return [emitter.offset(over, rows * stride) for over, rows, stride in pieces if over]
+# Averages
 
 
-def max_pool(emitter: Emitter, local: LocalCall) -> Results:
-    """max_pool_with_indices with spatial dims split."""
-    assert local.outputs[0] is not None or local.outputs[1] is not None
-    whole, spatial = local.call.inputs[0].shape, len(local.call.argument("kernel_size"))
-    plane = emitter.meta(local.args[0]).shape[-spatial:]
-    strides = _strides(whole[-spatial:])
-    values, indices = emitter.ops(local.call.node.op, *local.args, **dict(local.kwargs))
-    indices = _renumbered(emitter, indices, _strides(plane), strides)
-    for first in _firsts(emitter, local, plane, strides):
-        indices = emitter.op("aten.add.Tensor", indices, first)
-    return values, indices
+def _is_full(call: Call, window: Window, size: int, count: int) -> bool:
+    """Whether every window along a dim counts all of its elements."""
+    padding = window.before if call.argument("count_include_pad") else 0
+    return padding == window.before and window.stride * (count - 1) + window.reach < size + padding + window.before
 
 
-def max_pool_backward(emitter: Emitter, local: LocalCall) -> Results:
-    """max_pool_with_indices_backward with spatial dims split."""
-    *arguments, indices = local.args
-    whole, spatial = local.call.inputs[1].shape, len(local.call.argument("kernel_size"))
-    plane = emitter.meta(arguments[1]).shape[-spatial:]
-    strides = _strides(whole[-spatial:])
-    for first in _firsts(emitter, local, plane, strides):
-        indices = emitter.op("aten.sub.Tensor", indices, first)
-    # padding (of other dims) was filled with 0, which is not in every rank's plane
-    indices = emitter.op("aten.clamp.default", indices, 0)
-    indices = _renumbered(emitter, indices, strides, _strides(plane))
-    return (local.result(emitter, *arguments, indices, **dict(local.kwargs)),)
+def average_pool(spatial: int) -> Expansion:
+    """avg_pool and its backward with spatial dims split: sums, by what they count."""
+
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        call, halos, backward = local.call, _halos(local, spatial), has(local.call, "grad_output")
+        value, divisor = local.args[0], call.argument("divisor_override")
+        uncounted: list[int] = []
+        if divisor is None:
+            fine, coarse = _fine_and_coarse(call)
+            sizes = zip(_windows(call, spatial), fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
+            full = [_is_full(call, *each) for each in sizes]
+            divisor = math.prod(k for k, known in zip(_each(call, "kernel_size", spatial), full, strict=True) if known)
+            uncounted = [i for i, known in enumerate(full) if not known]
+        rest = (
+            call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
+            call.argument("ceil_mode"), True, divisor,
+        )  # fmt: skip
+        if not backward:
+            value = local.result(emitter, _surrounded(emitter, value, spatial, halos, 0), *rest)
+        for i in uncounted:
+            value = emitter.op("aten.div.Tensor", value, _counts(emitter, local, spatial, i))
+        if backward:
+            value = local.result(emitter, value, _of_surrounded_shape(emitter, local.args[1], spatial, halos), *rest)
+            value = _returned(emitter, value, spatial, halos)
+        return (value,)
+
+    return expand
 
 
-def shuffled(*, up: bool) -> Rule:
-    """pixel_shuffle [*, c r^2, h, w] -> [*, c, h r, w r], and (not `up`) its inverse."""
-
-    def rule(call: Call) -> OpRule:
-        (source,) = call.inputs
-        factor = call.argument("upscale_factor" if up else "downscale_factor")
-        *batch, channels = _leading(source, 2)
-        deep: Named = [*batch, (channels, factor * factor), "s0", "s1"]
-        wide: Named = [*batch, channels, ("s0", factor), ("s1", factor)]
-        return assemble(call, [deep if up else wide], [wide if up else deep], linear=FIRST)
-
-    return rule
+def _counts(emitter: Emitter, local: LocalCall, spatial: int, i: int) -> Ref:
+    """How many elements each window of this rank counts along a spatial dim, to divide by."""
+    fine, coarse = _fine_and_coarse(local.call)
+    window, dim = _windows(local.call, spatial)[i], len(coarse.shape) - spatial + i
+    layout = (local.operands if has(local.call, "grad_output") else local.results)[0]
+    beyond = window.before if local.call.argument("count_include_pad") else 0
+    place = global_indices(emitter, coarse.shape, layout, dim)
+    start = emitter.op("aten.sub.Tensor", emitter.op("aten.mul.Scalar", place, window.stride), window.before)
+    end = emitter.op("aten.add.Tensor", start, window.reach + 1)
+    start = emitter.op("aten.clamp.default", start, -beyond)
+    end = emitter.op("aten.clamp.default", end, None, fine.shape[dim] + beyond)
+    count = emitter.op("aten.clamp.default", emitter.op("aten.sub.Tensor", end, start), 1)
+    return emitter.op("aten.reshape.default", count, (-1, *(1,) * (spatial - 1 - i)))

@@ -25,6 +25,7 @@ from . import (
     pooling,
     randomness,
     reductions,
+    resampling,
 )
 from .attention import attention as attended
 from .families import (
@@ -96,6 +97,23 @@ def _with_bias(template: str) -> Rule:
     )
 
 
+def _upsampled(spatial: int) -> dict[str, Entry]:
+    """Nearest and linear upsampling of this many dims, and their backward ops."""
+    sizes, linear = resampling.local_sizes(spatial), ("linear", "bilinear", "trilinear")[spatial - 1]
+    centred = Entry(resampling.nearest(spatial, centred=True), sizes)
+    return {
+        **_aten(f"upsample_nearest{spatial}d upsample_nearest{spatial}d_backward",
+                Entry(resampling.nearest(spatial), sizes)),
+        **_aten(f"_upsample_nearest_exact{spatial}d _upsample_nearest_exact{spatial}d_backward", centred),
+        **_aten(f"upsample_{linear}{spatial}d upsample_{linear}{spatial}d_backward", _interpolated(spatial, 1)),
+    }  # fmt: skip
+
+
+def _interpolated(spatial: int, taps: int) -> Entry:
+    sizes = resampling.local_sizes(spatial)
+    return Entry(resampling.interpolated(spatial, taps), sizes, resampling.interpolation(spatial, taps))
+
+
 # with a bias, linear only jointly with it
 _linear = either(
     lambda call: call.argument("bias") is None,
@@ -157,32 +175,28 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         convolution.convolution, convolution.group_count, convolution.convolution_backward_with_halos)),
 
     # pooling and resampling
-    **_aten("max_pool2d_with_indices", Entry(pooling.pooled(2), expand=pooling.max_pool)),
-    **_aten("max_pool2d_with_indices_backward", Entry(pooling.pooled(2), expand=pooling.max_pool_backward)),
-    **_aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool)),
-    **_aten("max_pool3d_with_indices_backward", Entry(pooling.pooled(3), expand=pooling.max_pool_backward)),
-    **_aten("avg_pool2d avg_pool2d_backward", Entry(pooling.pooled(2))),
-    **_aten("avg_pool3d avg_pool3d_backward", Entry(pooling.pooled(3))),
-    **_aten("_adaptive_avg_pool2d", Entry(pooling.pooled(2, "output_size"), pooling.size_of_output(2))),
-    **_aten("_adaptive_avg_pool2d_backward", Entry(pooling.pooled(2, "output_size"))),
-    **_aten("_adaptive_avg_pool3d", Entry(pooling.pooled(3, "output_size"), pooling.size_of_output(3))),
-    **_aten("_adaptive_avg_pool3d_backward", Entry(pooling.pooled(3, "output_size"))),
-    **_aten("adaptive_max_pool2d", Entry(pooling.resampled(2, linear=()))),
-    **_aten("adaptive_max_pool2d_backward", Entry(pooling.resampled(2))),
-    **_aten("upsample_nearest1d upsample_linear1d reflection_pad1d reflection_pad1d_backward replication_pad1d "
-            "replication_pad1d_backward", Entry(pooling.resampled(1))),
-    **_aten("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d reflection_pad2d reflection_pad2d_backward "
-            "replication_pad2d replication_pad2d_backward", Entry(pooling.resampled(2))),
-    **_aten("upsample_nearest3d upsample_trilinear3d reflection_pad3d reflection_pad3d_backward replication_pad3d "
-            "replication_pad3d_backward", Entry(pooling.resampled(3))),
-    **_aten("upsample_nearest1d_backward upsample_linear1d_backward", Entry(
-        pooling.resampled(1), local.shape_of_output("input_size"))),
-    **_aten("upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward", Entry(
-        pooling.resampled(2), local.shape_of_output("input_size"))),
-    **_aten("upsample_nearest3d_backward upsample_trilinear3d_backward", Entry(
-        pooling.resampled(3), local.shape_of_output("input_size"))),
-    **_aten("pixel_shuffle", Entry(pooling.shuffled(up=True))),
-    **_aten("pixel_unshuffle", Entry(pooling.shuffled(up=False))),
+    **_aten("max_pool2d_with_indices", Entry(pooling.pooled(2), expand=pooling.max_pool(2))),
+    **_aten("max_pool2d_with_indices_backward", Entry(pooling.pooled(2), expand=pooling.max_pool_backward(2))),
+    **_aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool(3))),
+    **_aten("max_pool3d_with_indices_backward", Entry(pooling.pooled(3), expand=pooling.max_pool_backward(3))),
+    **_aten("avg_pool2d avg_pool2d_backward", Entry(pooling.pooled(2), expand=pooling.average_pool(2))),
+    **_aten("avg_pool3d avg_pool3d_backward", Entry(pooling.pooled(3), expand=pooling.average_pool(3))),
+    **_aten("_adaptive_avg_pool2d", Entry(pooling.averaged_to_size(2), pooling.size_of_output(2))),
+    **_aten("_adaptive_avg_pool2d_backward", Entry(pooling.averaged_to_size(2))),
+    **_aten("_adaptive_avg_pool3d", Entry(pooling.averaged_to_size(3), pooling.size_of_output(3))),
+    **_aten("_adaptive_avg_pool3d_backward", Entry(pooling.averaged_to_size(3))),
+    **_aten("adaptive_max_pool2d", Entry(pooling.whole_planes(2, linear=()))),
+    **_aten("adaptive_max_pool2d_backward", Entry(pooling.whole_planes(2))),
+    **_aten("reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward", Entry(
+        pooling.whole_planes(1))),
+    **_aten("reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward", Entry(
+        pooling.whole_planes(2))),
+    **_aten("reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward", Entry(
+        pooling.whole_planes(3))),
+    **{op: entry for spatial in (1, 2, 3) for op, entry in _upsampled(spatial).items()},
+    **_aten("upsample_bicubic2d upsample_bicubic2d_backward", _interpolated(2, 2)),
+    **_aten("pixel_shuffle", Entry(resampling.shuffled(up=True))),
+    **_aten("pixel_unshuffle", Entry(resampling.shuffled(up=False))),
 
     # attention: query, key, value, mask -> output, logsumexp, and what random numbers need
     **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(

@@ -1,0 +1,189 @@
+"""Up- and downsampling by whole factors, and shuffled pixels: rows are split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..graph import Ref
+from ..layout import Shape
+from .expansions import Expansion, LocalCall, Results
+from .families import FIRST, Rule, has
+from .halo import Window, at_end, halo_added, slice_of, with_halo
+from .local import Arguments, Local, replaced
+from .pooling import leading
+from .rule import Call, Emitter, OpRule
+from .template import Name, Named, assemble
+
+
+def _sizes(call: Call, spatial: int) -> tuple[Shape, Shape]:
+    """Spatial sizes of what is resampled, and of what is made."""
+    (given,), (made,) = call.inputs, call.outputs
+    assert made is not None
+    small, large = (made, given) if has(call, "grad_output") else (given, made)
+    return small.shape[-spatial:], large.shape[-spatial:]
+
+
+def _scales(call: Call, spatial: int) -> tuple[float | None, ...]:
+    """The scales that the caller gave, one a spatial dim."""
+    names = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
+    return tuple(call.argument(name) for name in names)
+
+
+def _factor(source: int, target: int, scale: float | None) -> int:
+    """How many rows are made of one, negative: of how many rows one is made; 0 where these are no whole numbers."""
+    factor = target // source if target % source == 0 else -(source // target) if source % target == 0 else 0
+    exact = target / source
+    return factor if scale is None or abs(scale - exact) < 1e-9 * exact else 0
+
+
+def nearest(spatial: int, *, centred: bool = False) -> Rule:
+    """Rows go with the rows that they are copies of. Backward too."""
+
+    def rule(call: Call) -> OpRule:
+        factors = []
+        for source, target, scale in zip(*_sizes(call, spatial), _scales(call, spatial), strict=True):
+            factor = _factor(source, target, scale)
+            factors.append(factor if _follows(source, target, scale, factor, 0.5 if centred else 0.0) else 0)
+        return _in_step(call, spatial, factors)
+
+    return rule
+
+
+def _follows(source: int, target: int, scale: float | None, factor: int, shift: float) -> bool:
+    """Whether kernels, which compute in float32, take every row from the source row that its own belongs to."""
+    if factor == 0:
+        return False
+    rows = torch.arange(target)
+    step = torch.tensor(1 / scale if scale else source / target, dtype=torch.float32)
+    taken = ((rows.float() + shift) * step).floor().long().clamp(max=source - 1)
+    own = rows // factor if factor > 0 else taken // -factor
+    return torch.equal(taken if factor > 0 else rows, own)
+
+
+def interpolated(spatial: int, taps: int) -> Rule:
+    """Rows from `taps` source rows on either side: those of a shard need a halo where there are more of them than
+    source rows. Backward too."""
+
+    def rule(call: Call) -> OpRule:
+        factors = _factors(call, spatial)
+        if taps > 1:  # a row may be made of more than its own
+            factors = tuple(max(factor, 0) for factor in factors)
+        halos = [f"s{i}" for i, factor in enumerate(factors) if factor > 1]
+        # padding must not be interpolated, nor multiplied by zero
+        even = [f"s{i}" for i, factor in enumerate(factors) if factor > 0]
+        return _in_step(call, spatial, factors, halos, even, taps)
+
+    return rule
+
+
+def _factors(call: Call, spatial: int) -> tuple[int, ...]:
+    if call.argument("align_corners"):
+        return (0,) * spatial
+    return tuple(map(_factor, *_sizes(call, spatial), _scales(call, spatial)))
+
+
+def _in_step(
+    call: Call,
+    spatial: int,
+    factors: Sequence[int],
+    halos: Sequence[str] = (),
+    even: Sequence[str] = (),
+    least: int = 1,
+) -> OpRule:
+    """Spatial dims split with their factors."""
+    (meta,) = call.inputs
+    small: list[Name] = [*leading(meta, spatial)]
+    large: list[Name] = [*leading(meta, spatial)]
+    for i, factor in enumerate(factors):
+        small.append(None if factor == 0 else (f"s{i}", max(1, -factor)))
+        large.append(None if factor == 0 else (f"s{i}", max(1, factor)))
+    inputs, outputs = (large, small) if has(call, "grad_output") else (small, large)
+    return assemble(
+        call, [inputs], [outputs], linear=FIRST, expands=halos, contiguous=halos, even=even,
+        least=dict.fromkeys(halos, least),
+    )  # fmt: skip
+
+
+def local_sizes(spatial: int) -> Local:
+    """Upsampling and its backward: the sizes of what is made and, backward, of what it was made from."""
+
+    def local(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
+        (given,), (made,) = local_inputs, local_outputs
+        assert made is not None
+        if not has(call, "grad_output"):
+            return replaced(call, output_size=made[-spatial:])
+        return replaced(call, output_size=given[-spatial:], input_size=made)
+
+    return local
+
+
+def interpolation(spatial: int, taps: int) -> Expansion:
+    """Interpolation with spatial dims split: the halo is resampled too, and what comes of it cut off. At the ends it is
+    the outermost row again."""
+    window = Window(1, taps, 2 * taps)
+
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        (value, *_), call = local.args, local.call
+        first, backward = len(emitter.meta(value).shape) - spatial, has(call, "grad_output")
+        factors = dict(enumerate(_factors(call, spatial)))
+        split = {i: local.splits[f"s{i}"] for i, f in factors.items() if f > 1 and f"s{i}" in local.splits}
+        cut = {i: taps * factors[i] for i in split}
+        sizes = list(emitter.meta(value).shape)
+        target = list(local.outputs[0] or ())
+        for i, axes in split.items():
+            if backward:
+                sizes[first + i] += 2 * cut[i]
+                target[first + i] += 2 * taps
+            else:
+                value = with_halo(emitter, value, first + i, window, axes, None)
+                target[first + i] += 2 * cut[i]
+        rest = (call.argument("align_corners"), *_scales(call, spatial))
+        if backward:
+            around = [n for d in reversed(range(first, first + spatial)) for n in [cut.get(d - first, 0)] * 2]
+            value = emitter.op("aten.constant_pad_nd.default", value, tuple(around), 0.0)
+            value = local.result(emitter, value, tuple(sizes[first:]), tuple(target), *rest)
+            for i, axes in split.items():
+                value = _returned(emitter, value, first + i, window, axes)
+            return (value,)
+        value = local.result(emitter, value, tuple(target[first:]), *rest)
+        for i, margin in cut.items():
+            value = slice_of(emitter, value, first + i, margin, target[first + i] - margin)
+        return (value,)
+
+    return expand
+
+
+def _returned(emitter: Emitter, gradient: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
+    """The transpose of `with_halo` where that has the outermost rows again."""
+    size = emitter.meta(gradient).shape[dim]
+    rows = size - window.before - window.after
+    result = halo_added(emitter, gradient, dim, window, axes)
+    for step, start, place in ((1, 0, 0), (-1, size - window.after, rows - 1)):
+        halo = slice_of(emitter, gradient, dim, start, start + window.before)
+        repeated = emitter.op("aten.sum.dim_IntList", halo, (dim,), True)
+        inside = emitter.op("aten.logical_not.default", at_end(emitter, rows, axes, step))
+        repeated = emitter.op("aten.masked_fill.Scalar", repeated, inside, 0.0)
+        parts = [slice_of(emitter, result, dim, place, place + 1)]
+        parts = [emitter.op("aten.add.Tensor", parts[0], repeated)]
+        if place:
+            parts.insert(0, slice_of(emitter, result, dim, 0, place))
+        if place + 1 < rows:
+            parts.append(slice_of(emitter, result, dim, place + 1, rows))
+        result = emitter.op("aten.cat.default", tuple(parts), dim)
+    return result
+
+
+def shuffled(*, up: bool) -> Rule:
+    """pixel_shuffle [*, c r^2, h, w] -> [*, c, h r, w r], and (not `up`) its inverse."""
+
+    def rule(call: Call) -> OpRule:
+        (source,) = call.inputs
+        factor = call.argument("upscale_factor" if up else "downscale_factor")
+        *batch, channels = leading(source, 2)
+        deep: Named = [*batch, (channels, factor * factor), "s0", "s1"]
+        wide: Named = [*batch, channels, ("s0", factor), ("s1", factor)]
+        return assemble(call, [deep if up else wide], [wide if up else deep], linear=FIRST)
+
+    return rule
