@@ -7,7 +7,9 @@ dropout is 0, to compare with PyTorch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -663,6 +665,29 @@ def _llava(layers: int) -> Case:
 
 # ---- the tables ------------------------------------------------------------------------------------
 
+# ---- this repository's own -------------------------------------------------------------------------
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+
+def _example_resnet(layers: int) -> Case:
+    import resnet
+
+    return _double(resnet.ResNet((layers, layers), 8), resnet.batches(1, BATCH, 32)[0])
+
+
+def _example_unet(layers: int) -> Case:
+    import unet
+
+    return _double(unet.UNet((8, 16, 24)[: layers + 1], "batch"), unet.batches(1, BATCH, 16)[0])
+
+
+def _double(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Case:
+    """In float64: the gradient of a bias before batch norm is zero but for rounding."""
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    return Case(model=model.double(), batch=lambda step: ((), wide))
+
+
 ISSUE: Mapping[str, Callable[[int], Case]] = {
     "GPT-2": _gpt2,
     "Llama": _llama,
@@ -681,6 +706,8 @@ ISSUE: Mapping[str, Callable[[int], Case]] = {
     "Whisper": _whisper,
     "BART": _bart,
     "CLIP": _clip,
+    "examples/unet.py": _example_unet,
+    "examples/resnet.py": _example_resnet,
 }
 
 OTHERS: Mapping[str, Callable[[int], Case]] = {
