@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -344,3 +346,20 @@ def test_a_bad_file_says_where_and_what_to_write(case: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.toml: cannot be read \(No such file or directory\); give the path"):
         named_cluster(tmp_path / "none.toml")
+
+
+DOC = Path(__file__).parent.parent / "docs" / "clusters.md"
+
+
+def test_the_file_in_the_docs_is_one() -> None:
+    example = DOC.read_text().split("```toml\n")[1].split("```")[0]
+    made = parse_cluster(example, "docs/clusters.md")
+    between, within = made.links((2, 8))
+    assert between.bytes_per_second == pytest.approx(100e9 * 0.9 / 8)
+    assert within.bytes_per_second == 300e9
+
+
+def test_the_tables_in_the_docs_are_those_of_the_files() -> None:
+    path = DOC.parent.parent / "benchmarks" / "clusters.py"
+    told = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() in DOC.read_text()

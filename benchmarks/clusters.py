@@ -1,0 +1,114 @@
+"""The library of clusters as tables of docs/clusters.md, from their files.
+
+python benchmarks/clusters.py            # print them
+python benchmarks/clusters.py --write    # and put them into docs/clusters.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+from autopar.cluster import Cluster, Level
+from autopar.clusters import CLUSTERS
+from autopar.collectives import price
+
+DOC = Path(__file__).parent.parent / "docs" / "clusters.md"
+BEGIN, END = "<!-- begin: python benchmarks/clusters.py --write -->", "<!-- end -->"
+SIZES = (16 * 1024, 1024**2, 256 * 1024**2)
+KINDS = ("all_reduce", "all_gather", "all_to_all")
+
+
+def rates(level: Level) -> str:
+    """Pair and group in GB/s."""
+    pair = level.bytes_per_second
+    shown = f"{pair / 1e9:.3g}" if isinstance(pair, float) else f"0 to {max(map(max, pair)) / 1e9:.3g}"
+    return f"{shown} / {level.group_bytes_per_second / 1e9:.4g}"
+
+
+def library() -> list[str]:
+    lines = [
+        "| cluster | device | TFLOP/s reached: bf16, fp32 | memory | levels: size, topology, GB/s pair / group |",
+        "|---|---|---|---|---|",
+    ]
+    for name, cluster in sorted(CLUSTERS.items()):
+        device = cluster.device
+        top = device.efficiency[-1][1] / 1e12
+        flops = ", ".join(f"{device.flops_per_second[d] * top:.3g}" for d in ("bfloat16", "float32"))
+        memory = f"{device.memory_bytes / 1e9:.0f} GB, {device.memory_bytes_per_second / 1e9:.0f} GB/s"
+        levels = "; ".join(f"{level.name} {level.size} {level.topology} {rates(level)}" for level in cluster.levels)
+        lines.append(f"| `{name}` | {device.name} | {flops} | {memory} | {levels} |")
+    return lines
+
+
+def mesh_of(cluster: Cluster) -> tuple[int, int]:
+    """Two axes: the innermost level that holds more than two devices, and four times (or as often as there
+    are) across the next."""
+    inner = 1
+    for level in reversed(cluster.levels):
+        inner *= level.size
+        if inner > 2:
+            break
+    inner = min(inner, 16)
+    return max(1, min(4, cluster.devices // inner)), inner
+
+
+def collectives() -> list[str]:
+    head = " | ".join(f"{size // 1024} KiB" for size in SIZES)
+    lines = [f"| cluster, mesh, axis | collective | {head} |", "|---|---|" + "---|" * len(SIZES)]
+    for name, cluster in sorted(CLUSTERS.items()):
+        mesh = mesh_of(cluster)
+        for which, link in zip(("outer", "inner"), cluster.links(mesh), strict=True):
+            for kind in KINDS if link.ranks > 1 else ():
+                found = [price(kind, size, link) for size in SIZES]
+                cells = " | ".join(f"{p.seconds() * 1e3:.3g} ms {p.algorithm}" for p in found)
+                lines.append(f"| `{name}` {mesh[0]} x {mesh[1]}, {which} | {kind} | {cells} |")
+    return lines
+
+
+def assumptions() -> list[str]:
+    """How many figures of each file are assumptions, and how many have a source outside."""
+    lines = ["| cluster | figures | of them assumptions |", "|---|---|---|"]
+    for name in sorted(CLUSTERS):
+        data = tomllib.loads((files("autopar.clusters") / f"{name}.toml").read_text())
+        sources = [s for table in (data["device"], *data["level"]) for s in table["source"].values()]
+        guessed = sum("assumption" in s or "order of magnitude" in s for s in sources)
+        lines.append(f"| `{name}` | {len(sources)} | {guessed} |")
+    return lines
+
+
+def tables() -> str:
+    parts = [
+        "### Devices and levels",
+        "Rates one way, after the file's `efficiency`.",
+        "\n".join(library()),
+        "### What collectives cost",
+        "The cheapest algorithm, on a mesh of two axes, the second one within the innermost level of more than two "
+        "devices. All groups of an axis run at once.",
+        "\n".join(collectives()),
+        "### What is cited and what is assumed",
+        "\n".join(assumptions()),
+    ]
+    return "\n\n".join(parts)
+
+
+def put_into(text: str) -> str:
+    """The document with its tables replaced."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/clusters.md")
+    options = parser.parse_args()
+    print(tables())
+    if options.write:
+        DOC.write_text(put_into(DOC.read_text()))
+
+
+if __name__ == "__main__":
+    main()
