@@ -20,7 +20,7 @@ from functools import cache
 Algorithm = Callable[[int, int, float, float], tuple[float, float]]
 """(rounds, ranks, bytes per second, latency) -> (fixed seconds, seconds a byte)."""
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
 
@@ -96,8 +96,8 @@ def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -
 
     `size` is the larger of a rank's input and output in bytes: the whole tensor for all_reduce, the
     gathered one for all_gather, the one to be scattered for reduce_scatter, the local one for
-    all_to_all; a shift is one message, of its operand. `share` scales what does not depend on the size:
-    a tensor that travels in a bucket with others pays only its part of it.
+    all_to_all and for an exchange; a shift is one message, of its operand. `share` scales what does not
+    depend on the size: a tensor that travels in a bucket with others pays only its part of it.
     """
     if link.ranks == 1:
         return 0.0
@@ -131,6 +131,9 @@ def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
 def _algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
     if kind == "shift":
         yield "message", *shift(link)
+        return
+    if kind == "exchange":
+        yield "pairwise", *pairwise(link)
         return
     if kind == "all_to_all":
         yield "pairwise", *pairwise(link)

@@ -499,6 +499,11 @@ class _Fixpoint:
             for dim, size in enumerate(site.meta.shape):
                 for period in self._stored_periods(site, size):
                     self.digit(site.name, Split(dim, period))
+                    for read in site.reads:
+                        # a gradient may be made as its parameter is held
+                        layout = to_root(read.alias.steps, (Split(dim, period),), (self.ranks,))
+                        if layout is not None:
+                            self.digit(read.alias.root, layout[0])
         elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
             for number, factor in enumerate(rule.factors):
                 for period in factor.periods(self.ranks, self.space.mesh):
