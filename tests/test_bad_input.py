@@ -79,10 +79,13 @@ def test_a_mesh_that_is_none(mesh: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["ddp", "fsdp", "megatron", "megatron_sp"])
-def test_a_batch_that_does_not_divide(preset: str) -> None:
-    message = refused(plan, mlp(), mesh={"dp": 3, "tp": 1}, solver=preset)
-    assert f"preset '{preset}' splits the batch by 3 (dp=3" in message and "batch of 8" in message
-    assert "multiple of 3" in message
+def test_a_batch_of_one(preset: str) -> None:
+    made = mlp()
+    message = refused(
+        autopar.plan, made.model, {"dp": 3, "tp": 1}, (torch.randn(1, 16),), loss_fn=made.loss_fn, solver=preset
+    )
+    assert f"preset '{preset}' splits the batch by 3 (dp=3" in message and "the batch is 1" in message
+    assert "two or more" in message
 
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
@@ -242,13 +245,13 @@ def test_little_memory_on_ranks() -> None:
     assert "1000" in everywhere(with_little_memory)
 
 
-def with_odd_batch() -> None:
+def with_batch_of_one() -> None:
     made = mlp()
-    autopar.parallelize(made.model, axes(), (torch.randn(7, 16),), loss_fn=made.loss_fn, solver="ddp")
+    autopar.parallelize(made.model, axes(), (torch.randn(1, 16),), loss_fn=made.loss_fn, solver="ddp")
 
 
-def test_an_odd_batch_on_ranks() -> None:
-    assert "batch of 7 does not divide" in everywhere(with_odd_batch)
+def test_a_batch_of_one_on_ranks() -> None:
+    assert "the batch is 1" in everywhere(with_batch_of_one)
 
 
 def with_plan_of_another_mesh() -> None:

@@ -93,12 +93,11 @@ def test_solver_on_two_axes(name: str, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, {"a": 2, "b": 3}], ids=mesh_id)
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CASES)
-def test_random_plans(name: str, seed: int, mesh: dict[str, int]) -> None:
+def test_random_plans(name: str, mesh: dict[str, int]) -> None:
     """Any point of the space is right, not only those that a solver likes."""
     made = planner(name, mesh)
-    program = codegen(made.space, plans.random_assignment(made.space, seed))
+    program = codegen(made.space, plans.random_assignment(made.space, seed=0))
     check(name, mesh, program)
     check(name, mesh, bucket(program))
 

@@ -112,7 +112,7 @@ def test_a_solver_does_what_it_promises(name: str, solver: str, mesh: dict[str, 
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-@pytest.mark.parametrize("seed", range(2, 4))
+@pytest.mark.parametrize("seed", [2])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_plan_does_what_it_promises(name: str, seed: int, mesh: dict[str, int]) -> None:
     space = planner(name, mesh).space
