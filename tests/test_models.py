@@ -26,7 +26,7 @@ from autopar.program import Program
 zoo = pytest.importorskip("zoo")
 
 GRID, LINE = {"dp": 2, "tp": 2}, {"a": 4}
-SEEDS = range(2)
+SEEDS = range(1)
 
 
 def programs(planner: Planner) -> Iterator[tuple[str, Program]]:

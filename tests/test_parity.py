@@ -78,11 +78,10 @@ def test_presets(name: str, solver: str, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"a": 4}, {"dp": 1, "tp": 4}, {"a": 8}], ids=mesh_id)
-@pytest.mark.parametrize("solver", ["ilp", "dp"])
 @pytest.mark.parametrize("name", CASES)
-def test_solvers_on_one_axis(name: str, solver: str, mesh: dict[str, int]) -> None:
+def test_solver_on_one_axis(name: str, mesh: dict[str, int]) -> None:
     made = planner(name, mesh)
-    check(name, mesh, made.program(made.plan(solver=solver)))
+    check(name, mesh, made.program(made.plan(solver="dp")))
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 4}], ids=mesh_id)
@@ -350,7 +349,7 @@ def test_a_world_of_one_rank(name: str) -> None:
     module = models.Eager(made)
     losses = models.train(module, models.adamw(module), made, STEPS)
     (found,) = run(1, step_and_train, name, {"dp": 1, "tp": 1}, "ilp", None)
-    assert_same(models.Step(outputs=found["outputs"], gradients=found["gradients"]), reference(name))
+    assert_same(found["step"], reference(name))
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
 
 

@@ -286,11 +286,10 @@ def test_numbers_are_the_same_on_every_plan(name: str, solver: str, mesh: dict[s
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, {"a": 2, "b": 3}], ids=mesh_id)
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_are_the_same_on_random_plans(name: str, seed: int, mesh: dict[str, int]) -> None:
+def test_numbers_are_the_same_on_random_plans(name: str, mesh: dict[str, int]) -> None:
     made = planner(name, mesh)
-    program = bucket(codegen(made.space, plans.random_assignment(made.space, seed)))
+    program = bucket(codegen(made.space, plans.random_assignment(made.space, seed=0)))
     assert_same(simulated(program, made.captured, case(name), seed=seed), alone(name, seed))
 
 

@@ -34,7 +34,8 @@ def combined(
         return assemble(
             call, [names], [kept if meta else () for meta in call.outputs], expands=over,
             reductions={name: ("",) * len(call.outputs) for name in over},
-            uneven=over if padding else (), padding={(0, name): padding(call) for name in over} if padding else None,
+            uneven=over if padding else (),
+            padding={(0, name): padding(call) for name in over} if padding and split else None,
         )  # fmt: skip
 
     return rule
