@@ -290,7 +290,7 @@ def test_numbers_are_the_same_on_every_plan(name: str, solver: str, mesh: dict[s
 def test_numbers_are_the_same_on_random_plans(name: str, mesh: dict[str, int]) -> None:
     made = planner(name, mesh)
     program = bucket(codegen(made.space, plans.random_assignment(made.space, seed=0)))
-    assert_same(simulated(program, made.captured, case(name), seed=seed), alone(name, seed))
+    assert_same(simulated(program, made.captured, case(name), seed=1), alone(name, 1))
 
 
 @pytest.mark.parametrize("name", CASES)
