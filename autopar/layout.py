@@ -151,6 +151,13 @@ def local_shape(shape: Shape, layout: Layout, mesh: Shape) -> Shape:
     return tuple(local)
 
 
+def digits_of(layout: Layout, dim: int, ranks: Callable[[int], int]) -> list[tuple[int, int]]:
+    """(stride, axis) of each axis that splits a dim, outermost first: the axis owns the digit
+    [stride, stride * ranks(axis))."""
+    split = ((axis, p) for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim)
+    return sorted(((p.period // ranks(axis), axis) for axis, p in split), reverse=True)
+
+
 @cache
 def local_stride(layout: Layout, mesh: Shape, axis: int) -> int:
     """How many consecutive local indices of the split dim lie inside one digit of `axis`: the

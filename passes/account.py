@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..collectives import collective_seconds
 from ..layout import Layout, local_shape
-from ..ops.emit import Emission, local_program
+from ..ops.emit import Emission, expands, local_program
 from ..program import COLLECTIVES
 from .problem import Assignment, Decisions, ProblemBuilder, bucket_share
 from .strategies import (
@@ -22,7 +22,6 @@ from .strategies import (
     Region,
     Site,
     Space,
-    needs_expansion,
     operand_layouts,
     splits_of,
 )
@@ -137,10 +136,10 @@ class _Tally:
 
     def _emission(self, site: Site, option: Option) -> Emission | None:
         rule, call = site.rule, site.call
-        if rule is None or call is None or not needs_expansion(rule, option.choice):
+        splits = splits_of(rule, option.choice) if rule is not None else ()
+        if rule is None or call is None or not expands(rule, splits):
             return None
         operands = operand_layouts(site, option, self.space)
-        splits = splits_of(rule, option.choice)
         return local_program(call, rule, splits, operands, option.makes, self.space.mesh, site.zeros)
 
     def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:

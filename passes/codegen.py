@@ -317,13 +317,18 @@ class _Writer:
             args = map_references(instruction.args, lambda value: Ref(name(value)))
             kwargs = map_references(instruction.kwargs, lambda value: Ref(name(value)))
             # what depends on no operand (a mask of padding) is made once
-            made = (instruction.op, str(args), str(kwargs))
-            fixed = all(name(value) in self.fixed for value in instruction.inputs) and not instruction.collective
-            if fixed and made in constant and instruction.outputs[0] not in names:
+            once = (
+                len(instruction.outputs) == 1
+                and instruction.outputs[0] not in emission.results
+                and not instruction.collective
+                and all(name(value) in self.fixed for value in instruction.inputs)
+            )
+            made = (instruction.op, str(args), str(kwargs)) if once else None
+            if made in constant:
                 names[instruction.outputs[0]] = constant[made]
                 continue
             outputs = tuple(name(o) if o else "" for o in instruction.outputs)
-            if fixed and len(outputs) == 1 and instruction.outputs[0] not in emission.results:
+            if made is not None:
                 constant[made] = outputs[0]
                 self.fixed.add(outputs[0])
             for old, new in zip(instruction.outputs, outputs, strict=True):

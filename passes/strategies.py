@@ -49,7 +49,7 @@ from ..layout import (
     periods_of,
 )
 from ..ops import localize, rule_of
-from ..ops.emit import Emission, fillings, local_program, local_shapes
+from ..ops.emit import Emission, expands, fillings, local_program, local_shapes
 from ..ops.rule import ROUTED, Call, Dims, OpRule
 from ..redistribute import Redistributor
 from .collapse import Alias, Roots, from_root, is_view, to_root
@@ -847,12 +847,6 @@ def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, .
     return tuple((name, tuple(axes)) for name, axes in found.items())
 
 
-def needs_expansion(rule: OpRule, choice: SiteChoice) -> bool:
-    return any(c[0] == "S" and rule.factors[c[1]].expands for c in choice) or (
-        rule.routing is not None and any(c[0] == "X" for c in choice)
-    )
-
-
 def _op_seconds(
     space: Space,
     site: Site,
@@ -867,7 +861,7 @@ def _op_seconds(
     call = site.call
     assert call is not None
     device = space.cluster.device
-    if rule is not None and (needs_expansion(rule, choice) or fillings(call, rule, operands, site.zeros)):
+    if rule is not None and (expands(rule, splits) or fillings(call, rule, operands, site.zeros)):
         emission = local_program(call, rule, splits, operands, results, space.mesh, site.zeros)
         return emission_seconds(space, emission, call, rule, choice)
     inputs, outputs = local_shapes(call, operands, results, space.mesh)

@@ -45,7 +45,7 @@ class LocalEmitter:
         args = _tuples(args)
         named = tuple((key, _tuples(value)) for key, value in kwargs.items())
         metas = infer(op, map_references(args, self._lookup), map_references(named, self._lookup))
-        return self._append(op, args, named, metas)
+        return self.append(op, args, named, metas)
 
     def meta(self, value: Ref) -> TensorMeta:
         return self.metas[value.name]
@@ -61,8 +61,8 @@ class LocalEmitter:
 
     def _collective(self, kind: str, value: Ref, *args: Any) -> Ref:
         """A collective whose result is like its operand."""
-        (started,) = self._append(f"collective.{kind}", (value, *args), (), (self.meta(value),))
-        (finished,) = self._append("collective.wait", (started,), (), (self.meta(value),))
+        (started,) = self.append(f"collective.{kind}", (value, *args), (), (self.meta(value),))
+        (finished,) = self.append("collective.wait", (started,), (), (self.meta(value),))
         return finished
 
     def ranks(self, axis: int) -> int:
@@ -78,21 +78,13 @@ class LocalEmitter:
             stride *= self.mesh[axis]
         return RankIndex(tuple(reversed(terms)))
 
-    def same(
-        self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: list[TensorMeta | None]
-    ) -> tuple[Ref | None, ...]:
-        """Append the op that the rule is about, whose outputs are known (None: nobody uses it)."""
-        names = tuple(self.fresh(op.split(".")[1]) if meta is not None else "" for meta in metas)
-        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if meta is not None})
-        self.instructions.append(Instruction(op=op, args=args, kwargs=kwargs, outputs=names))
-        return tuple(Ref(name) if name else None for name in names)
-
     def _lookup(self, name: str) -> TensorMeta:
         return self.metas[name]
 
-    def _append(
+    def append(
         self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: tuple[TensorMeta | None, ...]
     ) -> tuple[Ref, ...]:
+        """Append an instruction with these outputs; one that nobody uses (None) has no name."""
         hint = op.split(".")[1]
         names = tuple(self.fresh(hint) if meta else "" for meta in metas)
         self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if meta})
@@ -159,12 +151,12 @@ def local_program(
     if rule is not None and expands(rule, splits):
         made = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
     else:
-        locals_ = [
+        known = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)
             for meta, shape in zip(call.outputs, local_outputs, strict=True)
-        ]
-        made = emitter.same(call.node.op, args, kwargs, locals_)
-    return Emission(tuple(emitter.instructions), metas, tuple(r.name if r is not None else None for r in made))
+        )
+        made = emitter.append(call.node.op, args, kwargs, known)
+    return Emission(tuple(emitter.instructions), metas, tuple(r.name or None if r else None for r in made))
 
 
 def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..graph import Ref
-from ..layout import Layout, Shape, Split, padded_shape
+from ..layout import Layout, Shape, digits_of, padded_shape
 from .families import MEAN, NONE, SUM
 from .rule import Call, Emitter, OpRule
 
@@ -58,8 +58,7 @@ def all_reduce(emitter: Emitter, value: Ref, reduction: str, axes: tuple[int, ..
 def global_indices(emitter: Emitter, shape: Shape, layout: Layout, dim: int) -> Ref:
     """int64 [local size of the dim]: the global index of each of this rank's elements along a dim; in
     padding, indices beyond the end."""
-    splits = [(p.period, axis) for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim]
-    digits = sorted(((period // emitter.ranks(axis), axis) for period, axis in splits), reverse=True)
+    digits = digits_of(layout, dim, emitter.ranks)
     size = padded_shape(shape, layout)[dim]
     whole = emitter.op("aten.arange.default", size)
     if not digits:
@@ -155,17 +154,17 @@ def embedding_backward(emitter: Emitter, local: LocalCall) -> Results:
     return (emitter.op("aten.slice.Tensor", wider, 0, 0, rows),)
 
 
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def wide(emitter: Emitter, value: Ref) -> Ref:
-    """The value in a dtype that the softmax ops compute in."""
-    narrow = emitter.meta(value).dtype in _NARROW
-    return emitter.op("aten._to_copy.default", value, dtype=torch.float32) if narrow else value
+    """The value in a dtype to compute in."""
+    dtype = emitter.meta(value).dtype
+    return cast(emitter, value, torch.float32 if dtype in NARROW else dtype)
 
 
-def narrow(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
-    """The value in its own dtype again."""
+def cast(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
+    """The value in this dtype."""
     same = emitter.meta(value).dtype == dtype
     return value if same else emitter.op("aten._to_copy.default", value, dtype=dtype)
 
@@ -191,7 +190,7 @@ def softmax(*, log: bool = False, safe: bool = False) -> Expansion:
             result = emitter.op("aten.sub.Tensor", shifted, emitter.op("aten.log.default", total))
         else:
             result = emitter.op("aten.div.Tensor", powers, total)
-        return (narrow(emitter, result, local.call.outputs[0].dtype),)
+        return (cast(emitter, result, local.call.outputs[0].dtype),)
 
     return expand
 
@@ -207,7 +206,7 @@ def softmax_backward(*, log: bool) -> Expansion:
         total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", local.splits["c"])
         weight = emitter.op("aten.exp.default", output) if log else output
         result = emitter.op("aten.sub.Tensor", product, emitter.op("aten.mul.Tensor", weight, total))
-        return (narrow(emitter, result, local.call.outputs[0].dtype),)
+        return (cast(emitter, result, local.call.outputs[0].dtype),)
 
     return expand
 
@@ -230,9 +229,9 @@ def nll(emitter: Emitter, local: LocalCall) -> Results:
     classes = local.splits.get("c", ())
     tokens = tuple(axis for name, axes in local.splits.items() if name != "c" for axis in axes)
     dtype = emitter.meta(scores).dtype
-    exact = torch.float32 if dtype in _NARROW else dtype
+    exact = torch.float32 if dtype in NARROW else dtype
     counted = None
-    if weight is None and (classes or dtype in _NARROW):
+    if weight is None and (classes or dtype in NARROW):
         # each token is in the classes of one rank only, but it counts on all, and exactly
         counted = emitter.op("aten.sum.default", emitter.op("aten.ne.Scalar", target, ignored), dtype=exact)
     if classes:
@@ -244,14 +243,14 @@ def nll(emitter: Emitter, local: LocalCall) -> Results:
         return total, weights
     counted = weights if counted is None else counted
     if reduction != MEAN:
-        return total, narrow(emitter, counted, dtype)
+        return total, cast(emitter, counted, dtype)
     shared = tokens if weight is None else (*tokens, *classes)
     if shared:
         both = emitter.op("aten.stack.default", (wide(emitter, total), wide(emitter, counted)))
         both = all_reduce(emitter, both, "sum", shared)
         total, counted = (emitter.op("aten.select.int", both, 0, i) for i in (0, 1))
     mean = emitter.op("aten.div.Tensor", total, counted)
-    return narrow(emitter, mean, dtype), narrow(emitter, counted, dtype)
+    return cast(emitter, mean, dtype), cast(emitter, counted, dtype)
 
 
 def nll_backward(emitter: Emitter, local: LocalCall) -> Results:

@@ -23,7 +23,7 @@ EACH: Linear = ((0,), (1,))
 FIRST: Linear = ((0,),)
 BOTH: Linear = ((0, 1),)
 
-_DIMS = tuple(f"d{i}" for i in range(64))
+DIMS = tuple(f"d{i}" for i in range(64))
 
 
 def from_template(
@@ -63,8 +63,8 @@ def pointwise(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
 
     def rule(call: Call) -> OpRule:
         rank = max(len(meta.shape) for meta in call.outputs if meta)
-        inputs = [_DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
-        outputs = [_DIMS[:rank] if meta else () for meta in call.outputs]
+        inputs = [DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
+        outputs = [DIMS[:rank] if meta else () for meta in call.outputs]
         sets = linear(call) if callable(linear) else linear
         return assemble(call, inputs, outputs, linear=_of_tensors(call, sets), elementwise=True)
 
@@ -119,7 +119,7 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
 
     def rule(call: Call) -> OpRule:
         (source,) = call.inputs
-        names: list[Name] = list(_DIMS[: len(source.shape)])
+        names: list[Name] = list(DIMS[: len(source.shape)])
         reduced = axes(call, "dim", len(source.shape))
         keep = has(call, "keepdim") and call.argument("keepdim")
         # collectives have no maximum of truth values
@@ -128,7 +128,7 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
             names = [None if i in reduced else name for i, name in enumerate(names)]
         kept = [None if i in reduced else name for i, name in enumerate(names) if keep or i not in reduced]
         outputs = [kept if meta else () for meta in call.outputs]
-        over = [_DIMS[i] for i in reduced]
+        over = [DIMS[i] for i in reduced]
         return assemble(
             call, [names], outputs, linear=linear, expands=over if average else (), uneven=over,
             reductions={name: (reduction,) * len(outputs) for name in over},
@@ -165,7 +165,7 @@ def along(
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
         mixed = {d % rank for d in whole(call, rank)} if rank else set()
-        names = [(name or None) if i in mixed else _DIMS[i] for i in range(rank)]
+        names = [(name or None) if i in mixed else DIMS[i] for i in range(rank)]
         return assemble(
             call, [names[rank - len(m.shape) :] for m in call.inputs], [names if meta else () for meta in call.outputs],
             linear=linear(call) if callable(linear) else linear, expands=(name,),
@@ -206,9 +206,9 @@ def pieces(sizes_of: Callable[[Call], Iterable[int]]) -> Rule:
 
     def rule(call: Call) -> OpRule:
         (source,) = call.inputs
-        names = _DIMS[: len(source.shape)]
+        names = DIMS[: len(source.shape)]
         dim = call.argument("dim") % len(names)
-        sizes = {_DIMS[dim]: math.gcd(source.shape[dim], *sizes_of(call))}
+        sizes = {DIMS[dim]: math.gcd(source.shape[dim], *sizes_of(call))}
         return assemble(
             call, [names], [names if m else () for m in call.outputs], linear=FIRST, sizes=sizes, moves_nothing=True
         )
@@ -227,17 +227,17 @@ def joined(call: Call) -> OpRule:
     rank = max(len(meta.shape) for meta in call.inputs)
     dim = call.argument("dim") % rank
     lengths = [meta.shape[dim] for meta in call.inputs if len(meta.shape) == rank]
-    names = _DIMS[:rank]
+    names = DIMS[:rank]
     # a one-dimensional empty tensor may be joined to anything
     inputs: list[Named] = [names if len(meta.shape) == rank else (None,) for meta in call.inputs]
-    return assemble(call, inputs, [names], linear=(tuple(range(len(inputs))),), sizes={_DIMS[dim]: math.gcd(*lengths)})
+    return assemble(call, inputs, [names], linear=(tuple(range(len(inputs))),), sizes={DIMS[dim]: math.gcd(*lengths)})
 
 
 def stacked(call: Call) -> OpRule:
     """stack: a new dim, whole."""
     rank = len(call.inputs[0].shape)
     dim = call.argument("dim") % (rank + 1)
-    names = _DIMS[:rank]
+    names = DIMS[:rank]
     return assemble(
         call, [names] * len(call.inputs), [(*names[:dim], None, *names[dim:])],
         linear=(tuple(range(len(call.inputs))),),
@@ -246,7 +246,7 @@ def stacked(call: Call) -> OpRule:
 
 def taken(call: Call) -> OpRule:
     """unbind: `dim` is whole and gone."""
-    names: list[Name] = list(_DIMS[: len(call.inputs[0].shape)])
+    names: list[Name] = list(DIMS[: len(call.inputs[0].shape)])
     dim = call.argument("dim") % len(names)
     rest = names[:dim] + names[dim + 1 :]
     names[dim] = None
@@ -257,7 +257,7 @@ def taken(call: Call) -> OpRule:
 def expanded(call: Call) -> OpRule:
     """expand: a dim of size 1 becomes any size, each rank making its part."""
     assert call.outputs[0] is not None
-    names = _DIMS[: len(call.outputs[0].shape)]
+    names = DIMS[: len(call.outputs[0].shape)]
     source = names[len(names) - len(call.inputs[0].shape) :]
     return assemble(call, [source], [names], linear=FIRST, moves_nothing=True)
 
@@ -265,7 +265,7 @@ def expanded(call: Call) -> OpRule:
 def repeated(call: Call) -> OpRule:
     """repeat: index i of the result is index i mod size of the operand."""
     assert call.outputs[0] is not None
-    names = _DIMS[: len(call.outputs[0].shape)]
+    names = DIMS[: len(call.outputs[0].shape)]
     source = names[len(names) - len(call.inputs[0].shape) :]
     sizes = {name: size for name, size in zip(source, call.inputs[0].shape, strict=True) if size != 1}
     return assemble(call, [source], [names], linear=FIRST, sizes=sizes)
@@ -273,7 +273,7 @@ def repeated(call: Call) -> OpRule:
 
 def permuted(call: Call) -> OpRule:
     """permute."""
-    names = _DIMS[: len(call.inputs[0].shape)]
+    names = DIMS[: len(call.inputs[0].shape)]
     order = call.argument("dims")
     return assemble(call, [names], [[names[d] for d in order]], linear=FIRST, moves_nothing=True)
 
@@ -281,7 +281,7 @@ def permuted(call: Call) -> OpRule:
 def filled(call: Call) -> OpRule:
     """full, zeros, ones: every rank makes its part."""
     assert call.outputs[0] is not None
-    return assemble(call, [], [_DIMS[: len(call.outputs[0].shape)]])
+    return assemble(call, [], [DIMS[: len(call.outputs[0].shape)]])
 
 
 def new(call: Call) -> OpRule:
@@ -289,7 +289,7 @@ def new(call: Call) -> OpRule:
     that it need not be gathered."""
     source, result = call.inputs[0], call.outputs[0]
     assert result is not None
-    names = _DIMS[: len(result.shape)]
+    names = DIMS[: len(result.shape)]
     if len(source.shape) != len(result.shape):
         return assemble(call, [[None] * len(source.shape)], [names])
     pairs = zip(names, source.shape, result.shape, strict=True)
@@ -306,7 +306,7 @@ def normalized(linear: Linear = ()) -> Rule:
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
         batch = rank - len(call.argument("normalized_shape"))
-        names: list[Name] = [*_DIMS[:batch], *([None] * (rank - batch))]
+        names: list[Name] = [*DIMS[:batch], *([None] * (rank - batch))]
 
         def of(shape: tuple[int, ...]) -> Named:
             return names if len(shape) == rank else [None] * len(shape)
@@ -325,7 +325,7 @@ NONE, MEAN, SUM = 0, 1, 2
 def loss(call: Call, *, none: float = 0.0) -> OpRule:
     """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
     rank = max(len(meta.shape) for meta in call.inputs)
-    names = _DIMS[:rank]
+    names = DIMS[:rank]
     inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
     reduction = call.argument("reduction")
     return assemble(
@@ -337,7 +337,7 @@ def loss(call: Call, *, none: float = 0.0) -> OpRule:
 def loss_backward(call: Call) -> OpRule:
     """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
     rank = max(len(meta.shape) for meta in call.inputs)
-    names = _DIMS[:rank]
+    names = DIMS[:rank]
     inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
     expands = names if call.argument("reduction") == MEAN else ()
     return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)
@@ -375,4 +375,4 @@ def nll_backward(call: Call) -> OpRule:
 
 def _scores(rank: int) -> list[str]:
     """Names of the dims of the scores: [c], [n, c] or [n, c, d...]."""
-    return ["c"] if rank == 1 else ["n", "c", *_DIMS[: rank - 2]]
+    return ["c"] if rank == 1 else ["n", "c", *DIMS[: rank - 2]]

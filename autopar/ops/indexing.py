@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..graph import Ref, TensorMeta
-from ..layout import Split
+from ..layout import digits_of
 from .expansions import LocalCall, Results, global_indices, local_indices
-from .families import _DIMS as DIMS
-from .families import BOTH, FIRST, Rule, window
+from .families import BOTH, DIMS, FIRST, Rule, window
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Named, assemble
 
@@ -44,12 +43,7 @@ def _held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Re
     """Global indices into a dim of the first operand as indices of what this rank holds of it, and which of
     them it holds."""
     shape, layout = local.call.inputs[0].shape, local.operands[0]
-    splits = [
-        (p.period // emitter.ranks(axis), axis)
-        for axis, p in enumerate(layout)
-        if isinstance(p, Split) and p.dim == dim
-    ]
-    digits = sorted(splits, reverse=True)
+    digits = digits_of(layout, dim, emitter.ranks)
     above = [shape[dim], *(stride for stride, _ in digits)]
     if all(stride * emitter.ranks(axis) >= whole for (stride, axis), whole in zip(digits, above, strict=False)):
         return local_indices(emitter, places, tuple(axis for _, axis in digits), digits[-1][0])

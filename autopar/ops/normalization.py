@@ -13,14 +13,13 @@ import torch
 
 from ..graph import Ref, TensorMeta
 from ..layout import Shape
-from .expansions import LocalCall, Results
+from .expansions import NARROW, LocalCall, Results, all_reduce, cast, wide
 from .families import FIRST, has
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Name, Named, assemble, roles
 
 CHANNEL = "c"
-NARROW = (torch.bfloat16, torch.float16)
 
 
 def _names(rank: int) -> tuple[str, ...]:
@@ -79,22 +78,9 @@ def _over(local: LocalCall) -> tuple[int, ...]:
 
 def _summed(emitter: Emitter, pair: Sequence[Ref], axes: tuple[int, ...]) -> tuple[Ref, Ref]:
     """Two tensors of one shape, summed over the ranks of `axes` in one all-reduce an axis."""
-    both = emitter.op("aten.stack.default", tuple(pair))
-    for axis in axes:
-        both = emitter.all_reduce(both, "sum", axis)
+    both = all_reduce(emitter, emitter.op("aten.stack.default", tuple(pair)), "sum", axes)
     first, second = (emitter.op("aten.select.int", both, 0, i) for i in range(2))
     return first, second
-
-
-def _as(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
-    same = emitter.meta(value).dtype == dtype
-    return value if same else emitter.op("aten._to_copy.default", value, dtype=dtype)
-
-
-def _wide(emitter: Emitter, value: Ref) -> Ref:
-    """The value in a dtype to compute in."""
-    dtype = emitter.meta(value).dtype
-    return _as(emitter, value, torch.float32 if dtype in NARROW else dtype)
 
 
 def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, axes: tuple[int, ...]) -> tuple[Ref, Ref]:
@@ -108,9 +94,9 @@ def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, ax
     elements = math.prod(emitter.meta(source).shape[d] for d in dims)
     share = elements / count
     filled = elements * math.prod(map(emitter.ranks, axes)) != count
-    wide = _as(emitter, source, torch.float64) if filled else _wide(emitter, source)
-    variance, mean = emitter.ops("aten.var_mean.correction", wide, dims, correction=0)
-    mean, variance = _as(emitter, mean, torch.float64), _as(emitter, variance, torch.float64)
+    exact = cast(emitter, source, torch.float64) if filled else wide(emitter, source)
+    variance, mean = emitter.ops("aten.var_mean.correction", exact, dims, correction=0)
+    mean, variance = cast(emitter, mean, torch.float64), cast(emitter, variance, torch.float64)
     squares = emitter.op("aten.addcmul.default", variance, mean, mean)
     pair = [emitter.op("aten.mul.Scalar", moment, share) for moment in (mean, squares)]
     mean, squares = _summed(emitter, pair, axes)
@@ -137,16 +123,16 @@ def batch_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
 
     dtype = emitter.meta(source).dtype
     statistic = emitter.meta(weight).dtype if weight is not None else torch.float32 if dtype in NARROW else dtype
-    plain = (_as(emitter, mean, statistic), _as(emitter, variance, statistic))
+    plain = (cast(emitter, mean, statistic), cast(emitter, variance, statistic))
     output = emitter.op("aten.batch_norm.default", source, weight, bias, *plain, False, 0.0, epsilon, True)
-    saved = [_as(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:3], strict=True)]
+    saved = [cast(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:3], strict=True)]
     if len(call.outputs) == 3:
         return (output, *saved)
     # the running variance is unbiased
     unbiased = emitter.op("aten.mul.Scalar", variance, count / max(1, count - 1))
     running = []
     for old, new in zip(local.args[3:5], (mean, unbiased), strict=True):
-        new = _as(emitter, new, emitter.meta(old).dtype)
+        new = cast(emitter, new, emitter.meta(old).dtype)
         running.append(emitter.op("aten.lerp.Scalar", old, new, call.argument("momentum")))
     return (output, *saved, *running)
 
@@ -163,9 +149,9 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     given = weight if weight is not None else emitter.op("aten.ones_like.default", mean)
     arguments = (gradient, source, given, *local.args[3:7], True, call.argument("eps"), (False, True, True))
     _, product, total = emitter.ops(call.node.op, *arguments)
-    product, total = _summed(emitter, [_wide(emitter, product), _wide(emitter, total)], _over(local))
+    product, total = _summed(emitter, [wide(emitter, product), wide(emitter, total)], _over(local))
 
-    mean, scale, given = (_wide(emitter, value) for value in (mean, scale, given))
+    mean, scale, given = (wide(emitter, value) for value in (mean, scale, given))
     # sums of weight * dy and weight * dy * x^, by -N
     along, across = (
         emitter.op("aten.mul.Scalar", emitter.op("aten.mul.Tensor", value, given), -1 / count)
@@ -173,7 +159,7 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     )
     result = _input_gradient(emitter, gradient, source, mean, scale, given, along, across)
     made = (result, product, total)
-    return tuple(_as(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))
+    return tuple(cast(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))
 
 
 def _input_gradient(
@@ -263,11 +249,11 @@ def group_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
     mean, variance = moments(emitter, rows, (2,), count, axes)
     scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
     statistic = emitter.meta(weight).dtype if weight is not None else torch.float32 if dtype in NARROW else dtype
-    mean_, variance_ = (_to_channels(emitter, _as(emitter, v, statistic), channels) for v in (mean, variance))
+    mean_, variance_ = (_to_channels(emitter, cast(emitter, v, statistic), channels) for v in (mean, variance))
     weight, bias = _to_samples(emitter, weight, n), _to_samples(emitter, bias, n)
     one = emitter.op("aten.reshape.default", source, (1, n * channels, *shape[2:]))
     output = emitter.op("aten.batch_norm.default", one, weight, bias, mean_, variance_, False, 0.0, epsilon, True)
-    saved = [_as(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:], strict=True)]
+    saved = [cast(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:], strict=True)]
     return (emitter.op("aten.reshape.default", output, shape), *saved)
 
 
@@ -280,13 +266,13 @@ def group_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     n, channels = shape[:2]
     count = call.inputs[1].numel // (call.inputs[1].shape[0] * call.argument("group"))
     axes = tuple(axis for name, over in local.splits.items() if name.startswith("s") for axis in over)
-    mean, scale = (_to_channels(emitter, _wide(emitter, v), channels) for v in (mean, scale))
+    mean, scale = (_to_channels(emitter, wide(emitter, v), channels) for v in (mean, scale))
     one = (1, n * channels, *shape[2:])
     dy, x = (emitter.op("aten.reshape.default", v, one) for v in (gradient, source))
     ones = emitter.op("aten.ones_like.default", mean)
     op = "aten.native_batch_norm_backward.default"
     _, product, total = emitter.ops(op, dy, x, ones, None, None, mean, scale, True, 0.0, (False, True, True))
-    given = ones if weight is None else _wide(emitter, _to_samples(emitter, weight, n) or weight)
+    given = ones if weight is None else wide(emitter, _to_samples(emitter, weight, n) or weight)
 
     def of_groups(value: Ref) -> Ref:
         weighted = emitter.op("aten.mul.Tensor", value, given)
@@ -299,4 +285,4 @@ def group_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     result = emitter.op("aten.reshape.default", result, shape)
     by_sample = (emitter.op("aten.reshape.default", v, (n, channels)) for v in (product, total))
     made = (result, *(emitter.op("aten.sum.dim_IntList", v, (0,)) for v in by_sample))
-    return tuple(_as(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))
+    return tuple(cast(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))

@@ -16,7 +16,7 @@ import torch
 
 from .. import randomness
 from ..graph import Node, Ref, overload
-from ..layout import Layout, Shape, Split
+from ..layout import Layout, Shape, Split, digits_of, padded_shape
 from ..program import RankIndex
 from .rule import Call, Emitter, OpRule, parameters
 from .template import assemble
@@ -38,11 +38,10 @@ def held(call: Call, results: tuple[Layout, ...], mesh: Shape) -> Mapping[str, A
         return {}
     loops: list[tuple[int, int]] = []
     terms: list[tuple[int, int]] = []
-    for dim, size in enumerate(meta.shape):
+    for dim in range(len(meta.shape)):
         below = math.prod(meta.shape[dim + 1 :])
-        splits = [(p.period, axis) for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim]
-        digits = sorted(((period // mesh[axis], axis) for period, axis in splits), reverse=True)
-        above = max([size, *(period for period, _ in splits)])
+        digits = digits_of(layout, dim, mesh.__getitem__)
+        above = padded_shape(meta.shape, layout)[dim]
         for stride, axis in digits:
             loops.append((above // (stride * mesh[axis]), stride * mesh[axis] * below))
             terms.append((axis, stride * below))

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 
 from ..graph import Ref
-from .expansions import Expansion, LocalCall, Results, all_reduce, global_indices, narrow, wide
-from .families import _DIMS as DIMS
-from .families import FIRST, Rule, axes, has
+from .expansions import Expansion, LocalCall, Results, all_reduce, cast, global_indices, wide
+from .families import DIMS, FIRST, Rule, axes, has
 from .rule import Call, Emitter, OpRule, neutral
 from .template import assemble
 
@@ -133,7 +132,7 @@ def logsumexp(emitter: Emitter, local: LocalCall) -> Results:
     powers = emitter.op("aten.exp.default", emitter.op("aten.sub.Tensor", source, highest))
     total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dims, True), "sum", _over(local))
     result = emitter.op("aten.add.Tensor", highest, emitter.op("aten.log.default", total))
-    return (narrow(emitter, _shaped(emitter, local, result), emitter.meta(local.args[0]).dtype),)
+    return (cast(emitter, _shaped(emitter, local, result), emitter.meta(local.args[0]).dtype),)
 
 
 def variance(*, root: bool = False, mean: bool = False) -> Expansion:
@@ -152,7 +151,7 @@ def variance(*, root: bool = False, mean: bool = False) -> Expansion:
         result = emitter.op("aten.div.Scalar", squares, max(0.0, count - (1 if correction is None else correction)))
         result = emitter.op("aten.sqrt.default", result) if root else result
         results = (result, middle) if mean else (result,)
-        return tuple(narrow(emitter, _shaped(emitter, local, value), dtype) for value in results)
+        return tuple(cast(emitter, _shaped(emitter, local, value), dtype) for value in results)
 
     return expand
 
@@ -166,7 +165,7 @@ def vector_norm(emitter: Emitter, local: LocalCall) -> Results:
     dtype = emitter.meta(value).dtype
     powers = emitter.op("aten.pow.Tensor_Scalar", wide(emitter, value), order)
     total = all_reduce(emitter, powers, "sum", _over(local))
-    return (narrow(emitter, emitter.op("aten.pow.Tensor_Scalar", total, 1 / order), dtype),)
+    return (cast(emitter, emitter.op("aten.pow.Tensor_Scalar", total, 1 / order), dtype),)
 
 
 # along a dim, which stays
