@@ -1,0 +1,117 @@
+"""The shape of a lab: how many children each level has, and how fast the link of a child is."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from ..cluster import Cluster
+
+UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+SLOWEST, FASTEST = 1e3, 125e9
+"""Bytes a second that a token bucket here can be told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """One level: `size` children, each behind a link of its own, `bytes_per_second` either way."""
+
+    size: int
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a level of {self.size} children: give at least 1")
+        if not SLOWEST <= self.bytes_per_second <= FASTEST:
+            raise ValueError(
+                f"a link of {self.bytes_per_second:.3g} bytes/s cannot be emulated: give {SLOWEST:.0e} to {FASTEST:.3g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Levels from the outermost in; at the innermost one a child is a rank. Ranks are numbered in order, so
+    that the last mesh axis lies innermost."""
+
+    levels: tuple[Links, ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError("a lab without levels: give at least one")
+        if self.ranks > 250:
+            raise ValueError(f"a lab of {self.ranks} ranks: give at most 250")
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Children of an innermost level."""
+        return self.levels[-1].size
+
+    def __str__(self) -> str:
+        return " x ".join(f"{level.size} at {level.bytes_per_second * 8e-6:.4g} Mbit/s" for level in self.levels)
+
+
+def nodes(nodes: int, ranks: int, inter: str | float, intra: str | float) -> Shape:
+    """Nodes of ranks. Rates are bytes a second, or text such as "400mbit"."""
+    return Shape((Links(size=nodes, bytes_per_second=rate(inter)), Links(size=ranks, bytes_per_second=rate(intra))))
+
+
+def flat(ranks: int, link: str | float) -> Shape:
+    """Ranks behind equal links."""
+    return Shape((Links(size=ranks, bytes_per_second=rate(link)),))
+
+
+def rate(text: str | float) -> float:
+    """Bytes a second. Raises ValueError for what is neither a number nor a text such as "400mbit"."""
+    if not isinstance(text, str):
+        return float(text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?bit)(?:/s)?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{text!r} is no rate: give a number and one of {', '.join(UNITS)}, such as 400mbit")
+    return float(found[1]) * UNITS[found[2]] / 8
+
+
+def part_of(cluster: Cluster, sizes: tuple[int, ...], divisor: float) -> Shape:
+    """A part of a cluster as a lab, with its rates divided.
+
+    `sizes` are the children to take of each level, the outermost first. The rates are what those devices get
+    of the cluster's links: where the links out of a child are shared by few devices each, fewer devices
+    get fewer of them. Levels of one child are left out. Raises ValueError for sizes that do not fit the cluster.
+    """
+    check_part(cluster, sizes)
+    levels = []
+    devices, ranks = cluster.devices, math.prod(sizes)
+    for level, size in zip(cluster.levels, sizes, strict=True):
+        devices, ranks = devices // level.size, ranks // size
+        part = min(1.0, ranks * level.devices_per_link / devices)
+        if size > 1:
+            levels.append(Links(size=size, bytes_per_second=level.group_bytes_per_second * part / divisor))
+    return Shape(tuple(levels))
+
+
+def check_part(cluster: Cluster, sizes: tuple[int, ...]) -> None:
+    there = tuple(level.size for level in cluster.levels)
+    if len(sizes) != len(there) or any(not 1 <= part <= whole for part, whole in zip(sizes, there, strict=False)):
+        names = " x ".join(f"{level.name} {level.size}" for level in cluster.levels)
+        raise ValueError(
+            f"a lab of {' x '.join(map(str, sizes))} does not fit cluster {cluster.name}, which is {names}: "
+            f"give {len(there)} sizes, each at least 1 and at most the cluster's"
+        )
+
+
+def divisor(cluster: Cluster, flops_per_second: float, dtype: str = "bfloat16", itemsize: int = 4) -> float:
+    """What a cluster's rates are to be divided by, so that an operator's arithmetic and the transfer of its
+    operands stand in the same ratio here as there: here with ranks of `flops_per_second` and elements of
+    `itemsize` bytes, there with elements of `dtype`. Raises ValueError for a dtype that the cluster has no rate of."""
+    rates = cluster.device.flops_per_second
+    if dtype not in rates or dtype not in _ITEMSIZES:
+        raise ValueError(f"cluster {cluster.name} has no rate for {dtype}; it has {', '.join(rates)}")
+    there = rates[dtype] * cluster.device.efficiency[-1][1]
+    return there / flops_per_second * _ITEMSIZES[dtype] / itemsize
+
+
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

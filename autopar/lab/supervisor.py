@@ -1,0 +1,281 @@
+"""Builds a lab, runs its ranks and ends with them. Started as a script, with the standard library alone.
+
+    python supervisor.py < SPEC
+
+Two processes. The outer one is the child of whoever runs the lab. The inner one is the first process of a
+PID namespace, in network namespaces that have no name: they exist as long as a process is in them or
+holds them open. So the kernel removes every rank, its children and the whole network as soon as
+the inner one ends, however it ends; and it ends when the outer one does, when the standard input (which the
+caller holds open) is closed, or when all ranks have ended.
+
+SPEC is one line of JSON: {"network": what `network.Network` holds, "commands": [[...], ...], "environments": [{...},
+...], "prefix": bool, "grace_seconds": ...}, with a command and an environment for each rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from typing import IO, Any
+
+NEW_MOUNTS, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x20000000, 0x40000000
+PRIVATE, RECURSIVE = 1 << 18, 1 << 14
+PARENT_DEATH_SIGNAL = 1
+NO_LAB = 125
+"""Exit status where the lab could not be built."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Refused(Exception):
+    """The kernel or a tool refused; the message says what."""
+
+
+def main() -> int:
+    _die_with_parent()
+    spec = json.loads(sys.stdin.buffer.readline())
+    try:
+        _call("unshare", NEW_PIDS | NEW_MOUNTS | NEW_NETWORK)
+    except OSError as error:
+        return _no_lab(f"namespaces cannot be made here ({error.strerror}): a lab needs root with CAP_SYS_ADMIN")
+    inner = os.fork()
+    if inner == 0:
+        code = NO_LAB
+        try:
+            code = _Lab(spec).run()
+        except Refused as error:
+            code = _no_lab(str(error))
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(inner, number))
+    _, status = os.waitpid(inner, 0)
+    return exit_status(os.waitstatus_to_exitcode(status))
+
+
+def _no_lab(what: str) -> int:
+    print(f"autopar lab: {what}", file=sys.stderr, flush=True)
+    return NO_LAB
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def exit_status(code: int) -> int:
+    """As a shell says it: 128 + the signal."""
+    return 128 - code if code < 0 else code
+
+
+class _Stream:
+    """One stream of one rank, passed on line by line."""
+
+    def __init__(self, source: IO[bytes], target: IO[bytes], prefix: bytes) -> None:
+        self.source, self.target, self.prefix = source, target, prefix
+        self.rest = b""
+        os.set_blocking(source.fileno(), False)
+
+    def read(self) -> bool | None:
+        """Pass on what is there: None where there is nothing, False at the end of the stream."""
+        try:
+            data = os.read(self.source.fileno(), 1 << 16)
+        except BlockingIOError:
+            return None
+        if data and not self.prefix:
+            self.target.write(data)
+        elif data:
+            *lines, self.rest = (self.rest + data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n")
+            self.target.write(b"".join(self.prefix + line + b"\n" for line in lines))
+        elif self.rest:
+            self.target.write(self.prefix + self.rest + b"\n")
+            self.rest = b""
+        self.target.flush()
+        return bool(data)
+
+
+class _Lab:
+    """The inner process."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ended: dict[int, int] = {}
+        self.failed: tuple[int, int] | None = None
+        self.ending = False
+        self.kill_at: float | None = None
+        self.selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        _die_with_parent_of_namespace()
+        self._signals()
+        _call("mount", b"none", b"/", None, PRIVATE | RECURSIVE, None)
+        _call("mount", b"proc", b"/proc", b"proc", 0, None)
+        hub = _network_namespace()
+        namespaces = [self._new_namespace() for _ in self.spec["commands"]]
+        _enter(hub)
+        self._build(hub, namespaces)
+        for rank, namespace in enumerate(namespaces):
+            self._start(rank, namespace)
+        self.selector.register(sys.stdin.buffer, selectors.EVENT_READ, None)
+        self._watch()
+        if self.failed is not None:
+            return exit_status(self.failed[1])
+        return 0
+
+    def _new_namespace(self) -> int:
+        _call("unshare", NEW_NETWORK)
+        return _network_namespace()
+
+    def _build(self, hub: int, namespaces: list[int]) -> None:
+        network = self.spec["network"]
+        paths = [f"/proc/{os.getpid()}/fd/{namespace}" for namespace in namespaces]
+        _batch("ip", network["hub_ip"].format(*paths))
+        for namespace, text in zip(namespaces, network["rank_ip"], strict=True):
+            _enter(namespace)
+            _batch("ip", text)
+        for namespace, text in zip(namespaces, network["rank_tc"], strict=True):
+            _enter(namespace)
+            _batch("tc", text)
+        _enter(hub)
+        _batch("tc", network["hub_tc"])
+
+    def _start(self, rank: int, namespace: int) -> None:
+        command = self.spec["commands"][rank]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=self.spec["environments"][rank],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=lambda: _as_rank(namespace),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Refused(f"cannot run {command[0]!r}: {error.strerror}") from error
+        self.ranks.append(process)
+        prefix = f"[rank {rank}] ".encode() if self.spec["prefix"] else b""
+        for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+            assert source is not None
+            self.selector.register(source, selectors.EVENT_READ, _Stream(source, target, prefix))
+
+    def _signals(self) -> None:
+        """A signal wakes the selector, through a pipe."""
+        reader, writer = os.pipe()
+        for end in (reader, writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        self.selector.register(reader, selectors.EVENT_READ, "signals")
+
+    def _watch(self) -> None:
+        while len(self.ended) < len(self.ranks):
+            left = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+            for key, _ in self.selector.select(left):
+                self._event(key)
+            if self.kill_at is not None and time.monotonic() >= self.kill_at:
+                self._pass_on(signal.SIGKILL)
+                self.kill_at = None
+            self._reap()
+        self._drain()
+
+    def _event(self, key: selectors.SelectorKey) -> None:
+        if key.data == "signals":
+            for number in os.read(key.fd, 4096):
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    # the second time, at once
+                    self._end(signal.Signals(number), 0.0 if self.ending else self.spec["grace_seconds"])
+        elif key.data is None:
+            if not os.read(key.fd, 4096):  # the caller is gone
+                os._exit(NO_LAB)
+        elif key.data.read() is False:
+            self.selector.unregister(key.fileobj)
+
+    def _end(self, number: signal.Signals, grace_seconds: float) -> None:
+        self.ending = True
+        self._pass_on(number)
+        self.kill_at = time.monotonic() + grace_seconds
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        for rank, process in enumerate(self.ranks):
+            if rank not in self.ended:
+                os.killpg(process.pid, number)
+
+    def _reap(self) -> None:
+        """Of ranks, and of what their children left behind to the namespace's first process."""
+        numbers = {process.pid: rank for rank, process in enumerate(self.ranks)}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in numbers:
+                self._rank_ended(numbers[pid], os.waitstatus_to_exitcode(status))
+
+    def _rank_ended(self, rank: int, code: int) -> None:
+        self.ended[rank] = code
+        self.ranks[rank].returncode = code
+        if code == 0 or self.failed is not None:
+            return
+        self.failed = (rank, code)
+        how = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        if not self.ending:
+            others = len(self.ranks) - len(self.ended)
+            ending = f"; ending the other {others}" if others else ""
+            print(f"autopar lab: rank {rank} ended with {how}{ending}", file=sys.stderr, flush=True)
+            self._end(signal.SIGTERM, self.spec["grace_seconds"])
+
+    def _drain(self) -> None:
+        """What ranks wrote before they ended. A child of theirs may hold a stream open: it is not waited for."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.data, _Stream):
+                while key.data.read():
+                    pass
+
+
+def _die_with_parent_of_namespace() -> None:
+    # the parent is outside of the PID namespace, so its number is 0 here
+    _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _as_rank(namespace: int) -> None:
+    _enter(namespace)
+    signal.set_wakeup_fd(-1)
+    _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _network_namespace() -> int:
+    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _enter(namespace: int) -> None:
+    _call("setns", namespace, NEW_NETWORK)
+
+
+def _batch(tool: str, text: str) -> None:
+    done = subprocess.run([tool, "-batch", "-"], input=text + "\n", capture_output=True, text=True)
+    if done.returncode:
+        raise Refused(f"{tool} cannot build the network: {' '.join((done.stderr or done.stdout).split())}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
