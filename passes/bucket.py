@@ -73,6 +73,18 @@ class _Bucket:
     pieces: tuple[str, ...] | None = None
 
 
+NAMED = 3
+"""Members of a bucket that are named in what it serves."""
+
+
+def _together(members: list[Instruction]) -> str:
+    """What a bucket serves."""
+    served = (f"{m.node} of module {m.module!r}" if m.module else m.node for m in members if m.node)
+    several = list(dict.fromkeys(served))
+    more = [f"and {len(several) - NAMED} more"] if len(several) > NAMED else []
+    return ", ".join([*several[:NAMED], *more])
+
+
 @dataclass(eq=False)
 class _Writer:
     mesh: tuple[int, ...]
@@ -84,10 +96,10 @@ class _Writer:
 
     # --- instructions
 
-    def emit(self, op: str, args: tuple[object, ...], *outputs: tuple[str, TensorMeta]) -> str:
+    def emit(self, op: str, args: tuple[object, ...], *outputs: tuple[str, TensorMeta], serves: str = "") -> str:
         names = tuple(name for name, _ in outputs)
         self.metas.update(outputs)
-        self.written.append(Instruction(op=op, args=args, outputs=names))
+        self.written.append(Instruction(op=op, args=args, outputs=names, node=serves))
         return names[0]
 
     def fresh(self) -> str:
@@ -122,7 +134,9 @@ class _Writer:
         args = (tuple(Ref(part) for part in parts), 1)
         packed = self.emit("aten.cat.default", args, (self.fresh(), TensorMeta((rows, width), dtype)))
         meta = TensorMeta((self.mesh[axis] if kind in GATHERED else 1, width), dtype)
-        joint.started = self.emit(first.op, (Ref(packed), *first.args[1:]), (self.fresh(), meta))
+        joint.started = self.emit(
+            first.op, (Ref(packed), *first.args[1:]), (self.fresh(), meta), serves=_together(joint.members)
+        )
 
     def finish(self, joint: _Bucket) -> None:
         """Wait, and take the result apart as [ranks, ...] pieces, one a member."""

@@ -10,12 +10,19 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .failures import watched
+
 T = TypeVar("T")
 
 
 def process_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, ...]:
     """The group of each mesh axis that this rank belongs to, None for an axis of size 1."""
     return tuple(mesh.get_group(axis) if size > 1 else None for axis, size in enumerate(mesh.shape))
+
+
+def axis_name(mesh: DeviceMesh, axis: int) -> str:
+    """The name of a mesh axis, or its number."""
+    return mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
 
 
 def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -32,10 +39,11 @@ def exchange(value: T, mesh: DeviceMesh) -> list[T]:
     Values travel pickled, one mesh axis after the other, so that no group beyond the axes' is needed.
     """
     values: list[T] = [value]
-    for group in reversed(process_groups(mesh)):
+    for axis, group in reversed([*enumerate(process_groups(mesh))]):
         if group is not None:
             gathered: list[Any] = [None] * group.size()
-            dist.all_gather_object(gathered, values, group=group)
+            with watched("an exchange of what the ranks must agree on,", axis_name(mesh, axis), group):
+                dist.all_gather_object(gathered, values, group=group)
             values = list(itertools.chain.from_iterable(gathered))
     return values
 
@@ -57,7 +65,8 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     for axis, group in enumerate(groups):
         if group is not None and not any(coordinate[axis + 1 :]):
             box = [message]
-            dist.broadcast_object_list(box, group=group, group_src=0)
+            with watched("a broadcast of what the first rank found,", axis_name(mesh, axis), group):
+                dist.broadcast_object_list(box, group=group, group_src=0)
             message = box[0]
     result, failure = message
     if original is not None:

@@ -454,7 +454,7 @@ class _State:
 
     def keys(self) -> tuple[torch.Tensor, ...]:
         """The keys of this step's random operators."""
-        return keys(step_seed(self.groups, self.device), self.seeds) if self.seeds else ()
+        return keys(step_seed(self.program.axes, self.groups, self.device), self.seeds) if self.seeds else ()
 
     def write_back(self, made: tuple[torch.Tensor | None, ...]) -> None:
         for index, o in self.mutations:

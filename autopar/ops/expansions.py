@@ -15,6 +15,7 @@ import torch
 
 from ..graph import Ref
 from ..layout import Layout, Shape, digits_of, padded_shape
+from .bounds import checked
 from .families import MEAN, NONE, SUM
 from .rule import Call, Emitter, OpRule
 
@@ -133,6 +134,7 @@ def embedding(emitter: Emitter, local: LocalCall) -> Results:
     """Rows of the table split: each rank looks up its own rows and gives zeros for the others."""
     weight, indices = local.args[:2]
     rows = emitter.meta(weight).shape[0]
+    indices = checked(emitter, indices, local.call.inputs[0].shape[0])
     row, mine = local_indices(emitter, indices, local.splits["v"], rows)
     other = emitter.op("aten.logical_not.default", mine)
     found = local.result(emitter, weight, emitter.op("aten.masked_fill.Scalar", row, other, 0))
@@ -235,7 +237,9 @@ def nll(emitter: Emitter, local: LocalCall) -> Results:
         # each token is in the classes of one rank only, but it counts on all, and exactly
         counted = emitter.op("aten.sum.default", emitter.op("aten.ne.Scalar", target, ignored), dtype=exact)
     if classes:
-        size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
+        dim = 0 if len(emitter.meta(scores).shape) == 1 else 1
+        size = emitter.meta(scores).shape[dim]
+        target = checked(emitter, target, local.call.inputs[0].shape[dim], ignored=ignored)
         target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
     summed = SUM if reduction == MEAN else reduction
     total, weights = emitter.ops(local.call.node.op, scores, target, weight, summed, ignored)

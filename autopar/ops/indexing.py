@@ -15,7 +15,8 @@ import torch
 
 from ..graph import Ref, TensorMeta
 from ..layout import digits_of
-from .expansions import LocalCall, Results, global_indices, local_indices
+from .bounds import checked
+from .expansions import Expansion, LocalCall, Results, global_indices, local_indices
 from .families import BOTH, DIMS, FIRST, Rule, window
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Named, assemble
@@ -58,6 +59,11 @@ def _held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Re
         lower = emitter.op("aten.remainder.Scalar", places, stride)
         places = emitter.op("aten.add.Tensor", emitter.op("aten.mul.Scalar", higher, stride), lower)
     return places, mine
+
+
+def _counted(emitter: Emitter, places: Ref, size: int) -> Ref:
+    """Places in [-size, size), of which -1 is the last, as places in [0, size)."""
+    return emitter.op("aten.remainder.Scalar", checked(emitter, places, size, from_end=True), size)
 
 
 def _dim(call: Call, rank: int) -> int:
@@ -117,6 +123,7 @@ def index_select(emitter: Emitter, local: LocalCall) -> Results:
     """index_select along a split dim."""
     source, dim, places = local.args
     dim %= len(emitter.meta(source).shape)
+    places = checked(emitter, places, local.call.inputs[0].shape[dim])
     return (_looked_up(emitter, local, source, dim, emitter.op("aten.reshape.default", places, (-1,))),)
 
 
@@ -132,7 +139,8 @@ def gathered(call: Call) -> OpRule:
 def gather(emitter: Emitter, local: LocalCall) -> Results:
     """gather along a split dim."""
     source, dim, places, *rest = local.args
-    row, mine = _held(emitter, local, places, dim % len(emitter.meta(source).shape))
+    dim %= len(emitter.meta(source).shape)
+    row, mine = _held(emitter, local, checked(emitter, places, local.call.inputs[0].shape[dim]), dim)
     other = emitter.op("aten.logical_not.default", mine)
     found = local.result(emitter, source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0), *rest)
     return (emitter.op("aten.masked_fill.Scalar", found, other, 0),)
@@ -205,8 +213,7 @@ def _split_places(
     masks, dims = [], []
     for d, index in enumerate(indices):
         if index is not None and f"{PLACE}{d}" in local.splits:
-            counted = emitter.op("aten.remainder.Scalar", index, local.call.inputs[0].shape[d])  # -1 is the last
-            row, mine = _held(emitter, local, counted, d)
+            row, mine = _held(emitter, local, _counted(emitter, index, local.call.inputs[0].shape[d]), d)
             other = emitter.op("aten.logical_not.default", mine)
             indices[d] = emitter.op("aten.masked_fill.Scalar", row, other, outside(shape[d]))
             masks.append(other)
@@ -317,17 +324,23 @@ def index_written(adds: bool, linear: Linear = ()) -> Rule:
     return rule
 
 
-def write(emitter: Emitter, local: LocalCall) -> Results:
-    """scatter, index_add and the like along a split dim, or of a split source: (self, dim, index, ...)."""
-    target, dim, places, *rest = local.args
-    target = _once(emitter, local, target, "i")
-    dims = [dim % len(emitter.meta(target).shape)] if PLACE in local.splits else []
-    for d in dims:
-        size = emitter.meta(target).shape[d]
-        row, mine = _held(emitter, local, places, d)
-        places = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), size)
-    written = local.result(emitter, _longer(emitter, target, dims), dim, places, *rest, **dict(local.kwargs))
-    return (_cut(emitter, written, target, dims),)
+def write(*, from_end: bool = False) -> Expansion:
+    """scatter, index_add and the like along a split dim, or of a split source: (self, dim, index, ...). Places may
+    count `from_end`."""
+
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        target, dim, places, *rest = local.args
+        target = _once(emitter, local, target, "i")
+        dims = [dim % len(emitter.meta(target).shape)] if PLACE in local.splits else []
+        for d in dims:
+            size, whole = emitter.meta(target).shape[d], local.call.inputs[0].shape[d]
+            places = _counted(emitter, places, whole) if from_end else checked(emitter, places, whole)
+            row, mine = _held(emitter, local, places, d)
+            places = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), size)
+        written = local.result(emitter, _longer(emitter, target, dims), dim, places, *rest, **dict(local.kwargs))
+        return (_cut(emitter, written, target, dims),)
+
+    return expand
 
 
 # parts of a dim put back in their place: every rank knows which of its places are meant

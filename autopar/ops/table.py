@@ -315,14 +315,14 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("index_put _unsafe_index_put", Entry(indexing.index_put, expand=indexing.put_at_indices)),
     **_aten("index_select", Entry(indexing.index_selected, expand=indexing.index_select)),
     **_aten("gather", Entry(indexing.gathered, expand=indexing.gather)),
-    **_aten("scatter.src", Entry(indexing.scattered(_never, ((0, 2),)), expand=indexing.write)),
-    **_aten("scatter.value", Entry(indexing.scattered(_never), expand=indexing.write)),
-    **_aten("scatter_add", Entry(indexing.scattered(_always, ((0, 2),)), expand=indexing.write)),
-    **_aten("scatter_reduce.two", Entry(indexing.scattered(_adds), expand=indexing.write)),
-    **_aten("index_add", Entry(indexing.index_written(True, ((0, 2),)), expand=indexing.write)),
-    **_aten("index_copy", Entry(indexing.index_written(False, ((0, 2),)), expand=indexing.write)),
+    **_aten("scatter.src", Entry(indexing.scattered(_never, ((0, 2),)), expand=indexing.write())),
+    **_aten("scatter.value", Entry(indexing.scattered(_never), expand=indexing.write())),
+    **_aten("scatter_add", Entry(indexing.scattered(_always, ((0, 2),)), expand=indexing.write())),
+    **_aten("scatter_reduce.two", Entry(indexing.scattered(_adds), expand=indexing.write())),
+    **_aten("index_add", Entry(indexing.index_written(True, ((0, 2),)), expand=indexing.write())),
+    **_aten("index_copy", Entry(indexing.index_written(False, ((0, 2),)), expand=indexing.write())),
     **_aten("index_fill.int_Scalar index_fill.int_Tensor", Entry(
-        indexing.index_written(False), expand=indexing.write)),
+        indexing.index_written(False), expand=indexing.write(from_end=True))),
 
     # other views
     **_aten("unfold", Entry(indexing.unfolded)),

@@ -1,0 +1,46 @@
+"""Indices that are checked before ranks look each for its own among them.
+
+A rank that holds a part of a dim takes an index of no part of it for another rank's. An index of nobody's would
+so be ignored by all, where one device raises IndexError: whoever splits an indexed dim checks the indices first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..graph import Ref
+from .rule import Emitter
+
+CHECK = "autopar.in_range.default"
+
+
+def in_range(indices: torch.Tensor, lowest: int, size: int, ignored: int | None = None) -> torch.Tensor:
+    """The indices, of which all are in [lowest, size), or `ignored`.
+
+    Raises IndexError on a CPU. A GPU is not waited for: there it is an assertion on the device, as for one GPU.
+    """
+    if indices.device.type == "meta" or not indices.numel():
+        return indices
+    looked_at = indices if ignored is None else indices.masked_fill(indices == ignored, 0)
+    if indices.device.type != "cpu":
+        fine = (looked_at >= lowest) & (looked_at < size)
+        torch._assert_async(fine.all(), f"an index is out of range for a dim of size {size}")
+        return indices
+    least, largest = (int(bound.item()) for bound in looked_at.aminmax())
+    if least < lowest or largest >= size:
+        worst = largest if largest >= size else least
+        raise IndexError(f"index {worst} is out of range for a dim of size {size}")
+    return indices
+
+
+OPERATORS = (in_range,)
+
+torch.library.define("autopar::in_range", "(Tensor(a) indices, int lowest, int size, int? ignored=None) -> Tensor(a)")
+torch.library.impl("autopar::in_range", "CompositeExplicitAutograd")(
+    lambda indices, *bounds: in_range(indices, *bounds).view_as(indices)
+)
+
+
+def checked(emitter: Emitter, indices: Ref, size: int, *, from_end: bool = False, ignored: int | None = None) -> Ref:
+    """Indices into a dim of this (global) size; `from_end`: -1 is the last."""
+    return emitter.op(CHECK, indices, -size if from_end else 0, size, *(() if ignored is None else (ignored,)))

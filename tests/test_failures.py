@@ -1,0 +1,91 @@
+"""What the remaining ranks say when one of them dies, and what any rank says of an error inside the program."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Case, mean_square, mlp
+from ranks import outcomes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.api import Planner
+from autopar.passes.codegen import codegen
+from autopar.runtime.execute import compile
+from autopar.runtime.failures import CollectiveError
+
+DIES = 3
+
+
+def a_rank_dies(where: str) -> None:
+    """Trains, and rank 3 is killed: before a forward pass, before a backward pass, or while ranks compare."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fs"))
+
+    def dies_before(what: str) -> None:
+        if what == where and dist.get_rank() == DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == DIES:
+        time.sleep(1.0)  # the others have their mesh
+    dies_before("comparison")
+    batch = torch.ones(8, 16)
+    module = autopar.parallelize(mlp(), mesh, (batch,), loss_fn=mean_square, solver="fsdp")
+    for step in ("first", ""):
+        dies_before(f"{step}forward")
+        loss = module(batch)
+        dies_before(f"{step}backward")
+        loss.backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "comparison"])
+def test_a_rank_that_is_killed(where: str) -> None:
+    """Every other rank ends too, and says in what, over which mesh axis and with which rank: rank 0 has none of its
+    groups in common with rank 3, and ends when the others did."""
+    began = time.monotonic()
+    found = outcomes(4, a_rank_dies, where)
+    assert time.monotonic() - began < 30
+    assert "the process died" in str(found[DIES].error)
+    what = {
+        "forward": "all_gather in",
+        "backward": "(reduce_scatter|all_gather|all_reduce) in",
+        "comparison": "exchange",
+    }
+    for rank in range(DIES):
+        error = found[rank].error
+        assert isinstance(error, CollectiveError), found[rank].traceback
+        text = str(error)
+        assert re.match(rf"rank {rank}: .*{what[where]}.* over mesh axis '(dp|fs)', with rank \d, failed", text)
+        assert "look at the log of rank" in text
+        if where != "comparison":
+            assert re.search(r"` for (gradient of )?(\w|\.)+", text), text
+        # what the backend said, chained
+        assert re.search(r"Connection (closed|reset)|Broken pipe", found[rank].traceback), found[rank].traceback
+    assert f"with rank {DIES}, failed" in f"{found[1].error} {found[2].error}"
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids).square().mean()
+
+
+def test_an_error_in_the_program_says_where() -> None:
+    made = Case(model=Words(), batch=lambda step: ((torch.arange(12),), {}))
+    planner = Planner(made.model, {"tp": 1}, made.args)
+    program = codegen(planner.space, planner.assignment(planner.plan(solver="ddp")))
+    weight = made.model.embed.weight.detach()
+    with pytest.raises(IndexError) as caught:
+        compile(program, (None,)).forward([weight, torch.tensor([1, 16] * 6)])
+    (note,) = caught.value.__notes__
+    line = r"`embedding = aten.embedding.default\(.*\)`"
+    assert re.fullmatch(f"on rank 0, in {line} for embedding of module 'embed'", note)
