@@ -138,8 +138,9 @@ def capture(
     `device_type` is the device that the graph is traced for ("cuda" chooses other attention kernels than
     "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
 
-    Raises CaptureError (a ValueError) if the model cannot be traced, if no parameter gets a gradient although
-    some require one, if two parameters overlap in memory, or if the loss is not a floating scalar.
+    Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
+    gets a gradient although some require one, if two parameters overlap in memory, or if the loss is not a floating
+    scalar.
     """
     kwargs = dict(kwargs or {})
     mode = compat.fake_mode()
@@ -200,6 +201,11 @@ def _is_constant(value: Any) -> bool:
 
 def _leaf(path: str, value: Any) -> Leaf:
     if isinstance(value, torch.Tensor):
+        if value.dim() > 1 and not value.shape[0]:
+            raise CaptureError(
+                f"input {path} is {_meta(value)}, an empty batch: a program has the sizes of its example inputs, so "
+                f"give one of the size that you train with"
+            )
         return Leaf(path=path, meta=_meta(value))
     if not _is_constant(value):
         raise CaptureError(

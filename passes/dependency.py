@@ -274,10 +274,13 @@ def preserves(mapping: AffineMap, ranks: int) -> bool:
 
 
 def _variable(number: int, size: int) -> Expression:
-    return Expression(()) if size == 1 else Expression((Term(1, number, 1, size),))
+    """A dim of no indices has no digits either."""
+    return Expression(()) if size < 2 else Expression((Term(1, number, 1, size),))
 
 
 def _scale(expression: Expression, factor: int) -> Expression:
+    if not factor:
+        return Expression(())
     terms = tuple(Term(t.coefficient * factor, t.source, t.divisor, t.modulus) for t in expression.terms)
     return Expression(terms, expression.constant * factor)
 
@@ -319,7 +322,9 @@ def _largest(expression: Expression) -> int:
 
 
 def _digit(expression: Expression, divisor: int, modulus: int) -> Expression:
-    """(expression // divisor) % modulus."""
+    """(expression // divisor) % modulus; nothing where a dim has no indices."""
+    if not divisor or not modulus:
+        return Expression(())
     high, low = _cut(expression, divisor)
     if divisor > 1 and _largest(low) >= divisor:
         return _nested(expression, divisor, modulus)

@@ -10,12 +10,14 @@ from typing import Any
 import models
 import pytest
 import torch
-from models import Case, case
+from models import Case, assert_same, case, eager, simulated
 from ranks import outcomes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
+from autopar.api import Planner
+from autopar.passes.codegen import codegen
 from autopar.plan import Plan
 
 pytest.importorskip("transformers")
@@ -141,6 +143,31 @@ def test_random_operators_that_cannot_be_made_parallel(
 def test_dropout_in_evaluation_is_none() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5)).eval()
     assert plan(Case(model=model, batch=models.vectors)).parameters
+
+
+def test_an_empty_batch() -> None:
+    made = Case(model=models.mlp(), batch=lambda step: ((torch.ones(0, 16),), {}), loss_fn=models.mean_square)
+    assert "input args.0 is float32[0, 16], an empty batch" in refused(plan, made)
+
+
+@pytest.mark.parametrize("solver", ["ddp", "megatron", "dp"])
+def test_a_dim_of_no_elements_beside_a_batch(solver: str) -> None:
+    """Such as a prompt of no tokens."""
+
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+        def forward(self, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            before = self.head(self.embed(prompt)).square().sum()
+            return before + self.head(self.embed(tokens)).square().mean()
+
+    tokens = torch.arange(12).reshape(4, 3)
+    made = Case(model=Prompted(), batch=lambda step: ((tokens[:, :0], tokens), {}))
+    planner = Planner(made.model, {"dp": 2, "tp": 2}, made.args)
+    program = codegen(planner.space, planner.assignment(planner.plan(solver=solver)))
+    assert_same(simulated(program, planner.captured, made), eager(made))
 
 
 # ------------------------------------------------------------------------------------------ plan files
