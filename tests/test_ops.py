@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.graph import JointGraph, Node, Ref, TensorMeta, map_references, overload
-from autopar.ops import Call, Factor, OpRule, needs_no_rule, oracle, rule_of
+from autopar.ops import Call, Factor, OpRule, emit, needs_no_rule, oracle, rule_of
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
 from autopar.ops.rule import parameters
 from autopar.ops.table import TABLE
@@ -1099,6 +1103,31 @@ def test_the_oracle_finds_wrong_rules(
     monkeypatch.setattr(oracle, "rule_of", lambda call: wrong(rule_of(call)))  # type: ignore[arg-type]
     with pytest.raises(RuleError, match=message):
         check_rule("aten.mm.default", torch.randn(4, 6), torch.randn(6, 8))
+
+
+@pytest.mark.parametrize("op", ["amin", "amax"])
+def test_the_oracle_sees_padding_of_integers(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the numbers are, and whichever of them an op looks for."""
+    numbers = torch.randint(-50, 50, (7,), generator=torch.Generator().manual_seed(0))
+    check_rule(f"aten.{op}.default", numbers)
+    monkeypatch.setattr(emit, "_filling", lambda *_: None)
+    with pytest.raises(RuleError, match="the largest error is"):
+        check_rule(f"aten.{op}.default", numbers)
+
+
+def test_a_rule_whose_results_want_different_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = (Factor("c", 7, ("max", "sum")),)
+    monkeypatch.setattr(oracle, "rule_of", lambda call: OpRule(factors=factors, inputs=((0,),), outputs=((), ())))
+    with pytest.raises(ValueError, match=r"of aten.max.dim reduces c by max and sum: no padding changes neither"):
+        check_rule("aten.max.dim", torch.arange(7.0), 0, compare_values=False)
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["one process", "two"])
+def test_the_suite_says_what_the_oracle_tried(options: list[str]) -> None:
+    rules = [f"{__file__}::test_rule_of_every_op[aten.{name}.default]" for name in ("neg", "mv")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *rules]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
+    assert re.search(r"^oracle: 2 rules, [1-9]\d+ instances, 0 bad$", output, re.MULTILINE), output
 
 
 def test_the_oracle_refuses_ops_without_a_rule() -> None:

@@ -186,9 +186,15 @@ def _filling(call: Call, rule: OpRule, operand: int, factor: int) -> float | Non
     if (operand, factor) in stated:
         return stated[operand, factor]
     dtype = call.inputs[operand].dtype
-    for reduction, meta in zip(rule.factors[factor].reductions, call.outputs, strict=True):
-        if reduction and meta is not None:
-            return neutral(reduction, dtype)
+    outputs = zip(rule.factors[factor].reductions, call.outputs, strict=True)
+    wanted = {reduction for reduction, meta in outputs if reduction and meta is not None}
+    if len(wanted) > 1:
+        raise ValueError(
+            f"the rule {rule} of {call.node.op} reduces {rule.factors[factor].name} by {' and '.join(sorted(wanted))}: "
+            f"no padding changes neither, so say what to fill it with (OpRule.padding), or make the factor even"
+        )
+    for reduction in wanted:
+        return neutral(reduction, dtype)
     is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
     return 0 if is_index and not rule.elementwise else None
 

@@ -9,6 +9,7 @@ in this process, in lock step where an expansion holds collectives.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from . import rule_of
 from .emit import OPERAND, Emission, local_program, local_shapes
 from .registry import qualified
 from .rule import Call, OpRule
+
+log = logging.getLogger(__name__)
 
 Coordinate = tuple[int, ...]
 
@@ -80,7 +83,7 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
             continue
         if not all(factor.may_be_cut(_ranks(mesh, cuts, i)) for i, factor in enumerate(rule.factors)):
             continue
-        check_cuts(call, rule, tensors, mesh, cuts, wholes if compare_values else None)
+        check_cuts(call, rule, tensors, mesh, cuts, wholes if compare_values else None, rubbish=instances)
         instances += 1
         for cut in cuts:
             if cut.factor is None:
@@ -88,7 +91,9 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
             else:
                 tried[cut.factor] = True
     names = tuple(rule.factors[f].name for f, done in tried.items() if done)
-    return Report(op=op, instances=instances, factors=names, linear=linear)
+    report = Report(op=op, instances=instances, factors=names, linear=linear)
+    log.debug("%s", report)
+    return report
 
 
 def make_call(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, dict[str, torch.Tensor]]:
@@ -189,9 +194,11 @@ def check_cuts(
     mesh: Shape,
     cuts: tuple[Cut, ...],
     wholes: tuple[torch.Tensor | None, ...] | None = None,
+    rubbish: int = 0,
 ) -> Emission:
     """Run a call with each mesh axis doing its cut, and return the local program. Without the results of the
-    op on the whole, only their shapes are compared. Raises `RuleError`."""
+    op on the whole, only their shapes are compared. `rubbish` is the number of one of the values that stand in
+    padding. Raises `RuleError`."""
     coordinates = list(itertools.product(*map(range, mesh)))
     layouts = [_operand_layout(rule, i, cuts) for i in range(len(call.inputs))]
     results = [_output_layout(rule, i, cuts) if m else () for i, m in enumerate(call.outputs)]
@@ -202,7 +209,7 @@ def check_cuts(
 
     operands, made = tuple(layouts), tuple(results)
     local_outputs = local_shapes(call, operands, made, mesh)[1]
-    shards = [_shards(tensors[name], lay, mesh) for name, lay in zip(call.node.inputs, layouts, strict=True)]
+    shards = [_shards(tensors[name], lay, mesh, rubbish) for name, lay in zip(call.node.inputs, layouts, strict=True)]
     values: dict[Coordinate, Values] = {c: {OPERAND.format(i): s[c] for i, s in enumerate(shards)} for c in coordinates}
     splits = tuple(_splits(rule, cuts).items())
     try:
@@ -239,7 +246,7 @@ def _splits(rule: OpRule, cuts: tuple[Cut, ...]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(axis for _, axis in sorted(axes)) for name, axes in found.items()}
 
 
-def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape) -> dict[Coordinate, torch.Tensor]:
+def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape, rubbish: int) -> dict[Coordinate, torch.Tensor]:
     """What every rank holds. The parts of a Partial are random numbers that add up to the tensor."""
     terms: dict[Coordinate, torch.Tensor] = {(): tensor}
     for axis, (placement, ranks) in enumerate(zip(layout, mesh, strict=True)):
@@ -252,12 +259,20 @@ def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape) -> dict[Coordinat
             grown |= {(*prefix, i): part for i, part in enumerate(parts)}
         terms = grown
     splits = tuple(REPLICATE if isinstance(p, Partial) else p for p in layout)
-    return {c: shard(value, splits, mesh, c, _rubbish(value.dtype)) for c, value in terms.items()}
+    return {c: shard(value, splits, mesh, c, _rubbish(value.dtype, rubbish)) for c, value in terms.items()}
 
 
-def _rubbish(dtype: torch.dtype) -> float:
-    """What stands in padding: a rule that lets it be seen is found out."""
-    return math.nan if dtype.is_floating_point or dtype.is_complex else True if dtype is torch.bool else 99
+def _rubbish(dtype: torch.dtype, number: int) -> float:
+    """What stands in padding, one of several values: a rule that lets it be seen is found out."""
+    values: tuple[float, ...]
+    if dtype.is_floating_point or dtype.is_complex:
+        values = (math.nan, math.inf, -math.inf)
+    elif dtype is torch.bool:
+        values = (True, False)
+    else:
+        info = torch.iinfo(dtype)
+        values = (99, info.max, 0, info.min, max(-1, info.min))
+    return values[number % len(values)]
 
 
 def _summands(value: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
