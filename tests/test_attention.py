@@ -30,7 +30,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: b
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(12, 12), (6, 12), (12, 6), (1, 12)])
+@pytest.mark.parametrize(("queries", "keys"), [(12, 12), (6, 12), (12, 6), (1, 12), (7, 7), (6, 5), (5, 11)])
 def test_queries_and_keys_are_split(queries: int, keys: int, causal: bool) -> None:
     for report in check(*tensors(2, 2, queries, keys), causal):
         assert set(report.factors) == {"b", "h", "q", "k"} - ({"q"} if queries == 1 else set())
@@ -49,6 +49,19 @@ def test_masks_with_queries_that_see_no_key(shape: tuple[int, ...]) -> None:
     mask[..., -1, :] = -torch.inf
     for report in check(*tensors(4, 4, 6, 12), False, attn_mask=mask):
         assert set(report.factors) == {"b", "h", "q", "k"}
+
+
+@pytest.mark.parametrize("shape", [(6, 7), (2, 1, 6, 7), (1, 4, 1, 7), (2, 4, 6, 1), (6, 1)])
+def test_keys_that_are_padding_are_not_seen(shape: tuple[int, ...]) -> None:
+    """Whether the mask has a column for every key, or one for all; and by queries that see no other key."""
+    torch.manual_seed(0)
+    mask = torch.randn(shape, dtype=torch.float64)
+    mask[..., -1, :] = -torch.inf
+    for report in check(*tensors(4, 2, 6, 7), False, attn_mask=mask):
+        assert set(report.factors) == {"b", "h", "q", "k"}
+    # probabilities far from those of zeros: padding would take over
+    query, key, value = tensors(2, 2, 4, 7)
+    check(query.abs() * 100, -key.abs() * 100, value, False)
 
 
 def test_a_causal_mask_beside_another_keeps_queries_and_keys_whole() -> None:

@@ -93,3 +93,11 @@ def test_sums_that_run(dim: int) -> None:
 def test_triangles(op: str, diagonal: int) -> None:
     assert check(op, floats(*SIZES), diagonal) == {"d0", "row", "column"}
     assert check(op, floats(6, 6) > 0, diagonal) == {"row", "column"}
+
+
+def test_padding_is_no_part_of_a_softmax_or_of_a_variance() -> None:
+    """No number of ranks divides 7 or 5, and some of 4 ranks have nothing of 5."""
+    whole = floats(7, 5) + 1e3
+    assert check("_softmax", whole, 1, False) == check("_log_softmax", whole, 1, False) == {"d0", "c"}
+    for op in ("var.correction", "std.correction", "var_mean.correction"):
+        assert check(op, whole, [0]) == check(op, whole, [0, 1], correction=0) == {"d0", "d1"}

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-
 from ..graph import Ref, TensorMeta
+from ..layout import padded_shape
 from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
 from .rule import Call, Emitter, OpRule
@@ -32,8 +31,9 @@ def attention(
     """Attention without dropout (which draws random numbers: no rule), by a template.
 
     `products`: the matrix products of [queries, keys, width]; two forward, five backward. `expands` names
-    the factors that expand always, `masked` those that do under a causal mask, which would mask a shard as if
-    it came first; where nothing is `masked`, queries and keys are whole under it.
+    the factors that expand always (keys, since those that are padding are to be hidden), `masked` those that do under
+    a causal mask, which would mask a shard as if it came first; where nothing is `masked`, queries and keys are whole
+    under it.
     """
     template = parse(text)
 
@@ -54,8 +54,8 @@ def attention(
             linear=template.positions(call, linear),
             reductions={**free, **(reductions or {})},
             expands=(*expands, *masked) if causal else expands,
-            even=("k",),  # keys that are none would be seen
-            uneven=("q",),
+            uneven=("q", "k"),
+            padding={(i, "k"): -math.inf for i, role in enumerate(roles(call)) if role == "attn_mask"},
             flops=2.0 * products * metas["query"].numel * metas["key"].shape[-2],
         )
 
@@ -73,15 +73,26 @@ def _named(names: Named, meta: TensorMeta | None, heads: int, whole: tuple[str, 
     return list(map(named, names, meta.shape if meta else ()))
 
 
-def _causal_mask(emitter: Emitter, local: LocalCall, dtype: torch.dtype) -> Ref:
-    """[local queries, local keys]: 0 where a query may see a key, -inf elsewhere."""
+def _mask(emitter: Emitter, local: LocalCall, causal: bool, given: Ref | None) -> Ref | None:
+    """What is added to the scores of local queries and keys: 0 where a query may see a key, -inf elsewhere, and in
+    padding."""
     metas = dict(zip(roles(local.call), zip(local.call.inputs, local.operands, strict=True), strict=True))
     (query, query_layout), (key, key_layout) = metas["query"], metas["key"]
-    rows = global_indices(emitter, query.shape, query_layout, 2)
+    keys = key.shape[2]
+    padded = padded_shape(key.shape, key_layout)[2] > keys
+    if not causal and (not padded or (given is not None and emitter.meta(given).shape[-1] > 1)):
+        return given
     columns = global_indices(emitter, key.shape, key_layout, 2)
-    hidden = emitter.op("aten.gt.Tensor", columns, emitter.op("aten.unsqueeze.default", rows, 1))
-    empty = emitter.op("aten.zeros_like.default", hidden, dtype=dtype)
-    return emitter.op("aten.masked_fill.Scalar", empty, hidden, -math.inf)
+    hidden = emitter.op("aten.ge.Scalar", columns, keys) if padded else None
+    if causal:
+        rows = global_indices(emitter, query.shape, query_layout, 2)
+        later = emitter.op("aten.gt.Tensor", columns, emitter.op("aten.unsqueeze.default", rows, 1))
+        hidden = later if hidden is None else emitter.op("aten.logical_or.default", later, hidden)
+    else:
+        hidden = emitter.op("aten.reshape.default", hidden, (1, 1, 1, -1))
+    empty = emitter.op("aten.zeros_like.default", hidden, dtype=query.dtype)
+    mask = emitter.op("aten.masked_fill.Scalar", empty, hidden, -math.inf)
+    return mask if given is None else emitter.op("aten.add.Tensor", given, mask)
 
 
 def flash(emitter: Emitter, local: LocalCall) -> Results:
@@ -89,8 +100,7 @@ def flash(emitter: Emitter, local: LocalCall) -> Results:
     [batch, heads, queries], of the largest logsumexp and of the sum of what stands behind them."""
     query, key, value, dropout, causal = (*local.args, 0.0, False)[: max(5, len(local.args))]
     named = dict(local.kwargs)
-    if causal:
-        named["attn_mask"] = _causal_mask(emitter, local, emitter.meta(query).dtype)
+    named["attn_mask"] = _mask(emitter, local, causal, named.get("attn_mask"))
     output, logsumexp = emitter.ops(local.call.node.op, query, key, value, dropout, False, **named)
     if "k" not in local.splits:
         return output, logsumexp
@@ -118,6 +128,7 @@ def flash(emitter: Emitter, local: LocalCall) -> Results:
 def flash_backward(emitter: Emitter, local: LocalCall) -> Results:
     """Its backward under a causal mask with queries or keys split. The logsumexp is that of all keys, so that
     each rank finds its own part of the probabilities."""
-    *tensors, dropout, _ = local.args
-    mask = _causal_mask(emitter, local, emitter.meta(tensors[1]).dtype)
-    return emitter.ops(local.call.node.op, *tensors, dropout, False, **{**dict(local.kwargs), "attn_mask": mask})
+    *tensors, dropout, causal = local.args
+    named = dict(local.kwargs)
+    named["attn_mask"] = _mask(emitter, local, causal, named.get("attn_mask"))
+    return emitter.ops(local.call.node.op, *tensors, dropout, False, **named)

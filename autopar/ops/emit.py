@@ -16,7 +16,7 @@ from ..graph import Ref, TensorMeta, map_references, overload
 from ..layout import Layout, Shape, local_shape, padded_shape
 from ..program import Instruction, RankIndex
 from . import expand, localize
-from .expansions import global_indices
+from .expansions import filled_beyond
 from .rule import ROUTED, Call, OpRule, neutral, parameters
 
 
@@ -144,7 +144,7 @@ def local_program(
     values = [Ref(OPERAND.format(i)) for i in range(len(local_inputs))]
     if rule is not None:
         for i, dim, value in fillings(call, rule, operands, zeros):
-            values[i] = _filled(emitter, values[i], call.inputs[i].shape, operands[i], dim, value)
+            values[i] = filled_beyond(emitter, values[i], call.inputs[i].shape, operands[i], dim, value)
     feed = iter(values)
     given = localize(call, local_inputs, local_outputs, results, mesh)
     args, kwargs = map_references(given, lambda _: next(feed))
@@ -197,15 +197,6 @@ def _filling(call: Call, rule: OpRule, operand: int, factor: int) -> float | Non
         return neutral(reduction, dtype)
     is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
     return 0 if is_index and not rule.elementwise else None
-
-
-def _filled(emitter: LocalEmitter, value: Ref, shape: Shape, layout: Layout, dim: int, filling: float) -> Ref:
-    """The value with what lies beyond the end of a dim replaced."""
-    beyond = emitter.op("aten.ge.Scalar", global_indices(emitter, shape, layout, dim), shape[dim])
-    rest = len(shape) - 1 - dim
-    if rest:
-        beyond = emitter.op("aten.reshape.default", beyond, (-1, *(1,) * rest))
-    return emitter.op("aten.masked_fill.Scalar", value, beyond, filling)
 
 
 def local_shapes(

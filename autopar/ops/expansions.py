@@ -76,6 +76,15 @@ def global_indices(emitter: Emitter, shape: Shape, layout: Layout, dim: int) -> 
     return emitter.op("aten.reshape.default", cut, (-1,))
 
 
+def filled_beyond(emitter: Emitter, value: Ref, shape: Shape, layout: Layout, dim: int, filling: float) -> Ref:
+    """The value with what lies beyond the end of a dim replaced."""
+    beyond = emitter.op("aten.ge.Scalar", global_indices(emitter, shape, layout, dim), shape[dim])
+    rest = len(shape) - 1 - dim
+    if rest:
+        beyond = emitter.op("aten.reshape.default", beyond, (-1, *(1,) * rest))
+    return emitter.op("aten.masked_fill.Scalar", value, beyond, filling)
+
+
 def share(rule_of: Callable[[Call], OpRule | None]) -> Expansion:
     """A mean over a shard counts for its share of the whole, padding included."""
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 
 from ..graph import Ref
-from .expansions import Expansion, LocalCall, Results, all_reduce, cast, global_indices, wide
+from ..layout import padded_shape
+from .expansions import Expansion, LocalCall, Results, all_reduce, cast, filled_beyond, global_indices, wide
 from .families import DIMS, FIRST, Rule, axes, has
 from .rule import Call, Emitter, OpRule, neutral
 from .template import assemble
@@ -146,6 +147,10 @@ def variance(*, root: bool = False, mean: bool = False) -> Expansion:
         total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", source, dims, True), "sum", _over(local))
         middle = emitter.op("aten.div.Scalar", total, count)
         difference = emitter.op("aten.sub.Tensor", source, middle)
+        shape, layout = local.call.inputs[0].shape, local.operands[0]
+        for d in dims:
+            if padded_shape(shape, layout)[d] > shape[d]:
+                difference = filled_beyond(emitter, difference, shape, layout, d, 0.0)
         squares = emitter.op("aten.sum.dim_IntList", emitter.op("aten.mul.Tensor", difference, difference), dims, True)
         squares = all_reduce(emitter, squares, "sum", _over(local))
         result = emitter.op("aten.div.Scalar", squares, max(0.0, count - (1 if correction is None else correction)))

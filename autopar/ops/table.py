@@ -126,6 +126,7 @@ _embedding_backward = either(
     from_template("*i! d, *i! -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
     from_template("*i d, *i -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
 )
+_spread = reductions.combined(reductions.real, padding=lambda call: 0.0)
 _maximum = reductions.combined(reductions.numbers, padding=reductions.least)
 _minimum = reductions.combined(reductions.numbers, padding=reductions.greatest)
 _place_of_maximum = reductions.combined(reductions.one_dim, padding=reductions.least)
@@ -205,7 +206,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         expand=attention.flash)),
     **_aten("_scaled_dot_product_flash_attention_for_cpu_backward", Entry(
         attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k -> b h q d!, b h k d!, b h k e!",
-                 products=5, linear=FIRST, masked=("q", "k")),
+                 products=5, linear=FIRST, expands=("k",), masked=("q",)),
         expand=attention.flash_backward)),
     **_aten("_scaled_dot_product_flash_attention", Entry(attended(
         "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2))),
@@ -231,7 +232,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         expand=expansions.embedding)),
     **_aten("embedding_dense_backward", Entry(
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
-    **_aten("_softmax", Entry(along(the_dim, name="c"), expand=expansions.softmax())),
+    **_aten("_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax())),
     **_aten("_log_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax(log=True))),
     **_aten("_safe_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax(safe=True))),
     **_aten("_softmax_backward_data", Entry(
@@ -274,9 +275,9 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("argmin", Entry(_place_of_minimum, expand=reductions.extreme("min", values=False))),
     **_aten("logsumexp", Entry(
         reductions.combined(reductions.real, padding=reductions.least), expand=reductions.logsumexp)),
-    **_aten("var.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance())),
-    **_aten("std.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance(root=True))),
-    **_aten("var_mean.correction", Entry(reductions.combined(reductions.real), expand=reductions.variance(mean=True))),
+    **_aten("var.correction", Entry(_spread, expand=reductions.variance())),
+    **_aten("std.correction", Entry(_spread, expand=reductions.variance(root=True))),
+    **_aten("var_mean.correction", Entry(_spread, expand=reductions.variance(mean=True))),
     **_aten("linalg_vector_norm", Entry(
         reductions.combined(reductions.has_power, padding=reductions.no_part), expand=reductions.vector_norm)),
     **_aten("prod prod.dim_int", Entry(reduce("", linear=()))),
