@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .collectives import ALGORITHMS, Link, Stage
+from .collectives import ALGORITHMS, Link, Measured, Names, Stage
 
 TOPOLOGIES = ("switch", "full", "ring")
 
@@ -64,7 +64,8 @@ class Level:
     out to all others together (ATP's group bandwidth). The links out of a child are shared by
     `devices_per_link` of its devices each: a device alone cannot use those of others. On a `ring` (a dim of
     a torus) only neighbours are linked, and a child sends both ways. A collective costs
-    `launch_seconds` once and `latency_seconds` a step.
+    `launch_seconds` once and `latency_seconds` a step; `measured` says what kinds of collectives reach of the
+    rates, and the latency of each, where that is known.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Level:
     launch_seconds: float = 0.0
     topology: str = "switch"
     devices_per_link: int = 1
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Cluster:
     device: Device
     levels: tuple[Level, ...]
     source: str = ""
-    algorithms: tuple[str, ...] = ALGORITHMS
+    algorithms: Names = ALGORITHMS
 
     @property
     def devices(self) -> int:
@@ -164,6 +166,7 @@ def _stage(level: Level, width: int, members: int, sending: int, stride: int, be
             pair_bytes_per_second=neighbours,
             rank_bytes_per_second=alone,
             latency_seconds=level.latency_seconds,
+            measured=level.measured,
             ring=True,
             wrapped=wrapped,
         )
@@ -177,6 +180,7 @@ def _stage(level: Level, width: int, members: int, sending: int, stride: int, be
         pair_bytes_per_second=min(group, pair / sharing),
         rank_bytes_per_second=min(group, of_one, pair / sharing),
         latency_seconds=level.latency_seconds,
+        measured=level.measured,
     )
 
 

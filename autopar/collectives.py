@@ -23,6 +23,32 @@ Algorithm = Callable[[int, int, float, float], tuple[float, float]]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
+"""Of a library that has all; "whole" is what a library has that cannot scatter what it reduces."""
+
+WHOLE = "whole"
+GLOO = tuple(
+    {
+        "all_reduce": ("ring",),
+        "all_gather": ("ring",),
+        "reduce_scatter": (WHOLE,),
+        "all_to_all": ("pairwise",),
+        "shift": ("message",),
+        "exchange": ("pairwise",),
+    }.items()
+)
+"""What gloo runs for each kind (torch 2.13): a reduce-scatter takes as long as an all-reduce."""
+
+Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
+"""Names of algorithms, or names for each kind of collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one kind of collective was measured to reach on a level: a part of its rates, and a latency of its own."""
+
+    kind: str
+    efficiency: float
+    latency_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +70,31 @@ class Stage:
     latency_seconds: float
     ring: bool = False
     wrapped: bool = False
+    measured: tuple[Measured, ...] = ()
+
+    def of_kind(self, kind: str) -> Stage:
+        """As a kind of collective finds it."""
+        found = next((m for m in self.measured if m.kind == kind), None)
+        if found is None:
+            return self
+        return replace(self.widened(found.efficiency), latency_seconds=found.latency_seconds)
+
+    def widened(self, factor: float) -> Stage:
+        """The same, `factor` times as wide."""
+        return replace(
+            self,
+            bytes_per_second=self.bytes_per_second * factor,
+            pair_bytes_per_second=self.pair_bytes_per_second * factor,
+            rank_bytes_per_second=self.rank_bytes_per_second * factor,
+        )
+
+
+def names_of(algorithms: Names, kind: str) -> tuple[str, ...]:
+    """The algorithms that a library has for one kind."""
+    for entry in algorithms:
+        if isinstance(entry, tuple) and entry[0] == kind:
+            return entry[1]
+    return tuple(entry for entry in algorithms if isinstance(entry, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +105,11 @@ class Link:
     ranks: int
     stages: tuple[Stage, ...]
     launch_seconds: float = 0.0
-    algorithms: tuple[str, ...] = ALGORITHMS
+    algorithms: Names = ALGORITHMS
+
+    def of_kind(self, kind: str) -> Link:
+        """As a kind of collective finds it."""
+        return replace(self, stages=tuple(stage.of_kind(kind) for stage in self.stages))
 
     @property
     def bytes_per_second(self) -> float:
@@ -67,15 +122,7 @@ class Link:
 
     def widened(self, factor: float) -> Link:
         """The same links, `factor` times as wide."""
-        stages = tuple(
-            replace(
-                stage,
-                bytes_per_second=stage.bytes_per_second * factor,
-                pair_bytes_per_second=stage.pair_bytes_per_second * factor,
-                rank_bytes_per_second=stage.rank_bytes_per_second * factor,
-            )
-            for stage in self.stages
-        )
+        stages = tuple(stage.widened(factor) for stage in self.stages)
         return replace(self, stages=stages)
 
 
@@ -122,9 +169,10 @@ def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
     """(algorithm, fixed seconds, seconds a byte): all of them are affine in the size."""
     if kind not in KINDS:
         raise ValueError(f"no collective is called {kind!r}; known: {', '.join(KINDS)}")
-    found = [entry for entry in _algorithms(kind, link) if entry[0] in link.algorithms]
+    names = names_of(link.algorithms, kind)
+    found = [entry for entry in _algorithms(kind, link.of_kind(kind)) if entry[0] in names]
     if not found:
-        raise ValueError(f"none of the algorithms {', '.join(link.algorithms)} does {kind} over {link.ranks} ranks")
+        raise ValueError(f"none of the algorithms {', '.join(names)} does {kind} over {link.ranks} ranks")
     return tuple((name, link.launch_seconds + fixed, moving) for name, fixed, moving in found)
 
 
@@ -142,6 +190,9 @@ def _algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
         elif not link.stages[0].ring:
             yield "bruck", *bruck(link.ranks, link.stages[0].pair_bytes_per_second, link.latency_seconds)
         return
+    if kind == "reduce_scatter":
+        # of an all-reduce's result, each rank keeps its part
+        yield WHOLE, *ring(2, link.ranks, link.bytes_per_second, link.latency_seconds)
     rounds = 2 if kind == "all_reduce" else 1
     yield "ring", *ring(rounds, link.ranks, link.bytes_per_second, link.latency_seconds)
     if all(not stage.ring for stage in link.stages):

@@ -1,27 +1,296 @@
-"""How fast this rank computes, while the other ranks do the same."""
+"""What the ranks of this process group reach: collectives by size and axis, and arithmetic on all at once.
+
+All ranks call these functions together. Collectives are those of `execute`, which programs call. Everything is measured
+in rounds, each of which runs every case once, so that what disturbs the machine disturbs all cases alike;
+medians over the rounds are taken by who reads the samples.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+from autopar.calibration import Compute, Measurements, Sample
+
+from .execute import Pending, all_gather, all_reduce_in_place, all_to_all, exchange, reduce_scatter, shift, wait
+
+SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+ROUNDS = 7
+CASE_SECONDS = 0.02
+"""In a round, a case is repeated for about so long. What takes as long is run once, and begun together: repeated,
+two ranks that exchange large messages fall out of step and take turns."""
+MOST_REPEATS = 16
+WINDOW_SECONDS = 0.05
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+STREAM_BYTES = 4 << 20
+MATMULS = (
+    (16, 16, 16),
+    (64, 64, 64),
+    (128, 128, 128),
+    (64, 256, 256),
+    (256, 256, 256),
+    (128, 512, 512),
+    (512, 512, 512),
+    (128, 1024, 1024),
+    (256, 2048, 512),
+    (1024, 1024, 1024),
+)
+"""Rows, and features in and out."""
 
 
-def median_seconds(function: Callable[[], object], *, seconds: float = 0.3, least: int = 5) -> float:
-    """Median seconds of a call, over as many calls as fit into `seconds`, and at least `least`."""
-    function()
-    found: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(found) < least or time.perf_counter() < end:
-        began = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis."""
+
+    kind: str
+    axis: tuple[int, ...]
+    bytes: int
+    alone: bool
+
+
+Report = Callable[[float, str], None]
+"""(part done, what is being measured)"""
+
+
+def measure(
+    levels: Sequence[int],
+    *,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    device: torch.device | None = None,
+    report: Report = lambda part, what: None,
+) -> Measurements:
+    """Everything that a cluster file is made of. `levels` are sizes from the outermost in, whose product is the
+    number of ranks. The same result on every rank."""
+    assert math.prod(levels) == dist.get_world_size()
+    device = device or torch.device("cpu")
+    compute = _compute(device, report)
+    samples = _collectives(tuple(levels), sizes, rounds, device, report)
+    return Measurements(
+        levels=tuple(levels),
+        device=_device_name(device),
+        backend=dist.get_backend(),
+        rounds=rounds,
+        compute=compute,
+        samples=samples,
+    )
+
+
+def measured_here(
+    levels: Sequence[int] | None, *, rounds: int, device_type: str, report: Callable[[int], Report]
+) -> tuple[int, Measurements]:
+    """(this rank, what its process group reaches), the group being the one that the environment describes, as torchrun
+    and the lab do. Without `levels`: nodes and their ranks. `report` makes, for a rank, what tells of its progress.
+
+    Raises ValueError where there is no such group, or fewer than 2 ranks.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: ranks measure; start them with torchrun --no-python autopar calibrate, or "
+            "with autopar lab --nodes 2 --ranks 2 -- autopar calibrate"
+        )
+    world = int(os.environ["WORLD_SIZE"])
+    if levels is None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        levels = [world // local, local]
+    levels = [level for level in levels if level > 1]
+    if math.prod(levels) != world or world < 2:
+        shown = " x ".join(map(str, levels)) or "1"
+        raise ValueError(
+            f"levels {shown} hold {math.prod(levels)} ranks of {world}: give --levels, for 2 ranks or more"
+        )
+    device = torch.device(device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        rank = dist.get_rank()
+        return rank, measure(levels, rounds=rounds, device=device, report=report(rank))
+    finally:
+        dist.destroy_process_group()
+
+
+def axes(levels: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Runs of neighbouring levels of more than one child, as mesh axes that span them: (0,), (1,), (0, 1)."""
+    wide = [level for level, size in enumerate(levels) if size > 1]
+    for count in range(1, len(wide) + 1):
+        yield from (tuple(wide[first : first + count]) for first in range(len(wide) - count + 1))
+
+
+def groups(levels: Sequence[int], axis: Sequence[int]) -> list[list[int]]:
+    """The ranks of each group of an axis."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*map(range, levels))):
+        found.setdefault(tuple(p for level, p in enumerate(place) if level not in axis), []).append(rank)
+    return list(found.values())
+
+
+def _collectives(
+    levels: tuple[int, ...], sizes: Sequence[int], rounds: int, device: torch.device, report: Report
+) -> tuple[Sample, ...]:
+    rank = dist.get_rank()
+    mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    first: dict[tuple[int, ...], bool] = {}
+    cases = []
+    for axis in axes(levels):
+        members = groups(levels, axis)
+        for ranks in members:
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine[axis], first[axis] = group, ranks == members[0]
+        for alone in (False, True)[: 1 + (len(members) > 1)]:
+            cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
+    buffers = torch.zeros(max(sizes) // 4, device=device)
+    repeats: dict[Case, int] = {}
+    found: dict[Case, list[float]] = {case: [] for case in cases}
+    for number in range(rounds + 1):
+        for position, case in enumerate(cases):
+            if position % 8 == 0:
+                report((number + position / len(cases)) / (rounds + 1), f"{case.kind} of {case.bytes} bytes")
+            busy = first[case.axis] or not case.alone
+            seconds = _timed(case, mine[case.axis], buffers, repeats.get(case, 2)) if busy else 0.0
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also lets all begin the next case together
+            if number:
+                found[case].append(slowest.item())
+            else:
+                repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
+    return tuple(
+        Sample(
+            kind=case.kind,
+            axis=case.axis,
+            bytes=case.bytes,
+            alone=case.alone,
+            seconds=statistics.median(seconds),
+            quartiles=_quartiles(seconds),
+        )
+        for case, seconds in found.items()
+    )
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _timed(case: Case, group: dist.ProcessGroup, buffer: torch.Tensor, repeats: int) -> float:
+    """Seconds of one of `repeats` collectives, one after the other."""
+    ranks = group.size()
+    elements = max(1, case.bytes // 4 // (ranks * ranks)) * ranks
+    whole, part = buffer[: elements * ranks], buffer[:elements]
+    run = _CALLS[case.kind]
+    operand = part if case.kind == "all_gather" else whole
+    if repeats > 1:
+        wait(run(operand, group))
+    _synchronize(buffer.device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        wait(run(operand, group))
+    _synchronize(buffer.device)
+    return (time.perf_counter() - began) / repeats
+
+
+def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    ranks = group.size()
+    return exchange(x, torch.full((2, ranks), x.numel() // ranks), group)
+
+
+_CALLS: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], Pending]] = {
+    "all_reduce": lambda x, group: all_reduce_in_place(x, "sum", group),
+    "all_gather": all_gather,
+    "reduce_scatter": lambda x, group: reduce_scatter(x, "sum", group),
+    "all_to_all": all_to_all,
+    "shift": lambda x, group: shift(x, 1, group),
+    "exchange": _exchange,
+}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- arithmetic
 
 
 def matmul_flops_per_second(size: int = 512, seconds: float = 1.0) -> float:
     """FLOP/s of this rank on a square float32 product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), seconds=seconds)
+    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), a.device, seconds=seconds)
+
+
+def median_seconds(function: Callable[[], object], device: torch.device, *, seconds: float = 0.3) -> float:
+    """Seconds of a call: the median over windows of many calls, since where ranks share processors a rank waits for
+    its turn between calls more than in them."""
+    function()
+    _synchronize(device)
+    began = time.perf_counter()
+    function()
+    _synchronize(device)
+    calls = max(1, math.ceil(WINDOW_SECONDS / (time.perf_counter() - began)))
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(found) < 3 or time.perf_counter() < end:
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        _synchronize(device)
+        found.append((time.perf_counter() - began) / calls)
+    return statistics.median(found)
+
+
+def _compute(device: torch.device, report: Report) -> Compute:
+    """Medians over the ranks, each of them busy with the same at the same time."""
+    one = torch.zeros(1, device=device)
+    report(0.0, "operators")
+    seconds_per_op = _over_ranks(median_seconds(lambda: one + one, device), device)
+    stream = torch.zeros(STREAM_BYTES // 4, device=device)
+    other = torch.zeros_like(stream)
+    streamed = _over_ranks(median_seconds(lambda: stream + other, device), device)
+    matmuls = []
+    for dtype in DTYPES:
+        for m, k, n in MATMULS:
+            report(0.0, f"products of {str(dtype).removeprefix('torch.')}")
+            a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
+            seconds = median_seconds(lambda: torch.mm(a, b), device)  # noqa: B023
+            matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(seconds, device)))
+    return Compute(
+        seconds_per_op=seconds_per_op,
+        bytes_per_second=3 * STREAM_BYTES / streamed,
+        memory_bytes=_memory_bytes(device),
+        matmuls=tuple(matmuls),
+    )
+
+
+def _over_ranks(value: float, device: torch.device) -> float:
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    middle: float = values.quantile(0.5).item()
+    return middle
+
+
+def _memory_bytes(device: torch.device) -> float:
+    """What one rank may use."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / dist.get_world_size()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a rank"

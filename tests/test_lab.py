@@ -175,7 +175,7 @@ def test_only_functions_that_ranks_can_import_are_run() -> None:
 
 @needs_lab
 def test_output_has_the_rank_before_each_line_and_the_exit_status_is_that_of_the_rank_that_failed() -> None:
-    script = "echo one; printf two; if [ $RANK = 1 ]; then exit 7; fi; sleep 100"
+    script = "echo one; printf two; if [ $RANK = 1 ]; then sleep 1; exit 7; fi; sleep 100"
     done = _lab(["--", "sh", "-c", script]).communicate(timeout=60)
     assert sorted(done[0].split("\n")) == ["", "[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
     assert "autopar lab: rank 1 ended with exit status 7; ending the other 1" in done[1]

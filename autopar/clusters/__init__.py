@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import TOPOLOGIES, Cluster, Device, Level
-from ..collectives import ALGORITHMS
+from ..collectives import ALGORITHMS, KINDS, WHOLE, Measured, Names
 
 BASIC = ("ring", "pairwise", "message")
 """Algorithms that work on any links."""
@@ -25,8 +25,8 @@ BASIC = ("ring", "pairwise", "message")
 @dataclass(frozen=True, slots=True)
 class Key:
     """`kind` is text, count, rate (above 0), seconds (0 or more), part (above 0, at most 1), links (a
-    rate or a matrix of rates), rates (a table of them), curve, topology, or names (of
-    algorithms). `write` is an example."""
+    rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
+    latencies (one, or a table of them by kind of collective). `write` is an example."""
 
     kind: str
     write: str
@@ -40,7 +40,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "name": Key("text", 'name = "our-cluster"', figure=False),
         "devices": Key("count", "devices = 16", figure=False),
         "source": Key("text", 'source = "who says what this cluster is"', figure=False),
-        "algorithms": Key("names", 'algorithms = ["ring", "pairwise", "message"]', required=False, figure=False),
+        "algorithms": Key("algorithms", 'algorithms = ["ring", "pairwise", "message"]', required=False, figure=False),
     },
     "device": {
         "name": Key("text", 'name = "A100 SXM 80GB"', figure=False),
@@ -57,9 +57,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "topology": Key("topology", 'topology = "switch"', figure=False),
         "bytes_per_second": Key("links", "bytes_per_second = 25e9"),
         "group_bytes_per_second": Key("rate", "group_bytes_per_second = 25e9"),
-        "efficiency": Key("part", "efficiency = 0.9", required=False),
+        "efficiency": Key("parts", "efficiency = 0.9", required=False),
         "devices_per_link": Key("count", "devices_per_link = 1", required=False),
-        "latency_seconds": Key("seconds", "latency_seconds = 5e-6"),
+        "latency_seconds": Key("latencies", "latency_seconds = 5e-6"),
         "launch_seconds": Key("seconds", "launch_seconds = 10e-6", required=False),
     },
 }
@@ -103,7 +103,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
         device=_device(_Table(where, "device, ", KEYS["device"], device)),
         levels=made,
         source=top["source"],
-        algorithms=tuple(top.get("algorithms", ALGORITHMS)),
+        algorithms=_names(top.get("algorithms", ALGORITHMS)),
     )
     if cluster.devices != top["devices"]:
         sizes = " x ".join(str(level.size) for level in made)
@@ -179,6 +179,22 @@ def _is_curve(value: Any) -> bool:
     return all(a[0] < b[0] and a[1] <= b[1] and b[1] / a[1] <= b[0] / a[0] for a, b in pairwise(value))
 
 
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and set(BASIC) <= set(value) <= set(ALGORITHMS)
+
+
+def _by_kind(value: Any, valid: Callable[[str, Any], bool]) -> bool:
+    """A table with something valid for each kind of collective."""
+    return isinstance(value, dict) and set(value) == set(KINDS) and all(valid(kind, v) for kind, v in value.items())
+
+
+def _does(kind: str, names: Any) -> bool:
+    """Whether one of the algorithms does that kind on any links."""
+    basic = {"all_to_all": "pairwise", "exchange": "pairwise", "shift": "message"}.get(kind, "ring")
+    known = {*ALGORITHMS, *([WHOLE] if kind == "reduce_scatter" else [])}
+    return isinstance(names, list) and set(names) <= known and bool({basic, WHOLE} & set(names))
+
+
 _VALID: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str) and bool(value.strip()),
     "count": lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
@@ -189,7 +205,9 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "rates": lambda value: isinstance(value, dict) and bool(value) and all(map(_is_rate, value.values())),
     "curve": _is_curve,
     "topology": lambda value: value in TOPOLOGIES,
-    "names": lambda value: isinstance(value, list) and set(BASIC) <= set(value) <= set(ALGORITHMS),
+    "algorithms": lambda value: _is_names(value) or _by_kind(value, _does),
+    "parts": lambda value: _VALID["part"](value) or _by_kind(value, lambda _, part: _VALID["part"](part)),
+    "latencies": lambda value: _VALID["seconds"](value) or _by_kind(value, lambda _, time: _VALID["seconds"](time)),
 }
 
 _MEANING = {
@@ -202,7 +220,10 @@ _MEANING = {
     "rates": "a table of numbers above 0 by dtype",
     "curve": "a list of [flops, part of the peak], rising, with no less time for more flops",
     "topology": f"one of {', '.join(TOPOLOGIES)} (a torus is one ring level for each of its dims)",
-    "names": f"a list of {', '.join(ALGORITHMS)}, with at least {', '.join(BASIC)}",
+    "algorithms": f"a list of {', '.join(ALGORITHMS)}, with at least {', '.join(BASIC)}, or a table of lists by kind "
+    f"({', '.join(KINDS)}), with one of {', '.join((*BASIC, WHOLE))} that does the kind in each",
+    "parts": f"a part above 0 and at most 1, or a table of them by kind ({', '.join(KINDS)})",
+    "latencies": f"a number of seconds, 0 or more, or a table of them by kind ({', '.join(KINDS)})",
 }
 
 
@@ -217,8 +238,16 @@ def _device(table: _Table) -> Device:
     )
 
 
+def _names(value: Any) -> Names:
+    if isinstance(value, Mapping):
+        return tuple((kind, tuple(names)) for kind, names in value.items())
+    return tuple(value)
+
+
 def _level(table: _Table) -> Level:
-    part = table.get("efficiency", 1.0)
+    given, latency = table.get("efficiency", 1.0), table["latency_seconds"]
+    by_kind = isinstance(given, dict) or isinstance(latency, dict)
+    part = 1.0 if by_kind else given
     links = table["bytes_per_second"]
     if isinstance(links, list):
         if table["topology"] != "full":
@@ -234,9 +263,17 @@ def _level(table: _Table) -> Level:
         topology=table["topology"],
         bytes_per_second=rates,
         group_bytes_per_second=table["group_bytes_per_second"] * part,
-        latency_seconds=float(table["latency_seconds"]),
+        latency_seconds=float(max(latency.values()) if isinstance(latency, dict) else latency),
         launch_seconds=float(table.get("launch_seconds", 0.0)),
         devices_per_link=table.get("devices_per_link", 1),
+        measured=tuple(
+            Measured(
+                kind=kind,
+                efficiency=float(given[kind] if isinstance(given, dict) else given),
+                latency_seconds=float(latency[kind] if isinstance(latency, dict) else latency),
+            )
+            for kind in (KINDS if by_kind else ())
+        ),
     )
 
 

@@ -149,6 +149,8 @@ class _Lab:
         for namespace, text in zip(namespaces, network["rank_ip"], strict=True):
             _enter(namespace)
             _batch("ip", text)
+            for path, value in network["rank_settings"].items():
+                _set(path, value)
         for namespace, text in zip(namespaces, network["rank_tc"], strict=True):
             _enter(namespace)
             _batch("tc", text)
@@ -275,6 +277,14 @@ def _batch(tool: str, text: str) -> None:
     done = subprocess.run([tool, "-batch", "-"], input=text + "\n", capture_output=True, text=True)
     if done.returncode:
         raise Refused(f"{tool} cannot build the network: {' '.join((done.stderr or done.stdout).split())}")
+
+
+def _set(path: str, value: str) -> None:
+    try:
+        with open(f"/proc/sys/{path}", "w") as file:
+            file.write(value)
+    except OSError as error:
+        raise Refused(f"/proc/sys/{path} cannot be set to {value}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -1,0 +1,284 @@
+"""A cluster from measurements, and how well a cluster says what was measured.
+
+`runtime.measure` measures; here is no process group. Each level is fitted by itself, from the collectives of the axis
+that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, by the same
+formula that later prices it. Axes that span several levels are not fitted: what is predicted for
+them says how far the model is to be believed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from .cluster import Cluster, Device, Level
+from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, price
+
+LEVELS = ("racks", "nodes", "ranks")
+"""Names of levels, the last one the innermost."""
+LEAST_BYTES = 1 << 20
+"""What moves as much is bound by rates, not by latencies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Median and quartiles of the seconds of one collective. `axis` are the levels that the mesh axis spans,
+    `bytes` the larger of a rank's input and output. `alone`: one group only, and not all of the axis at once."""
+
+    kind: str
+    axis: tuple[int, ...]
+    bytes: int
+    alone: bool
+    seconds: float
+    quartiles: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """A rank's arithmetic while all ranks are busy. `matmuls` are (dtype, rows, features in, features out, seconds)."""
+
+    seconds_per_op: float
+    bytes_per_second: float
+    memory_bytes: float
+    matmuls: tuple[tuple[str, int, int, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """`levels` are sizes from the outermost in."""
+
+    levels: tuple[int, ...]
+    device: str
+    backend: str
+    rounds: int
+    compute: Compute
+    samples: tuple[Sample, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurements:
+        compute, samples = data["compute"], data["samples"]
+        matmuls = tuple(tuple(row) for row in compute["matmuls"])
+        return cls(
+            **{
+                **data,
+                "levels": tuple(data["levels"]),
+                "compute": Compute(**{**compute, "matmuls": matmuls}),
+                "samples": tuple(
+                    Sample(**{**row, "axis": tuple(row["axis"]), "quartiles": tuple(row["quartiles"])})
+                    for row in samples
+                ),
+            }
+        )
+
+
+# --- the fit
+
+
+def fit(measured: Measurements, name: str) -> Cluster:
+    """The cluster that was measured."""
+    algorithms = GLOO if measured.backend == "gloo" else ALGORITHMS
+    levels = tuple(_level(measured, number, algorithms) for number in range(len(measured.levels)))
+    return Cluster(
+        name=name,
+        device=_device(measured),
+        levels=levels,
+        source=f"{measured.backend} on {math.prod(measured.levels)} ranks, measured by autopar calibrate",
+        algorithms=algorithms,
+    )
+
+
+def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
+    sizes = measured.levels
+    shared = _devices_per_link(measured, number)
+    found: dict[str, tuple[float, float]] = {}
+    for kind in KINDS:
+        samples = [s for s in measured.samples if (s.kind, s.axis, s.alone) == (kind, (number,), False)]
+        link = _unit_link(sizes, number, shared, algorithms)
+        steps, moving = (price(kind, size, link) for size in (0.0, 1.0))
+        found[kind] = _line(samples, steps.fixed, moving.moving)
+    rate = max(rate for _, rate in found.values())
+    return Level(
+        name=LEVELS[number - len(sizes)] if len(sizes) <= len(LEVELS) else f"level {number}",
+        size=sizes[number],
+        bytes_per_second=_digits(rate),
+        group_bytes_per_second=_digits(rate),
+        latency_seconds=max(_digits(latency) for latency, _ in found.values()),
+        devices_per_link=shared,
+        measured=tuple(
+            Measured(kind=kind, efficiency=min(1.0, _digits(own / rate)), latency_seconds=_digits(latency))
+            for kind, (latency, own) in found.items()
+        ),
+    )
+
+
+def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Names) -> Link:
+    """What the axis of one level sees, if that level had a rate of one byte a second and a latency of a second."""
+    levels = tuple(
+        Level(
+            name="",
+            size=size,
+            bytes_per_second=1.0,
+            group_bytes_per_second=1.0,
+            latency_seconds=1.0,
+            devices_per_link=shared if level == number else 1,
+        )
+        for level, size in enumerate(sizes)
+    )
+    device = Device(
+        name="", flops_per_second={"float32": 1.0}, memory_bytes=1.0, memory_bytes_per_second=1.0, seconds_per_op=0.0
+    )
+    return Cluster(name="", device=device, levels=levels, algorithms=algorithms).links(tuple(sizes))[number]
+
+
+def _devices_per_link(measured: Measurements, number: int) -> int:
+    """How many devices share a link out of a child: as many times as slow all groups at once are."""
+    below = math.prod(measured.levels[number + 1 :])
+    seconds = {(s.kind, s.bytes, s.alone): s.seconds for s in measured.samples if s.axis == (number,)}
+    ratios = [
+        together / seconds[kind, size, True]
+        for (kind, size, alone), together in seconds.items()
+        if not alone and size >= LEAST_BYTES and (kind, size, True) in seconds
+    ]
+    return max(1, min(below, round(statistics.median(ratios)))) if ratios else below
+
+
+def _line(samples: Sequence[Sample], steps: float, moving: float) -> tuple[float, float]:
+    """(latency, rate) that fit seconds = steps x latency + bytes x moving / rate, with the least sum of
+    |log(predicted / measured)|: a size that something disturbed does not bend the line.
+
+    Such a line goes through two of the points, or through one and the origin; all of them are tried.
+    """
+    lines = [(0.0, s.bytes * moving / s.seconds) for s in samples]
+    for one, other in combinations(samples, 2):
+        if other.bytes != one.bytes and (slope := (other.seconds - one.seconds) / (other.bytes - one.bytes)) > 0:
+            lines.append((max(0.0, one.seconds - slope * one.bytes) / steps, moving / slope))
+
+    def error(line: tuple[float, float]) -> float:
+        latency, rate = line
+        return sum(abs(math.log((steps * latency + s.bytes * moving / rate) / s.seconds)) for s in samples)
+
+    return min(lines, key=error)
+
+
+def _device(measured: Measurements) -> Device:
+    compute = measured.compute
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for dtype, m, k, n, seconds in compute.matmuls:
+        flops = 2.0 * m * k * n
+        # the model adds the cost of an operator to its arithmetic
+        rates.setdefault(dtype, []).append((flops, flops / max(seconds - compute.seconds_per_op, seconds / 10)))
+    curves = {dtype: _rising(points) for dtype, points in rates.items()}
+    usual = "float32" if measured.backend == "gloo" else "bfloat16"
+    return Device(
+        name=measured.device,
+        flops_per_second={dtype: _digits(curve[-1][1]) for dtype, curve in curves.items()},
+        memory_bytes=_digits(compute.memory_bytes),
+        memory_bytes_per_second=_digits(compute.bytes_per_second),
+        seconds_per_op=_digits(compute.seconds_per_op),
+        efficiency=_efficiency(curves[usual]),
+    )
+
+
+def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(flops, FLOP/s) that do not fall with size: the nearest such, by the mean of neighbours that do (pool adjacent
+    violators)."""
+    sizes = {flops: [rate for size, rate in points if size == flops] for flops, _ in sorted(points)}
+    pools: list[tuple[float, list[float]]] = []
+    for flops, same in sizes.items():
+        mean = statistics.geometric_mean(same)
+        pool = [flops]
+        while pools and pools[-1][0] >= mean:
+            before, others = pools.pop()
+            mean = math.exp((math.log(before) * len(others) + math.log(mean) * len(pool)) / (len(others) + len(pool)))
+            pool = others + pool
+        pools.append((mean, pool))
+    return [(flops, mean) for mean, pool in pools for flops in pool]
+
+
+def _efficiency(curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Parts of the peak, with no less time for more flops. Points within 2% of the one before are left out."""
+    peak = curve[-1][1]
+    found: list[tuple[float, float]] = []
+    for flops, rate in curve:
+        part = _digits(rate / peak)
+        if found:
+            part = min(part, found[-1][1] * flops / found[-1][0])
+        if not found or part > found[-1][1] * 1.02:
+            found.append((flops, min(1.0, part)))
+    return tuple(found)
+
+
+def _digits(value: float) -> float:
+    """Three digits: more would say more than was measured."""
+    return float(f"{value:.3g}")
+
+
+# --- the check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One collective as predicted and as measured. `axis` names the levels that it spans."""
+
+    kind: str
+    axis: str
+    bytes: int
+    predicted_seconds: float
+    measured_seconds: float
+    quartiles: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+def check(measured: Measurements, cluster: Cluster) -> list[Row]:
+    """What a cluster predicts of what was measured, all groups of an axis at once.
+
+    Raises ValueError where the cluster has other levels.
+    """
+    if tuple(level.size for level in cluster.levels) != measured.levels:
+        theirs, ours = (" x ".join(map(str, sizes)) for sizes in ([v.size for v in cluster.levels], measured.levels))
+        raise ValueError(f"cluster {cluster.name} is {theirs}, and {ours} was measured: give the same --levels")
+    rows = []
+    for sample in measured.samples:
+        if not sample.alone:
+            mesh, place = _mesh(measured.levels, sample.axis)
+            rows.append(
+                Row(
+                    kind=sample.kind,
+                    axis="+".join(cluster.levels[level].name for level in sample.axis),
+                    bytes=sample.bytes,
+                    predicted_seconds=price(sample.kind, sample.bytes, cluster.links(mesh)[place]).seconds(),
+                    measured_seconds=sample.seconds,
+                    quartiles=sample.quartiles,
+                )
+            )
+    return rows
+
+
+def _mesh(levels: Sequence[int], axis: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """A mesh that has the axis, and which of its axes it is."""
+    outer, inner = math.prod(levels[: axis[0]]), math.prod(levels[axis[-1] + 1 :])
+    return (outer, math.prod(levels[axis[0] : axis[-1] + 1]), inner), 1
+
+
+def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, str, float, float]]:
+    """(dtype, shape, predicted, measured seconds) of each product."""
+    device = cluster.device
+    found = []
+    for dtype, m, k, n, seconds in measured.compute.matmuls:
+        kind = getattr(torch, dtype)
+        moved = (m * k + k * n + m * n) * kind.itemsize / device.memory_bytes_per_second
+        predicted = device.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
+        found.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
+    return found

@@ -1,0 +1,19 @@
+"""The command line. It reads options, calls the library and prints."""
+
+from __future__ import annotations
+
+import typer
+
+from . import machines
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Parallelize PyTorch models over a device mesh.",
+)
+machines.add(app)
+
+
+def main() -> None:
+    app()

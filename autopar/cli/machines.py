@@ -1,0 +1,282 @@
+"""Commands about machines: lab, calibrate, clusters."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from .. import lab
+from ..calibration import Measurements, Row, check, compute_check, fit
+from ..cluster import Cluster
+from ..clusters import CLUSTERS, named_cluster, read_cluster
+from ..clusters.write import cluster_toml
+from ..plan import bytes_text, seconds_text
+from .common import notes, out, progress, reports_bad_input, whole_numbers
+
+SMALL_BYTES = 1 << 20
+
+
+def add(app: typer.Typer) -> None:
+    app.command("lab", rich_help_panel="Machines")(lab_command)
+    app.command("calibrate", rich_help_panel="Machines")(calibrate_command)
+    app.command("clusters", rich_help_panel="Machines")(clusters_command)
+
+
+@reports_bad_input
+def lab_command(
+    command: Annotated[list[str], typer.Argument(help="What each rank runs, after --.", metavar="-- COMMAND")],
+    nodes: Annotated[int, typer.Option(help="Nodes; with one, all ranks are behind equal links.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Ranks in a node.")] = 2,
+    inter: Annotated[str, typer.Option(help="Rate of the link of a node.")] = "400mbit",
+    intra: Annotated[str, typer.Option(help="Rate of the link of a rank.")] = "6gbit",
+    levels: Annotated[
+        str | None, typer.Option(help="Instead: levels from the outermost in, such as 2:100mbit,2:1gbit,2:6gbit.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Instead: a cluster of the library or a TOML file, divided by --scale.")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="With --cluster: children to take of each of its levels, such as 2,2.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="With --cluster: what its rates are divided by; auto measures this machine.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="With --cluster: the dtype that is trained in there.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Threads of a rank.")] = 1,
+) -> None:
+    """Run a command on the ranks of a cluster that this machine pretends to be.
+
+    Each rank has a network namespace of its own, behind links as slow as they are told to be. Needs
+    root, ip and tc. Example: autopar lab --nodes 2 --ranks 2 -- python train.py
+    """
+    shape = _shape(nodes, ranks, inter, intra, levels)
+    if cluster is not None:
+        shape = _emulated(cluster, sizes, scale, dtype, threads)
+    elif sizes is not None:
+        raise ValueError("--sizes goes with --cluster: give --nodes and --ranks, or --levels")
+    notes().print(f"lab of {shape.ranks} ranks: {shape}")
+    raise typer.Exit(lab.launch(shape, command, threads=threads))
+
+
+def _shape(nodes: int, ranks: int, inter: str, intra: str, levels: str | None) -> lab.Shape:
+    if levels is not None:
+        made = []
+        for level in levels.split(","):
+            size, colon, link = level.partition(":")
+            if not colon or not size.strip().isdecimal():
+                raise ValueError(f"--levels has {level!r}: write SIZE:RATE for each level, such as 2:400mbit,2:6gbit")
+            made.append(lab.Links(size=int(size), bytes_per_second=lab.rate(link)))
+        return lab.Shape(tuple(made))
+    return lab.flat(ranks, intra) if nodes == 1 else lab.nodes(nodes, ranks, inter, intra)
+
+
+def _emulated(cluster: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
+    from ..runtime.measure import matmul_flops_per_second
+
+    found = named_cluster(cluster)
+    if sizes is not None:
+        parts = whole_numbers(sizes, "--sizes")
+    elif found.devices <= 8:
+        parts = tuple(level.size for level in found.levels)
+    else:
+        names = ", ".join(f"{level.name} ({level.size})" for level in found.levels)
+        raise ValueError(f"cluster {found.name} has {found.devices} devices: say with --sizes how many of {names}")
+    if scale != "auto":
+        return lab.part_of(found, parts, _number(scale, "--scale"))
+    lab.check_part(found, parts)
+    flat = lab.flat(math.prod(parts), "10gbit")
+    here = statistics.median(lab.run(flat, matmul_flops_per_second, threads=threads, timeout_seconds=120.0))
+    divisor = lab.divisor(found, here, dtype)
+    notes().print(f"{here / 1e9:.3g} GFLOP/s a rank here: rates divided by {divisor:.4g}")
+    return lab.part_of(found, parts, divisor)
+
+
+def _number(text: str, option: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"{option} is {text!r}: give a number above 0, or auto")
+    return value
+
+
+@reports_bad_input
+def calibrate_command(
+    out_file: Annotated[Path | None, typer.Option("--out", help="The cluster file to write.")] = None,
+    check_file: Annotated[
+        str | None, typer.Option("--check", help="Say what this cluster predicts of what is measured; fit nothing.")
+    ] = None,
+    levels: Annotated[
+        str | None, typer.Option(help="Sizes of levels from the outermost in; nodes and their ranks if not given.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the cluster; the file's if not given.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 7,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
+    save: Annotated[Path | None, typer.Option(help="Where to write what was measured, as JSON.")] = None,
+    read: Annotated[Path | None, typer.Option(help="Measure nothing: read what --save wrote.")] = None,
+) -> None:
+    """Measure this machine, and write a cluster file that says what it reaches.
+
+    Every rank runs it: autopar lab --nodes 2 --ranks 2 -- autopar calibrate --out lab.toml, or
+    torchrun --no-python --nproc-per-node 4 autopar calibrate --out local.toml
+    """
+    if out_file is None and check_file is None and save is None:
+        raise ValueError("nothing to do: give --out FILE, --check FILE or --save FILE")
+    known = named_cluster(check_file) if check_file is not None else None
+    measured = _measured(levels, rounds, device, read)
+    if measured is None:
+        return
+    if save is not None:
+        save.write_text(json.dumps(measured.to_json(), indent=1))
+    cluster = known or fit(measured, name or (out_file.stem if out_file is not None else "calibrated"))
+    if known is None and out_file is not None:
+        when = datetime.datetime.now(datetime.UTC).date().isoformat()
+        ranks = math.prod(measured.levels)
+        source = f"autopar calibrate, {when}: {ranks} ranks, {measured.backend}, torch {torch.__version__}"
+        summary = _summary(check(measured, cluster))
+        told = f"Made by autopar calibrate, {when}; medians of {measured.rounds} rounds.\n{summary}"
+        out_file.write_text(cluster_toml(cluster, source, told))
+        notes().print(f"wrote {out_file}")
+    _print_check(measured, cluster)
+
+
+def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -> Measurements | None:
+    """On the first rank, or where it is read from a file; None on others."""
+    if read is not None:
+        try:
+            return Measurements.from_json(json.loads(read.read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{read} is not what calibrate --save wrote: {type(error).__name__} {error}") from error
+    from ..runtime.measure import measured_here
+
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {device!r}: give cpu or cuda")
+    sizes = None if levels is None else whole_numbers(levels, "--levels")
+    with progress() as tell:
+        rank, measured = measured_here(
+            sizes, rounds=rounds, device_type=device, report=lambda rank: tell if rank == 0 else lambda part, what: None
+        )
+    return measured if rank == 0 else None
+
+
+def _print_check(measured: Measurements, cluster: Cluster) -> None:
+    rows = check(measured, cluster)
+    sizes = sorted({row.bytes for row in rows})
+    table = Table("collective", "axis", *(bytes_text(size) for size in sizes), title="predicted / measured, ms")
+    for (kind, axis), same in itertools.groupby(rows, key=lambda row: (row.kind, row.axis)):
+        by_size = {row.bytes: row for row in same}
+        table.add_row(kind, axis, *(_cell(by_size[size]) for size in sizes))
+    out().print(table)
+    products = Table("product", "dtype", "predicted", "measured", "error")
+    for dtype, shape, predicted, seconds in compute_check(measured, cluster):
+        error = f"{predicted / seconds - 1:+.0%}"
+        products.add_row(shape, dtype, seconds_text(predicted), seconds_text(seconds), error)
+    out().print(products)
+    out().print(_summary(rows))
+
+
+def _cell(row: Row) -> str:
+    return f"{row.predicted_seconds * 1e3:.3g} / {row.measured_seconds * 1e3:.3g} {row.error:+.0%}"
+
+
+def _summary(rows: list[Row]) -> str:
+    """How good the predictions are, by what they are for."""
+    lines = []
+    for several, small in itertools.product((False, True), (True, False)):
+        errors = [abs(row.error) for row in rows if ("+" in row.axis) == several and (row.bytes < SMALL_BYTES) == small]
+        if errors:
+            where = "several levels" if several else "one level"
+            size = f"{'under' if small else 'from'} {bytes_text(SMALL_BYTES)}"
+            near = sum(error <= 0.15 for error in errors)
+            lines.append(
+                f"collectives on {where}, {size}: {near} of {len(errors)} within 15%, "
+                f"median error {statistics.median(errors):.0%}"
+            )
+    return "\n".join(lines)
+
+
+@reports_bad_input
+def clusters_command(
+    name: Annotated[
+        str | None, typer.Argument(help="A cluster of the library, or a TOML file: checked, and shown.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """The library of clusters, or one of them."""
+    found = dict(sorted(CLUSTERS.items())) if name is None else {name: _cluster(name)}
+    if as_json:
+        out().print_json(json.dumps({key: _facts(cluster) for key, cluster in found.items()}))
+        return
+    if name is None:
+        table = Table("cluster", "devices", "device", "memory", "levels, from the outermost in")
+        for key, cluster in found.items():
+            levels = ", ".join(f"{level.name} {level.size}" for level in cluster.levels)
+            table.add_row(
+                key, str(cluster.devices), cluster.device.name, bytes_text(cluster.device.memory_bytes), levels
+            )
+        out().print(table)
+        return
+    (cluster,) = found.values()
+    out().print(f"{cluster.name}: {cluster.source}")
+    device = cluster.device
+    rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())
+    out().print(
+        f"{cluster.devices} x {device.name}: TFLOP/s {rates} at the peak, of which an operator of "
+        + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
+        + f"; {bytes_text(device.memory_bytes)} at {bytes_text(device.memory_bytes_per_second)}/s; "
+        f"{seconds_text(device.seconds_per_op)} an operator"
+    )
+    table = Table("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
+    for level in cluster.levels:
+        pair = level.bytes_per_second
+        table.add_row(
+            level.name,
+            str(level.size),
+            level.topology,
+            f"{bytes_text(level.group_bytes_per_second)}/s",
+            "a matrix" if isinstance(pair, tuple) else f"{bytes_text(pair)}/s",
+            seconds_text(level.latency_seconds),
+            seconds_text(level.launch_seconds),
+        )
+    out().print(table)
+
+
+def _cluster(name: str) -> Cluster:
+    return read_cluster(name) if Path(name).is_file() else named_cluster(name)
+
+
+def _facts(cluster: Cluster) -> dict[str, object]:
+    device = cluster.device
+    return {
+        "devices": cluster.devices,
+        "source": cluster.source,
+        "device": {
+            "name": device.name,
+            "flops_per_second": dict(device.flops_per_second),
+            "memory_bytes": device.memory_bytes,
+            "memory_bytes_per_second": device.memory_bytes_per_second,
+            "seconds_per_op": device.seconds_per_op,
+        },
+        "levels": [
+            {
+                "name": level.name,
+                "size": level.size,
+                "topology": level.topology,
+                "bytes_per_second": level.bytes_per_second,
+                "group_bytes_per_second": level.group_bytes_per_second,
+                "latency_seconds": level.latency_seconds,
+                "launch_seconds": level.launch_seconds,
+            }
+            for level in cluster.levels
+        ],
+    }

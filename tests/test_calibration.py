@@ -1,0 +1,227 @@
+"""Calibration: a cluster's figures are found again from what it would cost, and from ranks in a lab."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from autopar import lab
+from autopar.calibration import Compute, Measurements, Sample, check, compute_check, fit
+from autopar.cli import app
+from autopar.cluster import Cluster, Device, Level
+from autopar.clusters import CLUSTERS, parse_cluster
+from autopar.clusters.write import cluster_toml
+from autopar.collectives import GLOO, KINDS, Measured, price, prices
+
+pytestmark = pytest.mark.timeout(180)
+
+SIZES = [4**k << 10 for k in range(8)]
+EFFICIENCY = {"all_reduce": 1.0, "all_gather": 0.8, "reduce_scatter": 0.7, "all_to_all": 0.5, "shift": 0.9}
+
+
+def measured_level(name: str, size: int, rate: float, latency: float, devices_per_link: int) -> Level:
+    return Level(
+        name=name,
+        size=size,
+        bytes_per_second=rate,
+        group_bytes_per_second=rate,
+        latency_seconds=latency,
+        devices_per_link=devices_per_link,
+        measured=tuple(
+            Measured(kind=kind, efficiency=EFFICIENCY.get(kind, 0.6), latency_seconds=latency * (1 - 0.1 * k))
+            for k, kind in enumerate(KINDS)
+        ),
+    )
+
+
+CLUSTER = Cluster(
+    name="known",
+    device=Device(
+        name="a core",
+        flops_per_second={"float32": 40e9, "float64": 20e9},
+        memory_bytes=8e9,
+        memory_bytes_per_second=20e9,
+        seconds_per_op=2e-6,
+        efficiency=((1e4, 0.25), (1e6, 0.5), (1e8, 1.0)),
+    ),
+    levels=(measured_level("nodes", 2, 50e6, 1e-3, 4), measured_level("ranks", 4, 750e6, 5e-4, 1)),
+    source="made up",
+    algorithms=GLOO,
+)
+
+
+def measurements(cluster: Cluster) -> Measurements:
+    """What would be measured on a cluster that costs what is predicted."""
+    outer, inner = (level.size for level in cluster.levels)
+    links = {
+        (0,): cluster.links((outer, inner))[0],
+        (1,): cluster.links((outer, inner))[1],
+        (0, 1): cluster.links((outer * inner,))[0],
+    }
+    samples = []
+    for (axis, link), kind, size in itertools.product(links.items(), KINDS, SIZES):
+        seconds = price(kind, size, link).seconds()
+        one = Sample(kind=kind, axis=axis, bytes=size, alone=False, seconds=seconds, quartiles=(seconds, seconds))
+        samples.append(one)
+        if axis == (0,):  # a group has the nodes' link to itself
+            samples.append(replace(one, alone=True, seconds=seconds / inner))
+    device = cluster.device
+    matmuls = []
+    for dtype, n in itertools.product(device.flops_per_second, (17, 79, 368)):
+        seconds = device.seconds_per_op + device.compute_seconds(2 * n**3, getattr(torch, dtype))
+        matmuls.append((dtype, n, n, n, seconds))
+    compute = Compute(
+        seconds_per_op=device.seconds_per_op,
+        bytes_per_second=device.memory_bytes_per_second,
+        memory_bytes=device.memory_bytes,
+        matmuls=tuple(matmuls),
+    )
+    return Measurements(
+        levels=(outer, inner), device="a core", backend="gloo", rounds=1, compute=compute, samples=tuple(samples)
+    )
+
+
+def test_the_figures_of_a_cluster_are_found_again() -> None:
+    found = fit(measurements(CLUSTER), "found")
+    for level, known in zip(found.levels, CLUSTER.levels, strict=True):
+        assert (level.name, level.size, level.devices_per_link) == (known.name, known.size, known.devices_per_link)
+        assert level.group_bytes_per_second == pytest.approx(known.group_bytes_per_second, rel=0.01)
+        for one, other in zip(level.measured, known.measured, strict=True):
+            assert one.kind == other.kind
+            assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
+            assert one.latency_seconds == pytest.approx(other.latency_seconds, rel=0.02)
+    assert found.device.flops_per_second == pytest.approx(CLUSTER.device.flops_per_second, rel=0.01)
+    assert found.device.reached(1e6) == pytest.approx(0.5, rel=0.02)
+
+
+def test_what_was_fitted_predicts_what_was_measured_also_on_axes_that_span_levels() -> None:
+    measured = measurements(CLUSTER)
+    rows = check(measured, fit(measured, "found"))
+    assert {row.axis for row in rows} == {"nodes", "ranks", "nodes+ranks"}
+    assert len(rows) == 3 * len(KINDS) * len(SIZES)
+    assert max(abs(row.error) for row in rows) < 0.02
+    assert max(abs(p / m - 1) for *_, p, m in compute_check(measured, fit(measured, "found"))) < 0.02
+
+
+def test_sizes_that_something_disturbed_do_not_bend_the_fit() -> None:
+    measured = measurements(CLUSTER)
+    disturbed = replace(
+        measured,
+        samples=tuple(replace(s, seconds=3 * s.seconds) if s.bytes in SIZES[2::4] else s for s in measured.samples),
+    )
+    rows = [row for row in check(measured, fit(disturbed, "found")) if row.bytes not in SIZES[2::4]]
+    assert max(abs(row.error) for row in rows) < 0.05
+
+
+def test_rates_of_products_that_fall_with_size_become_their_mean() -> None:
+    measured = measurements(CLUSTER)
+    rates = {100: 20e9, 200: 40e9, 400: 30e9}
+    matmuls = tuple(("float32", n, n, n, 2 * n**3 / rate + 2e-6) for n, rate in rates.items())
+    device = fit(replace(measured, compute=replace(measured.compute, matmuls=matmuls)), "found").device
+    mean = math.sqrt(40e9 * 30e9)
+    assert device.flops_per_second["float32"] == pytest.approx(mean, rel=0.01)
+    assert device.efficiency == ((2 * 100**3, pytest.approx(20e9 / mean, rel=0.01)), (2 * 200**3, 1.0))
+
+
+def test_a_cluster_of_other_levels_is_refused() -> None:
+    with pytest.raises(ValueError, match="cluster dgx-a100 is 1024 x 8, and 2 x 4 was measured"):
+        check(measurements(CLUSTER), CLUSTERS["dgx-a100"])
+
+
+def test_measurements_are_saved_and_read() -> None:
+    measured = measurements(CLUSTER)
+    assert Measurements.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+
+
+# --- the format
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, *CLUSTERS.values()], ids=lambda cluster: cluster.name)
+def test_a_written_cluster_is_read_back(cluster: Cluster) -> None:
+    assert parse_cluster(cluster_toml(cluster, "a test", "two\nlines"), "a file") == cluster
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "error"),
+    [
+        (
+            "all_gather = 0.8",
+            "all_gather = 1.8",
+            "efficiency = .* is not a part above 0 and at most 1, or a table of them",
+        ),
+        ("all_gather = 0.8, ", "", "efficiency = .* is not a part above 0 and at most 1, or a table"),
+        ("all_reduce = 0.001", "all_reduce = -0.001", "latency_seconds = .* is not a number of seconds, 0 or more"),
+        ('["whole"]', '["tree"]', "algorithms = .* with one of ring, pairwise, message, whole that does the kind"),
+        ('all_reduce = ["ring"]', 'all_reduce = ["whole"]', "algorithms = .* is not a list of ring"),
+    ],
+)
+def test_bad_tables_by_kind_are_refused(line: str, instead: str, error: str) -> None:
+    text = cluster_toml(CLUSTER, "a test")
+    assert line in text
+    with pytest.raises(ValueError, match=error):
+        parse_cluster(text.replace(line, instead), "a file")
+
+
+def test_gloo_scatters_what_it_reduced_as_a_whole() -> None:
+    level = Level(name="a", size=4, bytes_per_second=1e9, group_bytes_per_second=1e9, latency_seconds=1e-3)
+    device = CLUSTER.device
+    link = Cluster(name="gloo", device=device, levels=(level,), algorithms=GLOO).links((4,))[0]
+    assert list(prices("reduce_scatter", 1e6, link)) == ["whole"]
+    assert price("reduce_scatter", 1e6, link).seconds() == price("all_reduce", 1e6, link).seconds()
+    others = Cluster(name="others", device=device, levels=(level,)).links((4,))[0]
+    assert "whole" not in prices("reduce_scatter", 1e6, others)
+
+
+# --- on ranks
+
+
+def measured_in_the_lab(levels: list[int]) -> dict[str, Any]:
+    from autopar.runtime.measure import measure
+
+    return measure(levels, sizes=(1 << 10, 1 << 20), rounds=3).to_json()
+
+
+@pytest.mark.skipif(bool(lab.missing()), reason=f"a lab needs {', '.join(lab.missing())}")
+def test_a_lab_is_measured_and_its_links_are_found(tmp_path: Path) -> None:
+    shape = lab.flat(2, "80mbit")
+    found = lab.run(shape, measured_in_the_lab, [2], timeout_seconds=120.0)
+    assert found[0] == found[1]
+    saved, written = tmp_path / "measured.json", tmp_path / "ours.toml"
+    saved.write_text(json.dumps(found[0]))
+    result = CliRunner().invoke(app, ["calibrate", "--read", str(saved), "--out", str(written)])
+    assert result.exit_code == 0, result.output
+    assert "reduce_scatter" in result.output
+    cluster = parse_cluster(written.read_text(), str(written))
+    (level,) = cluster.levels
+    assert (cluster.name, level.size) == ("ours", 2)
+    assert level.group_bytes_per_second == pytest.approx(10e6, rel=0.25)
+    assert cluster.device.flops_per_second.keys() == {"float32", "bfloat16", "float64"}
+
+
+def test_calibrate_without_ranks_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "ours.toml")])
+    assert result.exit_code == 2
+    assert "start them with torchrun" in " ".join(result.output.split())
+
+
+def test_clusters_lists_shows_and_checks(tmp_path: Path) -> None:
+    listed = CliRunner().invoke(app, ["clusters", "--json"])
+    assert json.loads(listed.output).keys() == CLUSTERS.keys()
+    path = tmp_path / "known.toml"
+    path.write_text(cluster_toml(CLUSTER, "a test"))
+    shown = CliRunner().invoke(app, ["clusters", str(path)])
+    assert shown.exit_code == 0
+    assert "made up" in shown.output
+    path.write_text("name = 1")
+    bad = CliRunner().invoke(app, ["clusters", str(path)])
+    assert bad.exit_code == 2
+    assert "device is missing" in bad.output
