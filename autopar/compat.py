@@ -146,13 +146,14 @@ def export_joint(
     calls with their module paths, and AOT autograd makes the functional joint graph of that record.
     """
     with torch.library._scoped_library(_CALLS, "FRAGMENT") as library:
-        with _recorded_functions(library):
+        with _recorded_functions(library), _masks_as_they_are():
             exported = torch.export.export(module, inputs, strict=False)
         tensors = (*inputs, *module.parameters(), *module.buffers())
         lifted = _Lifted(exported, mode, canonical, next((t.device.type for t in tensors), "cpu"))
         with contextlib.ExitStack() as stack:
             # forward enters the autocast context itself: backward runs outside of it, as eager's does
             stack.enter_context(without_autocast(lifted.kind))
+            stack.enter_context(_without_effects())
             from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
             joint = aot_export_joint_with_descriptors(stack, lifted, inputs)
@@ -201,6 +202,36 @@ def _recorded_functions(library: torch.library.Library) -> Iterator[None]:
         yield
     finally:
         function.apply = apply  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _masks_as_they_are() -> Iterator[None]:
+    """`nn.TransformerEncoder` compares the mask that it is given with the causal one, to give attention a hint: a
+    branch on data, with and without which the result is the same."""
+    from torch.nn.modules import transformer
+
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+
+
+@contextlib.contextmanager
+def _without_effects() -> Iterator[None]:
+    """The check of a factorisation's success is no more than an assertion: where torch takes it for an effect (from
+    2.13 on), a traced graph would have tokens among its inputs."""
+    holder = getattr(torch._library.simple_registry.singleton.find("aten::_linalg_check_errors"), "effect", None)
+    if holder is None or holder.effect is None:
+        yield
+        return
+    known = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(known)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ import keyword
 import logging
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,7 +34,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar import compat
+from autopar import checks, compat
 from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, Ref, TensorMeta, references
 from autopar.tree import flatten
 
@@ -164,6 +165,11 @@ def capture(
         raise CaptureError(f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}") from error
     outcome = step.outcomes.last
     assert outcome is not None
+    if step.outcomes.checks:
+        logger.warning(
+            "the program makes no checks of data: where eager would raise, it goes on (%s)",
+            ", ".join(step.outcomes.checks),
+        )
 
     input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
     output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
@@ -358,7 +364,10 @@ class _Outcome:
 class _Outcomes:
     """Where a step leaves what it saw: export puts a module's own attributes back as they were."""
 
-    last: _Outcome | None = None
+    def __init__(self) -> None:
+        self.last: _Outcome | None = None
+        self.checks: dict[str, None] = {}
+        """Lines of code that look at data and raise."""
 
 
 class _Step(nn.Module):
@@ -385,7 +394,7 @@ class _Step(nn.Module):
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with _written(self.model, self.replaced), _VisibleWeights():
+        with _written(self.model, self.replaced), _VisibleWeights(), _unchecked(self.outcomes.checks):
             output = self.model(*args, **kwargs)
         if self.loss_fn[0] is not None:
             output = self.loss_fn[0](output)
@@ -455,6 +464,27 @@ class _VisibleWeights(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
             return compat.plain_attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _unchecked(lines: dict[str, None]) -> Iterator[None]:
+    """Branches on data that raise are taken not to; `lines` receives where they are. (A mode would not see those in
+    torch's own functions.)"""
+
+    def truth(tensor: torch.Tensor) -> bool:
+        frame = sys._getframe(1)
+        passing = checks.passing(frame) if compat.is_fake(tensor) else None
+        if passing is None:
+            return bool(known(tensor))
+        lines[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
+        return passing
+
+    known = torch.Tensor.__bool__
+    torch.Tensor.__bool__ = truth  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.__bool__
 
 
 @contextlib.contextmanager

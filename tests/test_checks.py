@@ -1,0 +1,144 @@
+"""Models whose code looks at data: at what only raises, at masks, and at whether a factorisation worked.
+
+PYTEST_DONT_REWRITE: an assert of a model is one here, as it is in a model's own file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Case, assert_same, eager, simulated
+from plans import random_assignment
+from torch import nn
+
+from autopar.api import Planner
+from autopar.passes.capture import CaptureError, capture
+from autopar.passes.codegen import codegen
+
+
+def assert_parity(case: Case) -> None:
+    """A preset's plan, the solver's and random ones compute what the model does."""
+    planner = Planner(case.model, {"dp": 2, "tp": 2}, case.args)
+    plans = [planner.assignment(planner.plan(solver=solver)) for solver in ("ddp", "dp")]
+    for assignment in (*plans, *(random_assignment(planner.space, seed) for seed in range(3))):
+        assert_same(simulated(codegen(planner.space, assignment), planner.captured, case), eager(case))
+
+
+class Applied(nn.Module):
+    """A layer, and a function of what it makes and of the other inputs."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer(x), *others)
+
+
+def applied(function: Callable[..., torch.Tensor], *others: torch.Tensor) -> Case:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8)
+    return Case(model=Applied(function), batch=lambda step: ((x, *others), {}))
+
+
+def raises_if(x: torch.Tensor) -> torch.Tensor:
+    if (x > 1e3).any():
+        raise ValueError(f"{'large' if x.ndim else 'a number'}")
+    return x.sum()
+
+
+def raises_else(x: torch.Tensor) -> torch.Tensor:
+    if (x < 1e3).all():
+        x = x * 2
+    else:
+        raise ValueError("large")
+    return x.sum()
+
+
+def asserts_both(x: torch.Tensor) -> torch.Tensor:
+    assert (x < 1e3).all() and (x > -1e3).all(), "large"
+    return x.sum()
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    if (x > 0).any():
+        x = x * 2
+    return x.sum()
+
+
+def catches(x: torch.Tensor) -> torch.Tensor:
+    try:
+        if (x > 0).any():
+            raise ValueError
+    except ValueError:
+        x = x * 2
+    return x.sum()
+
+
+@pytest.mark.parametrize("function", [raises_if, raises_else, asserts_both])
+def test_a_check_that_raises_passes(function: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="autopar.passes.capture"):
+        assert_parity(applied(function))
+    line = function.__code__.co_firstlineno + 1
+    assert f"where eager would raise, it goes on ({__file__}:{line}" in caplog.text
+
+
+@pytest.mark.parametrize("function", [branches, catches])
+def test_a_branch_on_data_is_refused(function: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match="data-dependent"):
+        capture(Applied(function), (torch.randn(8, 8),))
+    assert bool(torch.ones(())) and not torch.zeros(1)
+
+
+def test_a_loss_that_checks_its_variance() -> None:
+    target = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    assert_parity(applied(lambda x, t: F.gaussian_nll_loss(x, t, x.exp()), target))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
+        return self.encoder(x, **masks).square().mean()
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(6)
+PADDED = torch.arange(6)[None] >= torch.tensor([[6], [4], [5], [6]])
+
+
+@pytest.mark.parametrize("given", [{"mask": CAUSAL}, {"mask": CAUSAL, "src_key_padding_mask": PADDED.float() * -1e4}])
+def test_an_encoder_with_masks(given: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 16)
+    made = Case(model=Encoder(), batch=lambda step: ((x,), given))
+    planner = Planner(made.model, {"dp": 2, "tp": 2}, made.args, made.kwargs)
+    for solver in ("ddp", "megatron", "dp"):
+        program = codegen(planner.space, planner.assignment(planner.plan(solver=solver)))
+        assert_same(simulated(program, planner.captured, made), eager(made))
+
+
+def positive(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.T + 10 * torch.eye(8)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.linalg.inv(positive(x)).sum(),
+        lambda x: torch.linalg.solve(positive(x), x).square().sum(),
+        lambda x: torch.linalg.cholesky(positive(x)).sum(),
+    ],
+    ids=["inv", "solve", "cholesky"],
+)
+def test_factorisations_are_replicated(function: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        assert_parity(applied(function))
+    assert "replicated, since the op has no rule" in caplog.text and "linalg_" in caplog.text
