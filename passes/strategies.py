@@ -623,7 +623,7 @@ class _Fixpoint:
 
     def _linear(self, site: Site) -> Iterator[int]:
         """Linear sets worth taking: those that pass on every operand as a partial sum, masks and single
-        numbers aside (an add of two gradients shares one reduction, a sum shrinks what is reduced). Work that
+        numbers aside (an add of two gradients shares one reduction), and those of which the op makes less. Work that
         is done in full on partial sums only repeats on every rank what reducing first would have shared."""
         assert site.rule is not None and site.call is not None
         if site.rule.flops:
@@ -631,7 +631,9 @@ class _Fixpoint:
         for number, operands in enumerate(site.rule.linear):
             rest = [meta for i, meta in enumerate(site.call.inputs) if i not in operands]
             passed_on = all(not meta.dtype.is_floating_point or meta.numel == 1 for meta in rest)
-            if passed_on and all(self._may_be_partial(site.reads[o]) for o in operands):
+            made = sum(meta.numel for meta in site.call.outputs if meta is not None)
+            shrinks = made < min(site.call.inputs[i].numel for i in operands)
+            if (passed_on or shrinks) and all(self._may_be_partial(site.reads[o]) for o in operands):
                 yield number
 
     def _may_be_partial(self, read: Read) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from autopar import randomness
 from autopar.compat import all_gather_single, reduce_scatter_single
 from autopar.graph import Ref, overload
-from autopar.ops.bounds import OPERATORS
+from autopar.ops import bounds, experts
 from autopar.program import Instruction, Program, RankIndex, names_no_device
 
 from .failures import located
@@ -42,7 +42,11 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "aten.transpose.int": torch.transpose,
     "aten.unsqueeze.default": torch.unsqueeze,
     "aten.view.default": torch.Tensor.view,
-    **{f"autopar.{function.__name__}.default": function for function in (*randomness.OPERATORS, *OPERATORS)},
+    **{
+        f"autopar.{function.__name__}.default": function
+        for module in (randomness, bounds, experts)
+        for function in module.OPERATORS
+    },
 }
 """Functions that call the same overload with the same arguments for less: 0.8 us instead of 1.4."""
 

@@ -272,3 +272,36 @@ def test_a_table_that_is_indexed(period: int) -> None:
     size = CLASSES if period == TOKENS else TOKENS
     expected = Counter({("all_reduce", "a", size * WIDTH * FLOAT): 1})
     assert found == expected + Counter({("all_reduce", "a", FLOAT): int(period == TOKENS)})
+
+
+# ----------------------------------------------------------------------------------- experts split by inner dim
+
+
+ROWS, EXPERTS, INNER, AT_ONCE = 1024, 4, 44, 3
+
+
+class Experts(nn.Module):
+    """The weighted sum of what a few experts make of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.gate = nn.Linear(STATE, STATE, bias=False), nn.Linear(STATE, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, INNER, STATE) / STATE)
+        self.down = nn.Parameter(torch.randn(EXPERTS, STATE, INNER) / INNER)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        weights, wanted = self.gate(x).softmax(-1).gather(1, ids), ids.reshape(-1)
+        inner = F.gelu(torch.bmm(self.up[wanted], x.repeat_interleave(AT_ONCE, 0)[..., None]))
+        made = torch.bmm(self.down[wanted], inner)[..., 0] * weights.reshape(-1, 1)
+        return made.reshape(-1, AT_ONCE, STATE).sum(1).square().mean()
+
+
+def test_experts_with_their_inner_dim_split() -> None:
+    """What a token's rows add up to is reduced, and what the gradients of its rows do, [tokens, state]; of the rows
+    themselves nothing but the gradients of their weights, [rows]."""
+    torch.manual_seed(0)
+    x, ids = torch.randn(ROWS, STATE), torch.randint(EXPERTS, (ROWS, AT_ONCE))
+    found = collectives(Case(model=Experts(), batch=lambda step: ((x, ids), {})), {"tp": 2}, splitting(INNER))
+    tokens = ROWS * STATE * FLOAT
+    assert found == {("all_reduce", "tp", tokens): 2, ("all_reduce", "tp", ROWS * AT_ONCE * FLOAT): 1}

@@ -134,7 +134,15 @@ def _moved(draw: Draw) -> Arguments:
     return (draw.floats(s, d), draw.indices(4, s), 4), {}
 
 
+def _weighted_sum(draw: Draw) -> Arguments:
+    tokens, width = draw.sizes(2)
+    size = draw.one_of(2, 3, 1)
+    return (draw.floats(tokens * size, width), draw.floats(tokens * size, 1), size), {}
+
+
 EXAMPLES["autopar.to_experts.default"] = EXAMPLES["autopar.from_experts.default"] = _moved
+EXAMPLES["autopar.weighted_sum.default"] = _weighted_sum
+EXAMPLES["autopar.row_dot.default"] = lambda draw: (tuple(draw.floats(*shape) for shape in [draw.sizes(2)] * 2), {})
 EXAMPLES["autopar.ids_at_experts.default"] = lambda draw: ((draw.indices(4, draw.size()), 4), {})
 EXAMPLES["autopar.expert_mm.default"] = _expert_mm
 EXAMPLES["autopar.expert_mm_weight.default"] = _expert_mm_weight

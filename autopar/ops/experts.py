@@ -24,6 +24,7 @@ from .rule import Call, Emitter, OpRule, Routing
 from .template import assemble
 
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"
+SUM, DOT = "autopar.weighted_sum.default", "autopar.row_dot.default"
 TO, FROM, WANTED = "autopar.to_experts.default", "autopar.from_experts.default", "autopar.ids_at_experts.default"
 
 
@@ -106,6 +107,32 @@ def _expert_mm_weight_meta(
     return x.new_empty(experts, x.shape[1], gradient.shape[1])
 
 
+def weighted_sum(x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+    """The sum of each token's rows by their weights.
+
+    x: [tokens * size, k], weight: [tokens * size, 1] -> [tokens, k].
+    """
+    return (x * weight).view(-1, size, x.shape[1]).sum(1)
+
+
+def row_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The product of each two rows: the gradient of their weight.
+
+    x: [rows, k], y: [rows, k] -> [rows, 1].
+    """
+    return (x * y).sum(1, keepdim=True)
+
+
+OPERATORS = (weighted_sum, row_dot)
+
+for _function, _schema in (
+    (weighted_sum, "(Tensor x, Tensor weight, int size) -> Tensor"),
+    (row_dot, "(Tensor x, Tensor y) -> Tensor"),
+):
+    torch.library.define(f"autopar::{_function.__name__}", _schema)
+    torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd", _function)
+
+
 def _unmoved(x: torch.Tensor, *table: object) -> torch.Tensor:
     return x.view_as(x)
 
@@ -185,6 +212,15 @@ def mm_rule(call: Call) -> OpRule | None:
 def mm_weight_rule(call: Call) -> OpRule | None:
     """expert_mm_weight."""
     return _at_experts(_mm_weight(call), call.argument("experts"))
+
+
+dot_rule = from_template("s k, s k -> s 1", linear=EACH)
+
+
+def sum_rule(call: Call) -> OpRule:
+    """weighted_sum: the rows of a token stay together."""
+    rows = ("t", call.argument("size"))
+    return assemble(call, [[rows, "k"], [rows, None]], [["t", "k"]], linear=EACH)
 
 
 def moved_rule(call: Call) -> OpRule:

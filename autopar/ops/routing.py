@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..graph import JointGraph, Node, Ref, TensorMeta, map_references
-from .experts import FROM, MM, MM_WEIGHT, TO, WANTED
+from .experts import DOT, FROM, MM, MM_WEIGHT, SUM, TO, WANTED
 from .families import has
 from .rule import Call, OpRule
 
@@ -34,9 +34,10 @@ RuleOf = Callable[[Call], OpRule | None]
 
 
 def in_token_order(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
-    """The graph with sorts of rows by expert, and lookups of weights by expert, replaced by `expert_mm`, and
-    with a mark wherever rows may set out for their experts, or come back."""
-    return _Ways(_unsorted(_looked_up(graph), rule_of), rule_of).run()
+    """The graph with sorts of rows by expert, and lookups of weights by expert, replaced by `expert_mm`, with
+    a mark wherever rows may set out for their experts, or come back, and with the sums of a token's rows as one
+    operator each, which partial sums of rows may go through."""
+    return _summed(_Ways(_unsorted(_looked_up(graph), rule_of), rule_of).run())
 
 
 class _Rewrite:
@@ -637,3 +638,48 @@ class _Ways(_Rewrite):
         self.keep(node)
         self.away.update({name: way for name in node.outputs if name})
         return True
+
+
+# ---- what becomes of rows that are back
+
+
+def _summed(graph: JointGraph) -> JointGraph:
+    """The graph with sum(rows * weights) over the rows of each token, and with the gradient of the weights, as one
+    operator each."""
+    made = _Rewrite(graph)
+    back = {node.name for node in graph.nodes if node.op == FROM and len(graph.metas[node.name].shape) == 2}
+    for node in graph.nodes:
+        made.node = node
+        product = _product_of(graph, node, back) if node.op == "aten.sum.dim_IntList" and not node.kwargs else None
+        if product is None:
+            made.keep(node)
+        else:
+            op, args = product
+            made.emit(op, map_references(args, made.now), made.shape(node.name), node.name)
+    return made.done()
+
+
+def _product_of(graph: JointGraph, node: Node, back: Collection[str]) -> tuple[str, tuple[Any, ...]] | None:
+    """The operator, and its arguments, of which a sum is the last step."""
+    read = node.inputs[0]
+    view = _only_step(graph, read, RESHAPE)
+    product = _only_step(graph, view.inputs[0] if view else read, "aten.mul.Tensor")
+    if product is None or len(set(product.inputs)) != 2:
+        return None
+    rows, other = product.inputs if product.inputs[0] in back else product.inputs[::-1]
+    if rows not in back:
+        return None
+    (count, width), across, apart = graph.metas[rows].shape, graph.metas[other].shape, graph.metas[read].shape
+    if view is None and across == (count, width) and node.args[1:] in (((1,), True), ((-1,), True)):
+        return DOT, (Ref(other), Ref(rows))
+    together = view is not None and len(apart) == 3 and apart[0] * apart[1] == count and apart[2] == width
+    if together and across == (count, 1) and node.args[1:] == ((1,),):
+        return SUM, (Ref(rows), Ref(other), apart[1])
+    return None
+
+
+def _only_step(graph: JointGraph, name: str, op: str) -> Node | None:
+    """The node that makes a value, if it is of this op and one node alone reads what it makes."""
+    index = graph.producer.get(name)
+    alone = len(graph.consumers.get(name, ())) == 1 and name not in {output.name for output in graph.outputs}
+    return graph.nodes[index] if index is not None and alone and graph.nodes[index].op == op else None

@@ -159,6 +159,8 @@ def _never(call: Call) -> bool:
 TABLE: Mapping[str, Entry] = MappingProxyType({
     # contractions
     experts.MM: Entry(experts.mm_rule, expand=experts.mm),
+    experts.SUM: Entry(experts.sum_rule),
+    experts.DOT: Entry(experts.dot_rule),
     experts.TO: Entry(experts.moved_rule, expand=experts.to_experts),
     experts.FROM: Entry(experts.moved_rule, expand=experts.from_experts),
     experts.WANTED: Entry(experts.moved_rule, expand=experts.ids_at_experts),
