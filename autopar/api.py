@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from .cluster import Cluster
 from .clusters import named_cluster
+from .comparison import Comparison
 from .layout import REPLICATE, Layout, Split
 from .ops import rule_of
 from .ops.routing import in_token_order
@@ -26,7 +28,7 @@ from .passes.seeds import seeds
 from .passes.segments import Segments, segments
 from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
-from .plan import ParameterPlan, Plan, Run, Segment, bytes_text, graph_digest, seconds_text, table
+from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
 from .program import Program
 from .search import Found, Search, unique_sites
@@ -73,30 +75,46 @@ def plan(
 
 def compare(
     model: nn.Module,
-    mesh_shape: Mapping[str, int],
+    mesh_shape: Mapping[str, int] | Sequence[Mapping[str, int]],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     solvers: Sequence[str] = ("ilp", "ddp", "fsdp", "megatron", "megatron_sp"),
     cost: str = "analytical",
-    cluster: str | Cluster | None = None,
+    cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,
+    report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
-    """Plans of several solvers and presets side by side; the model is captured once.
+    """Plans of several solvers and presets side by side, on one mesh and cluster or each of several; the model is
+    captured once.
 
     Arguments as for `plan`. A solver that finds nothing (no plan keeps the limit, a preset that does
-    not fit the batch) has its error in the place of a plan.
+    not fit the batch) has its error in the place of a plan. `report` is told the part that is done, and what is next.
     """
-    planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster)
     for solver in solvers:
         _check_solver(solver)
+    meshes = [mesh_shape] if isinstance(mesh_shape, Mapping) else list(mesh_shape)
+    several = isinstance(cluster, Sequence) and not isinstance(cluster, str)
+    clusters: list[str | Cluster | None] = list(cluster) if several else [cluster]  # type: ignore[arg-type, list-item]
+    if not meshes or not clusters:
+        raise ValueError("nothing to compare: give a mesh or more, and a cluster or more (or None)")
+    cases = [(mesh, machine) for machine in clusters for mesh in meshes]
+    report(0.0, "capture")
+    planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1])
     results: dict[str, Plan | str] = {}
-    for solver in solvers:
-        try:
-            results[solver] = planner.plan(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes)
-        except ValueError as error:
-            results[solver] = str(error)
+    for number, (mesh, machine) in enumerate(cases):
+        on = planner if number == 0 else planner.on(mesh, machine)
+        shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        place = [shape] * (len(meshes) > 1) + [on.cluster.name] * (len(clusters) > 1)
+        for k, solver in enumerate(solvers):
+            name = " ".join([solver, *place])
+            report((number + k / len(solvers)) / len(cases), name)
+            try:
+                results[name] = on.plan(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes)
+            except ValueError as error:
+                results[name] = str(error)
+    report(1.0, "")
     return Comparison(results)
 
 
@@ -198,7 +216,7 @@ class Planner:
                 shown,
             )
         self.segments: Segments = self._timed("segments", lambda: segments(graph))
-        self.space: Space = self._timed("strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments))
+        self.space = self._space()
         if self.space.without_rule:
             modules = self.space.without_rule_in
             ops = "; ".join(
@@ -206,6 +224,18 @@ class Planner:
                 for op, count in self.space.without_rule.items()
             )
             logger.warning("replicated, since the op has no rule: %s", ops)
+
+    def _space(self) -> Space:
+        graph = self.captured.graph
+        return self._timed("strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments))
+
+    def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None) -> Planner:
+        """A planner for the same captured model on another mesh or cluster."""
+        _check_mesh(mesh_shape)
+        other = copy(self)
+        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), {}
+        other.space = other._space()
+        return other
 
     def _timed(self, name: str, function: Callable[[], T]) -> T:
         started = time.perf_counter()
@@ -348,50 +378,6 @@ class Planner:
         """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
         program = self._timed("codegen", lambda: codegen(self.space, assignment))
         return self._timed("bucket", lambda: bucket(program))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Solver -> plan, or the reason why there is none. Prints as a table, best first."""
-
-    results: Mapping[str, Plan | str]
-
-    @property
-    def best(self) -> str:
-        """The solver with the least predicted step time. Raises ValueError if none found a plan."""
-        plans = {name: p for name, p in self.results.items() if isinstance(p, Plan)}
-        if not plans:
-            raise ValueError(f"no solver found a plan: {dict(self.results)}")
-        return min(plans, key=lambda name: plans[name].objective_seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: p.to_json() if isinstance(p, Plan) else {"error": p} for name, p in self.results.items()}
-
-    def __str__(self) -> str:
-        plans = sorted(
-            ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].objective_seconds
-        )
-        rows: list[tuple[str, ...]] = [
-            ("solver", "step", "compute", "communication", "copies", "optimizer", "memory", "sent", "solve", "gap")
-        ]
-        for name, p in plans:
-            a = p.account
-            sent = sum(c.bytes for c in a.collectives)
-            parts = (a.seconds, a.compute_seconds, a.communication_seconds, a.copy_seconds, a.optimizer_seconds)
-            gap = "-" if p.gap is None else f"{p.gap:.1%}"
-            rows.append(
-                (
-                    name,
-                    *map(seconds_text, parts),
-                    bytes_text(a.bytes),
-                    bytes_text(sent),
-                    f"{p.solve_seconds:.2f} s",
-                    gap,
-                )
-            )
-        lines = table(rows)
-        lines += [f"{name}: no plan: {p}" for name, p in self.results.items() if isinstance(p, str)]
-        return "\n".join(lines)
 
 
 def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import machines
+from . import machines, plans
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -12,6 +12,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Parallelize PyTorch models over a device mesh.",
 )
+plans.add(app)
 machines.add(app)
 
 

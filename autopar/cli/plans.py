@@ -1,0 +1,168 @@
+"""Commands about plans: plan, compare, show."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..api import Planner, compare
+from ..comparison import Comparison
+from ..figure import draw
+from ..plan import Plan
+from ..presets import PRESETS
+from ..solve import SOLVERS
+from .common import notes, progress, reports_bad_input
+from .models import load, parsed
+
+UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
+UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}
+
+Model = Annotated[str, typer.Argument(help="module:callable, or hf:ConfigClass such as hf:LlamaConfig.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="KEY=VALUE of the configuration, or of the callable. Repeatable.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
+Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
+Dtype = Annotated[str, typer.Option(help="Of the model.")]
+Limit = Annotated[str | None, typer.Option("--memory-limit", help="Of a rank, such as 40GB.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+KNOWN = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
+
+
+def add(app: typer.Typer) -> None:
+    for name, command in (("plan", plan_command), ("compare", compare_command), ("show", show_command)):
+        app.command(name, rich_help_panel="Plans")(command)
+
+
+@reports_bad_input
+def plan_command(
+    model: Model,
+    mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=4.")],
+    batch: Batch = 8,
+    sequence: Length = 128,
+    settings: Settings = None,
+    dtype: Dtype = "float32",
+    cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
+    solver: Annotated[str, typer.Option(help=KNOWN)] = "ilp",
+    memory_limit: Limit = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a model on a mesh, without devices.
+
+    Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
+    """
+    loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    shape, limit = mesh_shape(mesh), byte_count(memory_limit)
+    with working():
+        planner = Planner(loaded.model, shape, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, cluster=cluster)
+        plan = planner.plan(solver=solver, memory_limit_bytes=limit)
+    if save is not None:
+        plan.save(save)
+    _print(plan, as_json)
+
+
+@reports_bad_input
+def compare_command(
+    model: Model,
+    mesh: Annotated[list[str], typer.Option(help="Axes and sizes, such as dp=2,tp=4. Repeatable.")],
+    batch: Batch = 8,
+    sequence: Length = 128,
+    settings: Settings = None,
+    dtype: Dtype = "float32",
+    cluster: Annotated[list[str] | None, typer.Option(help="Of the library, or a TOML file. Repeatable.")] = None,
+    solver: Annotated[list[str] | None, typer.Option(help=f"{KNOWN} Repeatable; ilp and presets if not given.")] = None,
+    memory_limit: Limit = None,
+    figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plans of several solvers, presets, meshes and clusters side by side, best first."""
+    loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    meshes, limit = [mesh_shape(text) for text in mesh], byte_count(memory_limit)
+    with progress() as tell:
+        found = compare(
+            loaded.model,
+            meshes,
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            solvers=list(dict.fromkeys(solver)) if solver else ("ilp", *PRESETS),
+            cluster=list(dict.fromkeys(cluster)) if cluster else None,
+            memory_limit_bytes=limit,
+            report=tell,
+        )
+    if figure is not None:
+        draw(found, figure)
+    if as_json:
+        typer.echo(json.dumps(found.to_json()))
+    else:
+        typer.echo(f"{found}\n\n{found.collectives()}")
+    _fail_without_plan(found)
+
+
+def _fail_without_plan(found: Comparison) -> None:
+    if not any(isinstance(result, Plan) for result in found.results.values()):
+        raise typer.Exit(1)
+
+
+@reports_bad_input
+def show_command(path: Annotated[Path, typer.Argument(help="What plan --out wrote.")], as_json: AsJson = False) -> None:
+    """Print a saved plan."""
+    try:
+        plan = Plan.load(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give the path of a plan that plan --out wrote") from error
+    _print(plan, as_json)
+
+
+def _print(plan: Plan, as_json: bool) -> None:
+    typer.echo(json.dumps(plan.to_json()) if as_json else plan)
+
+
+def mesh_shape(text: str) -> dict[str, int]:
+    """Of "dp=2,tp=4"."""
+    found: dict[str, int] = {}
+    for axis in text.split(","):
+        name, equals, size = (part.strip() for part in axis.partition("="))
+        if not equals or not size.isdecimal() or name in found:
+            raise ValueError(f"--mesh is {text!r}: write each axis once, with its size, such as dp=2,tp=4")
+        found[name] = int(size)
+    return found
+
+
+def byte_count(text: str | None) -> float | None:
+    """Of "40GB" or "40GiB"."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2] not in UNITS:
+        raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB")
+    count: float = float(found[1]) * UNITS[found[2]]
+    return count
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """Says on a terminal what the planner is at, by what it logs."""
+    console = notes()
+    if not console.is_terminal:
+        yield
+        return
+    logger, level = logging.getLogger("autopar"), logging.getLogger("autopar").level
+    with console.status("capture") as status:
+        told = logging.Handler()
+        told.emit = lambda record: status.update(record.getMessage().splitlines()[0][:100])  # type: ignore[method-assign]
+        logger.addHandler(told)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(told)
+            logger.setLevel(level)

@@ -1,0 +1,192 @@
+"""The command line: what it is told, what it prints, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import autopar
+from autopar.api import Planner
+from autopar.cli import app
+from autopar.cli.models import load, parsed
+from autopar.cli.plans import byte_count, mesh_shape
+from autopar.plan import Plan
+
+pytestmark = pytest.mark.timeout(180)
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+SETTINGS = [part for key, value in LLAMA.items() for part in ("--set", f"{key}={value}")]
+SIZES = ["--batch", "4", "--seq", "16"]
+
+
+def autopar_(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def build(width: int, batch: int = 2) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+    """A model for module:callable."""
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU()), (torch.randn(batch, width),), torch.mean
+
+
+# --- what is read
+
+
+def test_meshes_sizes_and_settings_are_read() -> None:
+    assert mesh_shape("dp=2, tp=4") == {"dp": 2, "tp": 4}
+    assert byte_count("40GB") == 40e9
+    assert byte_count("1.5GiB") == 1.5 * 2**30
+    assert byte_count("100") == 100
+    assert byte_count(None) is None
+    assert parsed(["a=1", "b=0.5", "c=true", "d=gelu", "e=[1, 2]"]) == {
+        "a": 1,
+        "b": 0.5,
+        "c": True,
+        "d": "gelu",
+        "e": [1, 2],
+    }
+
+
+def test_a_callable_is_given_what_it_takes() -> None:
+    loaded = load("test_cli:build", {"width": 8}, batch=6, sequence=3, dtype="float32")
+    assert loaded.args[0].shape == (6, 8)
+    assert loaded.loss_fn is torch.mean
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "inputs"),
+    [
+        ("LlamaConfig", LLAMA, {"input_ids": (4, 16), "labels": (4, 16)}),
+        ("ViTConfig", {"image_size": 32, "patch_size": 8}, {"pixel_values": (4, 3, 32, 32), "labels": (4,)}),
+        ("T5Config", {"num_layers": 1}, {"input_ids": (4, 16), "labels": (4, 16)}),
+    ],
+)
+def test_models_of_hugging_face_are_on_meta(name: str, settings: dict[str, Any], inputs: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    loaded = load(f"hf:{name}", settings, batch=4, sequence=16, dtype="bfloat16")
+    assert {key: tuple(value.shape) for key, value in loaded.kwargs.items()} == inputs
+    assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+
+
+# --- what is printed
+
+
+def test_plan_saves_what_show_prints(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "plan.json"
+    planned = autopar_(
+        "plan", "hf:LlamaConfig", *SETTINGS, *SIZES, "--mesh", "dp=2,tp=2", "--solver", "megatron", "--out", str(path)
+    )
+    assert planned.exit_code == 0, planned.output
+    assert planned.stdout.strip() == str(Plan.load(path)).strip()
+    assert autopar_("show", str(path)).stdout == planned.stdout
+    assert Plan.from_json(json.loads(autopar_("show", str(path), "--json").stdout)) == Plan.load(path)
+
+
+def test_plan_is_what_the_library_plans() -> None:
+    shown = autopar_("plan", "test_cli:build", "--set", "width=8", "--batch", "4", "--mesh", "a=2", "--json")
+    assert shown.exit_code == 0, shown.output
+    model, args, loss_fn = build(8, 4)
+    plan = autopar.plan(model, {"a": 2}, args, loss_fn=loss_fn)
+    assert Plan.from_json(json.loads(shown.stdout)).decisions == plan.decisions
+
+
+def test_compare_takes_meshes_and_clusters(tmp_path: Path) -> None:
+    arguments = ["compare", "test_cli:build", "--set", "width=8", "--batch", "8", "--solver", "ddp", "--solver", "dp"]
+    arguments += ["--mesh", "a=2", "--mesh", "a=4", "--cluster", "dgx-a100", "--cluster", "local"]
+    shown = autopar_(*arguments, "--json")
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert set(found) == {f"{s} a={n} {c}" for s in ("ddp", "dp") for n in (2, 4) for c in ("dgx-a100", "local")}
+    for name, plan in found.items():
+        solver, mesh, cluster = name.split()
+        assert (plan["solver"], plan["cluster"], plan["mesh"]) == (solver, cluster, {"a": int(mesh[2:])})
+    text = autopar_(*arguments).stdout
+    assert text.count("all_reduce") >= 4  # the gradients of data parallel plans
+    assert text.splitlines()[0].split()[:3] == ["solver", "step", "compute"]
+
+
+def test_compare_on_another_mesh_is_what_a_planner_for_it_finds() -> None:
+    model, args, loss_fn = build(8, 8)
+    planner = Planner(model, {"a": 2}, args, loss_fn=loss_fn)
+    there = planner.on({"b": 2, "c": 2}, "dgx-a100").plan(solver="dp")
+    assert (
+        there.decisions
+        == autopar.plan(model, {"b": 2, "c": 2}, args, loss_fn=loss_fn, cluster="dgx-a100", solver="dp").decisions
+    )
+    assert planner.plan(solver="dp").mesh == {"a": 2}
+
+
+def test_compare_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["compare", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--solver", "ddp", "--figure"]
+    assert autopar_(*arguments, str(tmp_path / "plans.svg")).exit_code == 0
+    assert "<svg" in (tmp_path / "plans.svg").read_text()
+    assert "the figure cannot be written" in autopar_(*arguments, str(tmp_path / "plans.nope")).output
+
+
+def test_compare_without_any_plan_fails() -> None:
+    arguments = ["compare", "test_cli:build", "--set", "width=8", "--batch", "1", "--mesh", "a=2", "--solver", "ddp"]
+    failed = autopar_(*arguments)
+    assert failed.exit_code == 1
+    assert "ddp: no plan: preset 'ddp' splits the batch" in failed.stdout
+
+
+# --- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["plan", "llama", "--mesh", "a=2"], "model 'llama': write module:callable"),
+        (["plan", "hf:NoConfig", "--mesh", "a=2"], "transformers has no configuration 'NoConfig'"),
+        (["plan", "hf:LlamaConfig", "--set", "hiden=3", "--mesh", "a=2"], "LlamaConfig has no hiden"),
+        (["plan", "no_such_module:build", "--mesh", "a=2"], "No module named 'no_such_module'"),
+        (
+            ["plan", "test_cli:build", "--mesh", "a=2"],
+            "missing a required argument: 'width'; give arguments with --set",
+        ),
+        (
+            ["plan", "test_cli:mesh_shape", "--set", "text=a=2", "--mesh", "a=2"],
+            "returned dict: return (model, inputs)",
+        ),
+        (["plan", "test_cli:build", "--set", "width", "--mesh", "a=2"], "--set has 'width': write KEY=VALUE"),
+        (["plan", "test_cli:build", "--set", "width=8", "--mesh", "a"], "--mesh is 'a': write each axis once"),
+        (
+            ["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--memory-limit", "4X"],
+            "--memory-limit is '4X'",
+        ),
+        (["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--solver", "best"], "unknown solver 'best'"),
+        (["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--dtype", "int8"], "--dtype is 'int8'"),
+        (
+            ["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--cluster", "mine"],
+            "unknown cluster 'mine'",
+        ),
+        (["show", "no-such-plan.json"], "no-such-plan.json"),
+        (["lab", "--levels", "2", "--", "true"], "--levels has '2': write SIZE:RATE"),
+        (["lab", "--cluster", "dgx-a100", "--", "true"], "has 8192 devices: say with --sizes how many"),
+        (["lab", "--sizes", "2,2", "--", "true"], "--sizes goes with --cluster"),
+        (["calibrate"], "nothing to do: give --out FILE"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input_is_one_line_and_exit_status_2(arguments: list[str], error: str) -> None:
+    if any(argument.startswith("hf:") for argument in arguments):
+        pytest.importorskip("transformers")
+    failed = autopar_(*arguments)
+    assert failed.exit_code == 2
+    assert error in failed.output
+    assert failed.stdout == ""
