@@ -4,8 +4,8 @@ On one axis the whole space is one problem. On several axes its options multiply
 searched by *coordinate descent*: all axes but one are fixed, that one is solved exactly (bytes, shapes
 and legality conditional on the others), axis after axis until nothing improves; from several starts;
 then all joint options that the runs ended with form a *pool*, which is solved exactly as one problem.
-Every problem's optimum is proved by its solver; the whole is not, and the gap that is reported is
-against a lower bound of the whole.
+Problems that can be eliminated are solved to a proved optimum, wider ones to within a percent (`solve.relax`); the
+whole is not, and the gap that is reported is against a lower bound of the whole.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ class Solved:
     lower_bound: float
 
 
+Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None]
+"""The options allowed to each site, the solver, the price of memory and its limit: all that a solve depends on."""
+
+
 def unique_sites(space: Space) -> dict[str, Site]:
     """Sites by name; border sites that stand in two regions appear once."""
     return {name: site for region in space.regions() for name, site in region.sites.items()}
@@ -91,8 +95,8 @@ def joint(
 
 
 class Search:
-    """A search over one space. Solves are remembered by nothing: every call builds its problem anew,
-    from tables that the builder shares.
+    """A search over one space. Every solve builds its problem anew, from tables that the builder shares;
+    what was solved before (descents from several starts meet) is not solved again.
 
     At another `level` than "operator" the space is narrower, and the lower bound is that of what is left."""
 
@@ -108,6 +112,7 @@ class Search:
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solves = 0
+        self.solved: dict[Question, Solved] = {}
         self.groups: list[Groups] | None = None
         if level != "operator":
             found = blocks(space.graph, max(space.mesh), merge=False)
@@ -116,8 +121,15 @@ class Search:
     def solve(self, allowed: Allowed, solver: str, *, price: float = 0.0, bytes_limit: float | None = None) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options.
 
-        What is too wide for elimination is solved as an integer program.
+        What is too wide for elimination under a limit is solved as an integer program.
         """
+        options = tuple((name, tuple(choices)) for name, choices in allowed.items())
+        question = (options, solver, price, bytes_limit)
+        if question not in self.solved:
+            self.solved[question] = self._solve(allowed, solver, price, bytes_limit)
+        return self.solved[question]
+
+    def _solve(self, allowed: Allowed, solver: str, price: float, bytes_limit: float | None) -> Solved:
         problem, decoder = self.builder.build(allowed)
         self.solves += 1
         priced = _priced(problem, price) if price else problem
@@ -291,7 +303,8 @@ class Search:
         for axis in cycle(order):
             allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
             solved = self.solve(allowed, DESCENT_SOLVER, price=price)
-            current = taken(self.space, solved.assignment)
+            if best is None or objective(solved) <= objective(best):
+                current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - GAIN):
                 best, unchanged = solved, 0
             unchanged += 1

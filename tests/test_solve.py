@@ -23,7 +23,7 @@ from autopar.problem import (
     Variable,
     evaluate,
 )
-from autopar.solve import SOLVERS, ilp, solve
+from autopar.solve import SOLVERS, TooWide, elimination, ilp, relax, solve
 from autopar.solve.dp import LIMITED_GAP
 from autopar.solve.elimination import network
 from autopar.solve.exhaustive import MAX_COMBINATIONS
@@ -141,6 +141,40 @@ def test_every_form_of_the_integer_program_agrees(seed: int, setting: str, monke
     best = assert_all_agree(problem)
     if isinstance(best, Solution):
         assert_all_agree(problem, best.score.bytes * 0.8)
+
+
+@pytest.mark.parametrize("narrow", [32, 4096])
+def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardly any node is eliminated first, and states near the bound only in tables of `narrow` entries."""
+    monkeypatch.setattr(relax, "SMALL_ENTRIES", 4)
+    monkeypatch.setattr(relax, "NARROW_ENTRIES", narrow)
+    over = []
+    for seed in range(60):
+        problem = random_problem(random.Random(seed), depth=2, most=9, blocked=0.02)
+        try:
+            best = solve(problem, "dp").score.objective
+            choice, bound = relax.relaxed(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
+        except (Infeasible, TooWide):
+            continue
+        assert bound <= best * (1 + 1e-9), "a bound that some choice breaks is none"
+        over.append(evaluate(problem, choice).objective / best)
+    assert len(over) >= 40 and min(over) >= 1 - 1e-9
+    assert sum(o <= 1 + relax.STANDING_GAP for o in over) >= 0.9 * len(over)
+
+
+def test_the_dynamic_program_says_the_gap_of_what_it_cannot_eliminate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random problem, told that its widest table is too large."""
+    rng = random.Random(3)
+    problem = random_problem(rng, depth=1, most=40, blocked=0.0)
+    exact = solve(problem, "dp")
+    widest = Library().largest(problem)
+    monkeypatch.setattr(elimination, "MAX_TABLE_ENTRIES", widest - 1)
+    wide = solve(problem, "dp")
+    assert wide.score == evaluate(problem, wide.choice)
+    assert wide.lower_bound <= exact.score.objective * (1 + 1e-9) <= wide.score.objective * (1 + 2e-9)
+    assert wide.gap <= relax.STANDING_GAP
+    with pytest.raises(TooWide):
+        solve(problem, "dp", bytes_limit=exact.score.bytes * 0.9)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

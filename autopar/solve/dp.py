@@ -10,9 +10,10 @@ import numpy as np
 
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, evaluate
 from autopar.solve.check import check
-from autopar.solve.elimination import Floats
+from autopar.solve.elimination import Floats, TooWide
 from autopar.solve.fronts import ProblemFronts, Window
 from autopar.solve.pricing import Library, Pricing
+from autopar.solve.relax import relaxed
 
 FRONT_POINTS = (32, 256)
 """Points that a front of (seconds, bytes) may have, in one round after the other."""
@@ -40,12 +41,27 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
     `fronts.ALL_STATES` joint options and no front needed thinning; elsewhere choices between two supported
     prices within one copy can be missed, and `lower_bound` is the Lagrangian bound: the gap is honest, not 0.
 
-    Raises `Infeasible` where no choice is feasible, ValueError where elimination needs too large a table.
+    Where elimination needs too large a table, message passing (`relax`) gives a choice and a bound, mostly equal.
+
+    Raises `Infeasible` where no choice is feasible, `TooWide` where tables are too large and there is a limit.
     """
     start = time.perf_counter()
     check(problem)
     library = Library()
-    cheapest = priced(problem, library, 0.0)
+    try:
+        cheapest = priced(problem, library, 0.0)
+    except TooWide:
+        if bytes_limit is not None:
+            raise
+        choice, bound = relaxed(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
+        score = evaluate(problem, choice)
+        return Solution(
+            choice=choice,
+            score=score,
+            lower_bound=min(bound, score.objective),
+            solver="dp",
+            seconds_to_solve=time.perf_counter() - start,
+        )
     found, bound, exact = cheapest, cheapest.score.objective, True
     if bytes_limit is not None and cheapest.score.bytes > bytes_limit:
         found, bound, exact = _limited(problem, library, cheapest, bytes_limit)

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-MAX_TABLE_ENTRIES = 64_000_000
+MAX_TABLE_ENTRIES = 16_000_000
 """Entries of the largest table that is made, slice by slice, for one price."""
 
 SLICE_ENTRIES = 4_000_000
@@ -176,13 +177,13 @@ def _add_tensor(
         pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
         readers = [_union(pair[0], pair[1], sizes, tables) if len(pair) == 2 else pair[0] for pair in pairs]
     axes = head + readers
-    states: dict[Row, int] = {}
-    index = np.empty([len(rows_) for _, rows_ in axes], dtype=np.int64)
-    for at in np.ndindex(*index.shape):
-        row_ = base
-        for position, (_, rows_) in zip(at, axes, strict=True):
-            row_ = _united(row_, rows_[position])
-        index[at] = states.setdefault(row_, len(states))
+    states = [base]
+    index = np.zeros((), dtype=np.int64)
+    for _, kinds in axes:
+        more: dict[Row, int] = {}
+        step = [[more.setdefault(_united(before, row), len(more)) for row in kinds] for before in states]
+        index = np.array(step, dtype=np.int64)[index]
+        states = list(more)
     final = [None if layout is None else tensor.costs.get((layout, mask)) for layout, mask in states]
     seconds = np.array([0.0 if cost is None else cost[0] for cost in final])
     size = np.array([0.0 if cost is None else cost[1] for cost in final])
@@ -265,13 +266,42 @@ class Schedule:
     """entries of the largest table for one price"""
 
 
-def schedule(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: Sequence[int]) -> Schedule:
+def schedule(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], keep: tuple[int, ...]) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node makes, all but `keep`.
 
     Raises `TooWide` where a table would exceed `MAX_TABLE_ENTRIES`.
     """
-    kept = tuple(sorted(set(keep)))
-    order = _order(sizes, scopes, set(kept))
+    found = _schedule(sizes, scopes, tuple(sorted(set(keep))))
+    if found.largest > MAX_TABLE_ENTRIES:
+        raise TooWide(
+            f"elimination would need a table of {found.largest} entries, more than {MAX_TABLE_ENTRIES}: "
+            "use the ilp solver, or give the variables fewer options"
+        )
+    return found
+
+
+@lru_cache(maxsize=256)
+def _schedule(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...]) -> Schedule:
+    steps, live, largest = _steps(sizes, scopes, _order(sizes, scopes, set(kept)))
+    largest = max(largest, math.prod(sizes[n] for n in kept))
+    rest = tuple((table, *_aligned(scope, kept, sizes)) for table, scope in sorted(live.items()))
+    return Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=largest)
+
+
+def reduction(
+    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], most: int
+) -> tuple[tuple[Step, ...], dict[int, tuple[int, ...]]]:
+    """Steps that eliminate nodes as long as tables have at most so many entries, and the tables that are left:
+    their places among those given and made, with their scopes."""
+    _, order = _greedy(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * len(sizes), most)
+    steps, live, _ = _steps(sizes, scopes, order)
+    return steps, live
+
+
+def _steps(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], order: Sequence[int]
+) -> tuple[tuple[Step, ...], dict[int, tuple[int, ...]], int]:
+    """The steps of an order, the tables left at its end, and the entries of the largest."""
     live: dict[int, tuple[int, ...]] = dict(enumerate(scopes))
     holders: list[set[int]] = [set() for _ in sizes]
     for table, scope in live.items():
@@ -294,14 +324,7 @@ def schedule(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: Sequ
         for other in scope:
             holders[other].add(count)
         count += 1
-    largest = max(largest, math.prod(sizes[n] for n in kept))
-    if largest > MAX_TABLE_ENTRIES:
-        raise TooWide(
-            f"elimination would need a table of {largest} entries, more than {MAX_TABLE_ENTRIES}: "
-            "use the ilp solver, or give the variables fewer options"
-        )
-    rest = tuple((table, *_aligned(scope, kept, sizes)) for table, scope in sorted(live.items()))
-    return Schedule(sizes=tuple(sizes), keep=kept, steps=tuple(steps), rest=rest, largest=largest)
+    return tuple(steps), live, largest
 
 
 def _aligned(
@@ -316,10 +339,10 @@ def _aligned(
 FILL_WEIGHTS = (0.5, 0.0, 0.25, 1.0)
 """How much a table's own size counts beside the fill that it makes, in the orders that are tried."""
 
-RANDOM_ORDERS = 12
+RANDOM_ORDERS = 4
 """Orders with disturbed keys that are tried where those are hard."""
 
-EASY_ENTRIES = 10_000_000
+EASY_ENTRIES = 20_000_000
 """No further order is looked for where one makes fewer entries than this in all its tables."""
 
 
@@ -345,10 +368,16 @@ def _order(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[in
 
 
 def _greedy(
-    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int], share: float, factors: Sequence[float]
+    sizes: Sequence[int],
+    scopes: Sequence[tuple[int, ...]],
+    keep: set[int],
+    share: float,
+    factors: Sequence[float],
+    most: float = math.inf,
 ) -> tuple[float, list[int]]:
     """Total entries of all tables, and the order: the node first whose elimination joins the least
-    that was not joined before (weighted by sizes, and by `factors`)."""
+    that was not joined before (weighted by sizes, and by `factors`). Nodes whose tables would have more than
+    `most` entries are passed over."""
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for node in scope:
@@ -376,6 +405,8 @@ def _greedy(
         if keys.get(node) != value:
             continue
         del keys[node]
+        if weight(node) > math.log2(most):
+            continue
         order.append(node)
         total += 2 ** weight(node)
         neighbours = near[node]
@@ -406,8 +437,7 @@ class Eliminated:
         result = np.zeros((len(self.schedule.sizes), len(prices)), dtype=np.int64)
         for node, at in zip(self.schedule.keep, kept, strict=True):
             result[node] = at
-        for step, chosen in zip(reversed(self.schedule.steps), reversed(self.chosen), strict=True):
-            result[step.node] = chosen[(prices, *(result[other] for other in step.scope))]
+        trace_back(self.schedule.steps, self.chosen, prices, result)
         return result
 
 
@@ -423,24 +453,38 @@ def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminat
             chosen=tuple(np.concatenate(pair) for pair in zip(first.chosen, second.chosen, strict=True)),
         )
     live: list[Floats | None] = list(tables)
+    chosen = run(plan.steps, live, plan.sizes, prices)
+    result = _sum(_taken(live, plan.rest), (prices, *(plan.sizes[node] for node in plan.keep)))
+    return Eliminated(schedule=plan, table=result, chosen=chosen)
 
-    def aligned(inputs: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> list[Floats]:
-        found = []
-        for index, permutation, spread in inputs:
-            table = live[index]
-            assert table is not None
-            found.append(table.transpose(permutation).reshape(spread))
-            live[index] = None
-        return found
 
+def run(
+    steps: Iterable[Step], live: list[Floats | None], sizes: Sequence[int], prices: int
+) -> tuple[npt.NDArray[np.int32], ...]:
+    """Take the steps: tables that were used up become None, new ones are appended. Returns each step's argmin."""
     chosen = []
-    for step in plan.steps:
-        shape = tuple(plan.sizes[node] for node in (*step.scope, step.node))
-        least, best = _minima(aligned(step.inputs), (prices, *shape))
+    for step in steps:
+        shape = tuple(sizes[node] for node in (*step.scope, step.node))
+        least, best = _minima(_taken(live, step.inputs), (prices, *shape))
         live.append(least)
         chosen.append(best)
-    result = _sum(aligned(plan.rest), (prices, *(plan.sizes[node] for node in plan.keep)))
-    return Eliminated(schedule=plan, table=result, chosen=tuple(chosen))
+    return tuple(chosen)
+
+
+def trace_back(steps: Sequence[Step], chosen: Sequence[npt.NDArray[np.int32]], prices: Ints, states: Ints) -> None:
+    """Fill in the states [node, sample] of the nodes that the steps eliminated, from those of the others."""
+    for step, best in zip(reversed(steps), reversed(chosen), strict=True):
+        states[step.node] = best[(prices, *(states[other] for other in step.scope))]
+
+
+def _taken(live: list[Floats | None], inputs: Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[Floats]:
+    found = []
+    for index, permutation, spread in inputs:
+        table = live[index]
+        assert table is not None
+        found.append(table.transpose(permutation).reshape(spread))
+        live[index] = None
+    return found
 
 
 def _sum(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:

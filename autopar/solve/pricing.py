@@ -68,7 +68,7 @@ def _compile(problem: Problem, keep: tuple[int, ...]) -> Compiled:
     borders = {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
     factors = network(problem, borders)
     joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
-    scopes = [*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints)]
+    scopes = (*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints))
     return Compiled(problem=problem, network=factors, schedule=schedule(factors.sizes, scopes, keep), repeats=joints)
 
 

@@ -1,0 +1,169 @@
+"""Message passing: a lower bound, and a good choice, where elimination is too wide.
+
+The costs of a network are moved between its tables so that their minima add up to as much as possible
+(sequential reweighted message passing: Kolmogorov, "A new look at reweighted message passing", 2015). That
+sum is a lower bound; how far a state lies above it says how much a choice with that state costs at least.
+States that lie far above are left out, and what remains is eliminated exactly: its optimum is a choice, and the
+optimum of the whole as soon as it lies no further above the bound than the states that were left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.problem import Choice, Problem
+from autopar.solve.elimination import (
+    Floats,
+    Ints,
+    TooWide,
+    eliminate,
+    network,
+    reduction,
+    run,
+    schedule,
+    trace_back,
+)
+from autopar.solve.expand import expand
+
+SWEEPS = (15, 25, 40, 80, 160)
+"""Sweeps, there and back, before each elimination of what is near the bound."""
+
+REACHES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+"""How far above the bound, as a share of it, states are kept: one after the other, as long as tables are small."""
+
+NARROW_ENTRIES = 4_000_000
+"""Entries of the largest table in such an elimination."""
+
+GAP, STANDING_GAP = 1e-3, 1e-2
+"""Relative gaps at which no more is looked for: after a better choice was found, and after none was."""
+
+SMALL_ENTRIES = 200_000
+"""Nodes are eliminated before as long as tables have at most so many entries: that makes the bound tighter."""
+
+
+class Relaxation:
+    """The tables of a network, with costs moved between them: every choice costs what it did."""
+
+    def __init__(self, tables: Sequence[tuple[tuple[int, ...], Floats]], sizes: Sequence[int]) -> None:
+        finite = [table[np.isfinite(table)] for _, table in tables]
+        # What is blocked costs more than any choice: a sum with infinities could not be taken back.
+        blocked = sum(float(np.abs(table).max()) for table in finite if table.size)
+        self.nodes: list[Floats] = [np.zeros(size) for size in sizes]
+        self.tables: list[Floats] = []
+        self.constant = 0.0
+        self._around: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = [[] for _ in sizes]
+        """of each node: (table, its other axes, the shape that broadcasts the node over it)"""
+        self._ahead: list[list[int]] = [[] for _ in sizes]
+        self._behind: list[list[int]] = [[] for _ in sizes]
+        """of each node: the positions in `_around` of the tables with a later, and an earlier, node"""
+        for scope, costs in tables:
+            table = np.where(np.isfinite(costs), costs, blocked)
+            if len(scope) == 0:
+                self.constant += float(table)
+            elif len(scope) == 1:
+                self.nodes[scope[0]] += table
+            else:
+                for axis, node in enumerate(scope):
+                    others = tuple(other for other in range(len(scope)) if other != axis)
+                    spread = tuple(-1 if other == axis else 1 for other in range(len(scope)))
+                    if node != max(scope):
+                        self._ahead[node].append(len(self._around[node]))
+                    if node != min(scope):
+                        self._behind[node].append(len(self._around[node]))
+                    self._around[node].append((len(self.tables), others, spread))
+                self.tables.append(table)
+
+    def sweep(self) -> None:
+        """Through the nodes and back: each takes what its tables must cost anyway, and hands it on."""
+        for forth, order in ((self._ahead, range(len(self.nodes))), (self._behind, reversed(range(len(self.nodes))))):
+            for node in order:
+                self._pass_on(node, forth[node])
+
+    def _pass_on(self, node: int, to: Sequence[int]) -> None:
+        around = self._around[node]
+        total = self.nodes[node]
+        for table, others, spread in around:
+            least = self.tables[table].min(axis=others)
+            total = total + least
+            self.tables[table] -= least.reshape(spread)
+        part = total / max(1, len(self._ahead[node]), len(self._behind[node]))
+        for at in to:
+            table, _, spread = around[at]
+            self.tables[table] += part.reshape(spread)
+        self.nodes[node] = total - part * len(to)
+
+    def bound(self) -> float:
+        """No choice costs less."""
+        return self.constant + sum(float(costs.min()) for costs in (*self.nodes, *self.tables))
+
+    def excess(self, node: int) -> Floats:
+        """How much more than the bound a choice with each state of a node costs at least."""
+        excess = self.nodes[node] - self.nodes[node].min()
+        for table, others, _ in self._around[node]:
+            least = self.tables[table].min(axis=others)
+            excess = excess + least - least.min()
+        return np.asarray(excess)
+
+
+def relaxed(problem: Problem, weights: tuple[float, float]) -> tuple[Choice, float]:
+    """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
+
+    Repeats are written out. Raises `TooWide` where no choice was found.
+    """
+    expanded = expand(problem)
+    found = network(expanded.problem, ())
+    live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
+    steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), SMALL_ENTRIES)
+    chosen = run(steps, live, found.sizes, 1)
+    tables = [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None]
+    relaxation = Relaxation(tables, found.sizes)
+    best, states, bound = math.inf, None, -math.inf
+    for sweeps in SWEEPS:
+        for _ in range(sweeps):
+            relaxation.sweep()
+        bound = max(bound, relaxation.bound())
+        before = best
+        for reach, value, near in _near(tables, relaxation):
+            if value < best:
+                best, states = value, near
+            if best - bound <= reach * abs(bound):  # nothing better was left out
+                bound = best
+                break
+        if best - bound <= (GAP if best < before else STANDING_GAP) * abs(bound):
+            break
+    if states is None:
+        raise TooWide("message passing found no choice")
+    trace_back(steps, chosen, np.zeros(1, dtype=np.int64), states)
+    choice = tuple(int(options[state]) for options, state in zip(found.options, states[:, 0], strict=False))
+    return expanded.layout.choice(choice), min(bound, best)
+
+
+def _near(
+    tables: Sequence[tuple[tuple[int, ...], Floats]], relaxation: Relaxation
+) -> Iterator[tuple[float, float, Ints]]:
+    """The optima among states nearer and less near to the bound: how near, what they cost (infinite where nothing
+    joins), and their states [node, 1]."""
+    bound = relaxation.bound()
+    excesses = [relaxation.excess(node) for node in range(len(relaxation.nodes))]
+    for reach in REACHES:
+        kept = [np.flatnonzero(excess <= reach * abs(bound)) for excess in excesses]
+        parts = [_restricted(nodes, costs, kept) for nodes, costs in tables]
+        try:
+            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), ())
+        except TooWide:
+            return
+        if plan.largest > NARROW_ENTRIES:
+            return
+        result = eliminate(plan, [costs[None] for _, costs in parts], 1)
+        states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
+        states = np.array([k[s] for k, s in zip(kept, states, strict=True)])
+        yield reach, float(result.table[0]), states
+
+
+def _restricted(nodes: tuple[int, ...], costs: Floats, kept: Sequence[Ints]) -> tuple[tuple[int, ...], Floats]:
+    """A table over the kept states; nodes of one state are no axes."""
+    wide = tuple(node for node in nodes if len(kept[node]) > 1)
+    return wide, costs[np.ix_(*(kept[node] for node in nodes))].reshape([len(kept[node]) for node in wide])
