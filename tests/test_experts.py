@@ -77,11 +77,21 @@ def qwen3_moe(layers: int, **more: Any) -> nn.Module:
     )
 
 
+def gpt_oss(layers: int, **more: Any) -> nn.Module:
+    """Its experts have biases."""
+    own = {"intermediate_size": 24, "num_local_experts": 4, "head_dim": 4, "sliding_window": 8}
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**{**own, "num_hidden_layers": layers, **SMALL, **more})
+    )
+
+
 @functools.cache
 def case(name: str, implementation: str, layers: int = 1) -> Case:
     torch.manual_seed(0)
     # the balancing loss reads all layers at once, so that they are no repeat
-    model = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}[name](layers, output_router_logits=layers == 1)
+    model = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}[name](
+        layers, output_router_logits=layers == 1
+    )
     model.config._experts_implementation = implementation
     with torch.no_grad():
         for parameter in model.parameters():
@@ -279,6 +289,19 @@ def by_expert(made: Planner, axes: Sequence[int]) -> Assignment:
 def test_experts_split(name: str, implementation: str, mesh: dict[str, int], axes: tuple[int, ...]) -> None:
     made = planner(name, implementation, mesh)
     check(made, codegen(made.space, by_expert(made, axes)), name, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_experts_with_biases(implementation: str) -> None:
+    made = planner("gpt_oss", implementation, GRID)
+    ops = [node.op for node in made.space.graph.nodes]
+    assert ops.count(MM) == 4 and ops.count(MM_WEIGHT) == 2 and not any(".sort" in op or "grouped" in op for op in ops)
+    for assignment in (
+        *(made.assignment(made.plan(solver=solver)) for solver in ("fsdp", "megatron")),
+        *(by_expert(made, axes) for axes in ((1,), (0, 1))),
+        *(plans.random_assignment(made.space, seed) for seed in range(3)),
+    ):
+        check(made, codegen(made.space, assignment), "gpt_oss", implementation)
 
 
 def routed(made: Planner, axis: int, seed: int = 0) -> Assignment:

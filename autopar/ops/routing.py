@@ -405,6 +405,9 @@ class _Unsort(_Rewrite):
         kind = self.kind(Ref(put.index))
         if kind == "order" and not put.accumulate and self.counts_up(put.values):
             return self.shape(put.base) == self.shape(put.values) and self.know(node.name, sort, "inverse")
+        if kind == "ids" and put.accumulate and self.is_rows(Ref(put.values)) and not self.kind(Ref(put.base)):
+            self.keep(node)  # what each expert adds up: the gradient of its bias
+            return True
         if not self.is_zero(put.base) or self.shape(put.base)[1:] != self.shape(put.values)[1:]:
             return False
         rows = self.is_rows(Ref(put.values))
