@@ -1,4 +1,4 @@
-"""Models whose code looks at data: at what only raises, at masks, and at whether a factorisation worked.
+"""Models whose code looks at data: at what only raises, at masks, at lengths, and at whether a factorisation worked.
 
 PYTEST_DONT_REWRITE: an assert of a model is one here, as it is in a model's own file.
 """
@@ -142,3 +142,25 @@ def test_factorisations_are_replicated(function: Callable[..., torch.Tensor], ca
     with caplog.at_level(logging.WARNING, logger="autopar"):
         assert_parity(applied(function))
     assert "replicated, since the op has no rule" in caplog.text and "linalg_" in caplog.text
+
+
+TARGETS = torch.tensor([[1, 2, 2], [3, 4, 5], [6, 6, 6], [7, 1, 0]])
+LENGTHS = torch.tensor([8, 6, 4, 7]), torch.tensor([3, 3, 3, 2])
+"""Of times, and of targets; the third sequence of targets does not fit into its times."""
+
+
+@pytest.mark.parametrize("in_a_row", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_of_sequences_of_several_lengths(reduction: str, in_a_row: bool) -> None:
+    targets = TARGETS[torch.arange(3) < LENGTHS[1][:, None]] if in_a_row else TARGETS
+
+    def loss(x: torch.Tensor, targets: torch.Tensor, times: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        scores = (x[:, None] * torch.linspace(1, 2, 4)[:, None]).log_softmax(-1)
+        found = F.ctc_loss(scores, targets, times, lengths, reduction=reduction, zero_infinity=True)
+        return found if found.ndim == 0 else found.square().sum()
+
+    assert_parity(applied(loss, targets, *LENGTHS))
+
+
+def test_a_loss_of_one_sequence() -> None:
+    assert_parity(applied(lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([1, 2]), (8,), (2,))))

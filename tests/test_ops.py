@@ -134,6 +134,31 @@ def _moved(draw: Draw) -> Arguments:
     return (draw.floats(s, d), draw.indices(4, s), 4), {}
 
 
+def _ctc(draw: Draw) -> Arguments:
+    time, batch, classes, longest = 6, draw.size(), 5, 2
+    scores = draw.floats(time, batch, classes).log_softmax(-1)
+    targets, lengths = draw.indices(classes - 1, batch, longest) + 1, draw.indices(longest, batch) + 1
+    if draw.one_of(False, True):
+        targets = targets[torch.arange(longest) < lengths[:, None]]
+    return (
+        scores,
+        targets,
+        torch.full((batch,), time) - draw.indices(2, batch),
+        lengths,
+        0,
+        draw.one_of(False, True),
+    ), {}
+
+
+def _ctc_backward(draw: Draw) -> Arguments:
+    args, kwargs = _ctc(draw)
+    return (draw.floats(args[0].shape[1]), *args), kwargs
+
+
+EXAMPLES["autopar.ctc_loss.default"] = _ctc
+EXAMPLES["autopar.ctc_loss_backward.default"] = _ctc_backward
+
+
 def _weighted_sum(draw: Draw) -> Arguments:
     tokens, width = draw.sizes(2)
     size = draw.one_of(2, 3, 1)

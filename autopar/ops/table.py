@@ -17,6 +17,7 @@ from types import MappingProxyType
 from . import (
     attention,
     convolution,
+    ctc,
     expansions,
     experts,
     indexing,
@@ -243,6 +244,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=True))),
     **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expansions.nll)),
     **_aten("nll_loss_backward nll_loss2d_backward", Entry(nll_backward, expand=expansions.nll_backward)),
+    **_own("ctc_loss", Entry(ctc.rule)),
+    **_own("ctc_loss_backward", Entry(ctc.rule_backward)),
     **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
     **_aten("binary_cross_entropy_with_logits", Entry(_logits_loss, expand=expansions.share(_logits_loss))),
     **_aten("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", Entry(

@@ -1,0 +1,113 @@
+"""CTC loss. torch's own operator returns, beside the loss, a table whose size depends on the data, which a graph of
+static shapes cannot hold; these do not, and backward makes the table again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .families import FIRST, either, from_template
+from .rule import Call
+
+Lengths = torch.Tensor | Sequence[int]
+
+
+@torch.library.custom_op("autopar::ctc_loss", mutates_args=())
+def losses(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    """log_probs: [time, batch, classes], targets: [batch, longest] or all in a row -> [batch]."""
+    given = (log_probs, targets, input_lengths, target_lengths)
+    found: torch.Tensor = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)[0]
+    return found.masked_fill(found == torch.inf, 0) if zero_infinity else found.clone()
+
+
+@torch.library.custom_op("autopar::ctc_loss_backward", mutates_args=())
+def losses_backward(
+    gradient: torch.Tensor,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    """gradient: [batch] -> [time, batch, classes]."""
+    given = (log_probs, targets, input_lengths, target_lengths)
+    found, table = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
+    made: torch.Tensor = torch.ops.aten._ctc_loss_backward.Tensor(gradient, *given, found, table, blank, zero_infinity)
+    return made.contiguous()
+
+
+@losses.register_fake
+def _(log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@losses_backward.register_fake
+def _(gradient: torch.Tensor, log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return losses_backward(gradient, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), None, None, None, None, None
+
+
+losses.register_autograd(_backward, setup_context=_setup)
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.ctc_loss`."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    counts = [_counts(lengths, log_probs.device) for lengths in (input_lengths, target_lengths)]
+    single = log_probs.dim() == 2
+    if single:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0) if targets.dim() == 1 else targets
+        counts = [count.reshape(1) for count in counts]
+    found: torch.Tensor = losses(log_probs, targets, *counts, blank, zero_infinity)
+    if reduction == "mean":
+        return (found / counts[1].clamp_min(1).to(found.dtype)).mean()
+    return found.sum() if reduction == "sum" else found.squeeze(0) if single else found
+
+
+def _counts(lengths: Lengths, device: torch.device) -> torch.Tensor:
+    return lengths if isinstance(lengths, torch.Tensor) else torch.tensor(lengths, dtype=torch.int64, device=device)
+
+
+def _apart(call: Call) -> bool:
+    """Whether each sequence has a row of targets: those in a row cannot be split."""
+    return len(call.inputs[1 if call.node.op == "autopar.ctc_loss.default" else 2].shape) == 2
+
+
+rule = either(
+    _apart,
+    from_template("t! n c!, n s!, n, n -> n", even=("n",)),
+    from_template("t! n! c!, s!, n!, n! -> n!"),
+)
+rule_backward = either(
+    _apart,
+    from_template("n, t! n c!, n s!, n, n -> t! n c!", linear=FIRST, even=("n",)),
+    from_template("n!, t! n! c!, s!, n!, n! -> t! n! c!", linear=FIRST),
+)
