@@ -1,10 +1,11 @@
-"""What works for which model: `python benchmarks/models.py [NAME ...] [--layers N] [--random N] [--gloo]`.
+"""What works for which model: `python benchmarks/models.py [NAME ...] [--random N] [--gloo] [--dropout RATE]`.
 
 For each model of `tests/zoo.py` (or those named): whether it exports, how its layers repeat, how long
 planning takes, and whether loss, every gradient and every buffer of a step equal PyTorch's, under the
 solver's plan, every preset and random plans, on meshes of (4,) and (2, 2) ranks. Ranks are simulated in
-one process, or real with `--gloo`. Each model runs in a process of its own. Writes JSON, and with
-`--docs` the table of `docs/models.md`.
+one process, or real with `--gloo`. With `--dropout` every dropout of a model has that rate, and steps
+are compared with autopar's on one rank, whose random numbers are the same. Each model runs in a process
+of its own. Writes JSON, and with `--docs` the table of `docs/models.md` or `docs/models-dropout.md`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ MESHES: Mapping[str, dict[str, int]] = {"(4,)": {"a": 4}, "(2, 2)": {"dp": 2, "t
 PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
 RANKS = 4
 TOLERANCE = 1e-5
+SEED = 5
 
 Row = dict[str, Any]
 
 
-def measure(name: str, layers: int, randoms: int, gloo: bool, results: Any) -> None:
+def measure(name: str, layers: int, randoms: int, gloo: bool, dropout: float, results: Any) -> None:
     """One model; sends a row, complete or up to what failed."""
     import torch
     import transformers
@@ -45,22 +47,21 @@ def measure(name: str, layers: int, randoms: int, gloo: bool, results: Any) -> N
     logging.disable(logging.WARNING)
     row: Row = {"model": name, "layers": layers, "search_seconds": {}, "meshes": {}}
     try:
-        _measure(row, name, layers, randoms, gloo)
+        _measure(row, name, layers, randoms, gloo, dropout)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"
         row["traceback"] = traceback.format_exc()
     results.send(row)
 
 
-def _measure(row: Row, name: str, layers: int, randoms: int, gloo: bool) -> None:
+def _measure(row: Row, name: str, layers: int, randoms: int, gloo: bool, dropout: float) -> None:
     import models
     import ranks
-    import zoo
 
     from autopar.api import Planner
 
-    case = zoo.case(name, layers)
-    expected = models.eager(case)
+    case = _case(name, layers, dropout)
+    expected = _alone(case) if dropout else models.eager(case)
     for title, mesh in MESHES.items():
         planner = Planner(case.model, mesh, case.args, case.kwargs, loss_fn=case.loss_fn)
         row.setdefault("capture_seconds", planner.seconds["capture"])
@@ -79,7 +80,7 @@ def _measure(row: Row, name: str, layers: int, randoms: int, gloo: bool) -> None
         for seed in range(randoms):
             there[f"random {seed}"] = _attempt(partial(_random, planner, seed, made))
         if gloo:
-            for found in ranks.run(RANKS, _rank, name, layers, mesh, made, timeout_seconds=600.0):
+            for found in ranks.run(RANKS, _rank, name, layers, dropout, mesh, made, timeout_seconds=600.0):
                 for kind, step in found.items():
                     error = step if isinstance(step, dict) else _errors(step, expected)
                     if error.get("error", math.inf) >= there[kind].get("error", 0.0):
@@ -87,6 +88,32 @@ def _measure(row: Row, name: str, layers: int, randoms: int, gloo: bool) -> None
             continue
         for kind, plan in made.items():
             there[kind] |= _attempt(partial(_simulated, partial(planner.program, plan), planner, case, expected))
+
+
+def _case(name: str, layers: int, dropout: float) -> Any:
+    import zoo
+
+    case = zoo.case(name, layers)
+    return zoo.dropping(case, dropout) if dropout else case
+
+
+def _alone(case: Any) -> Any:
+    """autopar's step on one rank."""
+    import models
+
+    from autopar.api import Planner
+
+    planner = Planner(case.model, {"a": 1}, case.args, case.kwargs, loss_fn=case.loss_fn)
+    return models.simulated(planner.program(planner.plan(solver="dp")), planner.captured, case, seed=_seed(case))
+
+
+def _seed(case: Any) -> int:
+    """What a step of `models.on_ranks` draws."""
+    import torch
+
+    torch.manual_seed(SEED)
+    case.batch(0)
+    return int(torch.empty((), dtype=torch.int64).random_(-(2**63), None))
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
@@ -121,7 +148,7 @@ def _random(planner: Any, seed: int, made: dict[str, Any]) -> Row:
 def _simulated(program: Callable[[], Any], planner: Any, case: Any, expected: Any) -> Row:
     import models
 
-    return _errors(models.simulated(program(), planner.captured, case), expected)
+    return _errors(models.simulated(program(), planner.captured, case, seed=_seed(case)), expected)
 
 
 def _errors(step: Any, expected: Any) -> Row:
@@ -133,23 +160,24 @@ def _errors(step: Any, expected: Any) -> Row:
     return {"worst": worst, "error": errors[worst]}
 
 
-def _rank(name: str, layers: int, mesh: Mapping[str, int], plans: Mapping[str, Any]) -> dict[str, Any]:
+def _rank(name: str, layers: int, dropout: float, mesh: Mapping[str, int], plans: Mapping[str, Any]) -> dict[str, Any]:
     """A step under each plan, or how it failed: on all ranks alike."""
     import models
-    import zoo
+    import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     from autopar.api import Planner
     from autopar.runtime.module import ParallelModule
 
     logging.disable(logging.WARNING)
-    case = zoo.case(name, layers)
+    case = _case(name, layers, dropout)
     ranks_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     planner = Planner(case.model, mesh, case.args, case.kwargs, loss_fn=case.loss_fn)
 
     def step(plan: Any) -> Any:
         # each plan starts from the model's own buffers
         module = ParallelModule(copy.deepcopy(case.model), planner.captured, planner.program(plan), plan, ranks_mesh)
+        torch.manual_seed(SEED)
         return models.on_ranks(module, case)
 
     return {kind: _attempt(partial(step, plan)) for kind, plan in plans.items()}
@@ -201,24 +229,26 @@ def printed(rows: Sequence[Row]) -> None:
     Console(width=200).print(table)
 
 
-def page(rows: Sequence[Row], command: str, gloo: bool) -> str:
+def page(rows: Sequence[Row], command: str, gloo: bool, dropout: float) -> str:
     """The table in markdown, under what it says."""
     kind = "real gloo ranks" if gloo else "ranks simulated in one process"
     layers = sorted({row["layers"] for row in rows})
+    rate = f"every dropout at {dropout}" if dropout else "dropout 0"
+    reference = "autopar on one rank" if dropout else "PyTorch on one device"
     lines = [
-        "# Models",
+        "# Models with dropout" if dropout else "# Models",
         "",
         f"Made by `{command}`. Models of `transformers` at tiny sizes ({', '.join(map(str, layers))} layers of each "
-        "stack) with random weights, unmodified, and two of `examples/`, dropout 0; how each is configured says "
-        "`tests/zoo.py`.",
+        "stack) with random weights, unmodified, and two of `examples/`, "
+        f"{rate}; how each is configured says `tests/zoo.py`.",
         "",
         "- *exports*: operators in the joint graph of forward and backward, and seconds to capture it;",
         "- *repeats*: copies x operators of what is planned once and used for all copies;",
         f"- *plans*: seconds that the default solver takes on meshes of {' / '.join(MESHES)} ranks;",
         f"- *solver*, *presets* ({', '.join(PRESETS)}), *random*: how many plans were run on both meshes, on {kind}, "
-        "and the largest difference of the loss, any other output, any gradient or any buffer from PyTorch on one "
-        "device, relative to the tensor's largest element (for gradients to a hundredth of the largest of all, where "
-        "that is more);",
+        "and the largest difference of the loss, any other output, any gradient or any buffer from "
+        f"{reference}, relative to the tensor's largest element (for gradients to a hundredth of the largest of all, "
+        "where that is more);",
         "- *no rule*: operators that every rank computes whole.",
         "",
         "| " + " | ".join(HEADER) + " |",
@@ -234,6 +264,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--random", type=int, default=10, help="random plans on each mesh")
     parser.add_argument("--gloo", action="store_true", help="on four processes")
+    parser.add_argument("--dropout", type=float, default=0.0, help="the rate of every dropout")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a model")
     parser.add_argument("--json", type=Path, default=Path("models.json"))
     parser.add_argument("--docs", action="store_true", help="write docs/models.md")
@@ -248,7 +279,9 @@ def main() -> None:
     for name in options.names or zoo.ZOO:
         receiver, sender = context.Pipe(duplex=False)
         started = time.perf_counter()
-        process = context.Process(target=measure, args=(name, options.layers, options.random, options.gloo, sender))
+        process = context.Process(
+            target=measure, args=(name, options.layers, options.random, options.gloo, options.dropout, sender)
+        )
         process.start()
         sender.close()
         row: Row = {"model": name, "layers": options.layers, "meshes": {}}
@@ -264,7 +297,8 @@ def main() -> None:
     printed(rows)
     if options.docs:
         command = " ".join(["python benchmarks/models.py", *(a for a in sys.argv[1:] if a != "--docs"), "--docs"])
-        (ROOT / "docs" / "models.md").write_text(page(rows, command, options.gloo))
+        file = ROOT / "docs" / ("models-dropout.md" if options.dropout else "models.md")
+        file.write_text(page(rows, command, options.gloo, options.dropout))
 
 
 if __name__ == "__main__":

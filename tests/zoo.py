@@ -755,3 +755,12 @@ def case(name: str, layers: int = 2) -> Case:
     """The case with the same weights in every process."""
     torch.manual_seed(0)
     return perturbed(ZOO[name](layers))
+
+
+def dropping(case: Case, rate: float) -> Case:
+    """The same case with dropout at this rate wherever its model has a dropout (of whole layers: not)."""
+    for module in case.model.modules():
+        rates = {n for n, v in vars(module).items() if "drop" in n and "layer" not in n and type(v) in (int, float)}
+        for name in rates | ({"p"} if isinstance(module, torch.nn.Dropout) else set()):
+            setattr(module, name, rate)
+    return case
