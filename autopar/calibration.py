@@ -1,9 +1,9 @@
 """A cluster from measurements, and how well a cluster says what was measured.
 
 `runtime.measure` measures; here is no process group. Each level is fitted by itself, from the collectives of the axis
-that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, by the same
-formula that later prices it. Axes that span several levels are not fitted: what is predicted for
-them says how far the model is to be believed.
+that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, and for the level how
+much of the latencies passes while bytes travel, by the same formula that later prices it. Axes that span
+several levels are not fitted: what is predicted for them says how far the model is to be believed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from typing import Any
 import torch
 
 from .cluster import Cluster, Device, Level
-from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, price
+from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, price, together
 
 LEVELS = ("racks", "nodes", "ranks")
 """Names of levels, the last one the innermost."""
+OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Tried for each level; the same for all kinds."""
+SMALLEST_PART = 0.25
 LEAST_BYTES = 1 << 20
 """What moves as much is bound by rates, not by latencies."""
 
@@ -99,12 +102,15 @@ def fit(measured: Measurements, name: str) -> Cluster:
 def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
     sizes = measured.levels
     shared = _devices_per_link(measured, number)
-    found: dict[str, tuple[float, float]] = {}
+    link = _unit_link(sizes, number, shared, algorithms)
+    fits: dict[float, dict[str, _Line]] = {overlap: {} for overlap in OVERLAPS}
     for kind in KINDS:
         samples = [s for s in measured.samples if (s.kind, s.axis, s.alone) == (kind, (number,), False)]
-        link = _unit_link(sizes, number, shared, algorithms)
         steps, moving = (price(kind, size, link) for size in (0.0, 1.0))
-        found[kind] = _line(samples, steps.fixed, moving.moving)
+        for overlap, lines in fits.items():
+            lines[kind] = _line(samples, steps.fixed, moving.moving, overlap)
+    overlap = min(OVERLAPS, key=lambda overlap: sum(line.error for line in fits[overlap].values()))
+    found = {kind: (line.latency, line.rate) for kind, line in fits[overlap].items()}
     rate = max(rate for _, rate in found.values())
     return Level(
         name=LEVELS[number - len(sizes)] if len(sizes) <= len(LEVELS) else f"level {number}",
@@ -113,6 +119,7 @@ def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
         group_bytes_per_second=_digits(rate),
         latency_seconds=max(_digits(latency) for latency, _ in found.values()),
         devices_per_link=shared,
+        overlap=overlap,
         measured=tuple(
             Measured(kind=kind, efficiency=min(1.0, _digits(own / rate)), latency_seconds=_digits(latency))
             for kind, (latency, own) in found.items()
@@ -151,22 +158,33 @@ def _devices_per_link(measured: Measurements, number: int) -> int:
     return max(1, min(below, round(statistics.median(ratios)))) if ratios else below
 
 
-def _line(samples: Sequence[Sample], steps: float, moving: float) -> tuple[float, float]:
-    """(latency, rate) that fit seconds = steps x latency + bytes x moving / rate, with the least sum of
-    |log(predicted / measured)|: a size that something disturbed does not bend the line.
+@dataclass(frozen=True, slots=True)
+class _Line:
+    error: float
+    latency: float
+    rate: float
+
+
+def _line(samples: Sequence[Sample], steps: float, moving: float, overlap: float) -> _Line:
+    """The latency and the rate that fit steps x latency and bytes x moving / rate, added with that overlap, with
+    the least sum of |log(predicted / measured)|: a size that something disturbed does not bend the line.
 
     Such a line goes through two of the points, or through one and the origin; all of them are tried.
     """
-    lines = [(0.0, s.bytes * moving / s.seconds) for s in samples]
+    latencies = {0.0, *(s.seconds / steps for s in samples)}
     for one, other in combinations(samples, 2):
         if other.bytes != one.bytes and (slope := (other.seconds - one.seconds) / (other.bytes - one.bytes)) > 0:
-            lines.append((max(0.0, one.seconds - slope * one.bytes) / steps, moving / slope))
-
-    def error(line: tuple[float, float]) -> float:
-        latency, rate = line
-        return sum(abs(math.log((steps * latency + s.bytes * moving / rate) / s.seconds)) for s in samples)
-
-    return min(lines, key=error)
+            latencies.add(max(0.0, one.seconds - slope * one.bytes) / steps / max(1.0 - overlap, SMALLEST_PART))
+    lines = []
+    for latency in latencies:
+        fixed = steps * latency
+        for through in samples:
+            if (left := through.seconds - fixed * (1.0 - overlap)) > 0:
+                slope = left / through.bytes
+                predicted = [(together(fixed, slope * s.bytes, overlap), s.seconds) for s in samples]
+                error = sum(abs(math.log(one / other)) for one, other in predicted)
+                lines.append(_Line(error, latency, moving / slope))
+    return min(lines, key=lambda line: (line.error, line.latency))
 
 
 def _device(measured: Measurements) -> Device:

@@ -65,7 +65,8 @@ class Level:
     `devices_per_link` of its devices each: a device alone cannot use those of others. On a `ring` (a dim of
     a torus) only neighbours are linked, and a child sends both ways. A collective costs
     `launch_seconds` once and `latency_seconds` a step; `measured` says what kinds of collectives reach of the
-    rates, and the latency of each, where that is known.
+    rates, and the latency of each, where that is known. The part `overlap` of all that passes while bytes travel: where
+    links are slow, what is waited for is mostly them.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Level:
     topology: str = "switch"
     devices_per_link: int = 1
     measured: tuple[Measured, ...] = ()
+    overlap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +169,7 @@ def _stage(level: Level, width: int, members: int, sending: int, stride: int, be
             rank_bytes_per_second=alone,
             latency_seconds=level.latency_seconds,
             measured=level.measured,
+            overlap=level.overlap,
             ring=True,
             wrapped=wrapped,
         )
@@ -181,6 +184,7 @@ def _stage(level: Level, width: int, members: int, sending: int, stride: int, be
         rank_bytes_per_second=min(group, of_one, pair / sharing),
         latency_seconds=level.latency_seconds,
         measured=level.measured,
+        overlap=level.overlap,
     )
 
 

@@ -71,6 +71,7 @@ class Stage:
     ring: bool = False
     wrapped: bool = False
     measured: tuple[Measured, ...] = ()
+    overlap: float = 0.0
 
     def of_kind(self, kind: str) -> Stage:
         """As a kind of collective finds it."""
@@ -120,6 +121,12 @@ class Link:
     def latency_seconds(self) -> float:
         return max((stage.latency_seconds for stage in self.stages), default=0.0)
 
+    @property
+    def overlap(self) -> float:
+        """The part of the latency that passes while bytes travel: that of the slowest level."""
+        slowest = min(self.stages, key=lambda stage: stage.bytes_per_second, default=None)
+        return 0.0 if slowest is None else slowest.overlap
+
     def widened(self, factor: float) -> Link:
         """The same links, `factor` times as wide."""
         stages = tuple(stage.widened(factor) for stage in self.stages)
@@ -128,14 +135,21 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds of one collective: `fixed` (launch and synchronisation) and `moving` (bytes on links)."""
+    """Seconds of one collective: `fixed` (launch and synchronisation) and `moving` (bytes on links), of which
+    the part `overlap` of the fixed ones passes at the same time."""
 
     algorithm: str
     fixed: float
     moving: float
+    overlap: float = 0.0
 
     def seconds(self, share: float = 1.0) -> float:
-        return self.fixed * share + self.moving
+        return together(self.fixed * share, self.moving, self.overlap)
+
+
+def together(fixed: float, moving: float, overlap: float) -> float:
+    """Seconds of both, if `overlap` of what is fixed passes while bytes move."""
+    return max(fixed, fixed * (1.0 - overlap) + moving)
 
 
 def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -> float:
@@ -148,25 +162,25 @@ def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -
     """
     if link.ranks == 1:
         return 0.0
-    return min(fixed * share + moving * size for _, fixed, moving in _candidates(kind, link))
+    overlap = link.overlap
+    return min(together(fixed * share, moving * size, overlap) for _, fixed, moving in _candidates(kind, link))
 
 
 def price(kind: str, size: float, link: Link) -> Price:
     """The cheapest algorithm and its seconds."""
     if link.ranks == 1:
         return Price("none", 0.0, 0.0)
-    prices = [Price(name, fixed, moving * size) for name, fixed, moving in _candidates(kind, link)]
-    return min(prices, key=Price.seconds)
+    return min(prices(kind, size, link).values(), key=Price.seconds)
 
 
 def prices(kind: str, size: float, link: Link) -> dict[str, Price]:
     """Every algorithm that these links allow, by name."""
-    return {name: Price(name, fixed, moving * size) for name, fixed, moving in _candidates(kind, link)}
+    return {name: Price(name, fixed, moving * size, link.overlap) for name, fixed, moving in _candidates(kind, link)}
 
 
 @cache
 def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
-    """(algorithm, fixed seconds, seconds a byte): all of them are affine in the size."""
+    """(algorithm, fixed seconds, seconds a byte)."""
     if kind not in KINDS:
         raise ValueError(f"no collective is called {kind!r}; known: {', '.join(KINDS)}")
     names = names_of(link.algorithms, kind)

@@ -22,7 +22,7 @@ from ..clusters.write import cluster_toml
 from ..plan import bytes_text, seconds_text
 from .common import notes, out, progress, reports_bad_input, whole_numbers
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 1 << 18
 
 
 def add(app: typer.Typer) -> None:

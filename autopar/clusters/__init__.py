@@ -24,8 +24,8 @@ BASIC = ("ring", "pairwise", "message")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`kind` is text, count, rate (above 0), seconds (0 or more), part (above 0, at most 1), links (a
-    rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
+    """`kind` is text, count, rate (above 0), seconds (0 or more), part (above 0, at most 1), share (from 0 to 1),
+    links (a rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
     latencies (one, or a table of them by kind of collective). `write` is an example."""
 
     kind: str
@@ -61,6 +61,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "devices_per_link": Key("count", "devices_per_link = 1", required=False),
         "latency_seconds": Key("latencies", "latency_seconds = 5e-6"),
         "launch_seconds": Key("seconds", "launch_seconds = 10e-6", required=False),
+        "overlap": Key("share", "overlap = 0.5", required=False),
     },
 }
 
@@ -201,6 +202,7 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "rate": _is_rate,
     "seconds": lambda value: _is_number(value) and value >= 0,
     "part": lambda value: _is_rate(value) and value <= 1,
+    "share": lambda value: _is_number(value) and 0 <= value <= 1,
     "links": lambda value: _is_rate(value) or _is_matrix(value),
     "rates": lambda value: isinstance(value, dict) and bool(value) and all(map(_is_rate, value.values())),
     "curve": _is_curve,
@@ -216,6 +218,7 @@ _MEANING = {
     "rate": "a number above 0",
     "seconds": "a number of seconds, 0 or more",
     "part": "a part above 0 and at most 1",
+    "share": "a part from 0 to 1",
     "links": "a number above 0, or a symmetric matrix of them with 0 where there is no link",
     "rates": "a table of numbers above 0 by dtype",
     "curve": "a list of [flops, part of the peak], rising, with no less time for more flops",
@@ -266,6 +269,7 @@ def _level(table: _Table) -> Level:
         latency_seconds=float(max(latency.values()) if isinstance(latency, dict) else latency),
         launch_seconds=float(table.get("launch_seconds", 0.0)),
         devices_per_link=table.get("devices_per_link", 1),
+        overlap=float(table.get("overlap", 0.0)),
         measured=tuple(
             Measured(
                 kind=kind,

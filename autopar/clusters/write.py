@@ -53,6 +53,7 @@ def _level(level: Level) -> dict[str, object]:
         "devices_per_link": level.devices_per_link,
         "latency_seconds": level.latency_seconds,
         "launch_seconds": level.launch_seconds,
+        "overlap": level.overlap,
     }
     if level.measured:
         by_kind = {measured.kind: measured for measured in level.measured}
