@@ -17,7 +17,7 @@ from autopar import lab
 from autopar.calibration import Compute, Measurements, Sample, check, compute_check, fit
 from autopar.cli import app
 from autopar.cluster import Cluster, Device, Level
-from autopar.clusters import CLUSTERS, parse_cluster
+from autopar.clusters import CLUSTERS, parse_cluster, read_cluster
 from autopar.clusters.write import cluster_toml
 from autopar.collectives import GLOO, KINDS, Measured, collective_seconds, price, prices
 
@@ -149,6 +149,11 @@ def test_measurements_are_saved_and_read() -> None:
 @pytest.mark.parametrize("cluster", [CLUSTER, *CLUSTERS.values()], ids=lambda cluster: cluster.name)
 def test_a_written_cluster_is_read_back(cluster: Cluster) -> None:
     assert parse_cluster(cluster_toml(cluster, "a test", "two\nlines"), "a file") == cluster
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("benchmarks/lab/*.toml")), ids=lambda p: p.stem)
+def test_calibrated_clusters_are_read(path: Path) -> None:
+    assert read_cluster(path).levels[-1].measured
 
 
 @pytest.mark.parametrize(
