@@ -5,12 +5,14 @@ dtype into collectives of up to `limit_bytes`. Values are the same bit for bit: 
 by side in a flat tensor, communicated at once, and taken apart again. What is large enough to hide a
 latency travels alone, without the copies that a bucket needs.
 
-Three kinds of collectives are told apart:
+Four kinds of collectives are told apart:
 
 - *reductions*, in backward, that only gradients depend on: started as soon as a bucket is full,
   finished at the end, or, where a second mesh axis follows, when the next bucket has been started;
 - *gathers* of parameters as they rest, in forward and again in backward: bucketed in the order of
   first use and started ahead of it, with at most `limit_bytes` in flight that are not yet used;
+- small all-reduces in forward (all latency), several parts of a loss, say: those that do not depend on each other
+  travel where the last of them stands;
 - all others stay where they are, and are waited for just before their first reader.
 """
 
@@ -28,6 +30,7 @@ logger = logging.getLogger("autopar")
 
 LIMIT_BYTES = 25 * 2**20
 ALONE_BYTES = 4 * 2**20
+SMALL_BYTES = 4 * 2**10
 WAIT = "collective.wait"
 LAYOUT = frozenset({"aten.contiguous.default", "aten.permute.default", "aten.reshape.default", "aten.select.int"})
 """Local ops of one tensor that codegen puts around collectives."""
@@ -48,7 +51,7 @@ def bucket(program: Program, limit_bytes: int = LIMIT_BYTES, alone_bytes: int = 
     made = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
     gradients = [o.name for o in program.outputs if o.name is not None and o.role == "gradient"]
     writer = _Writer(program.mesh, dict(program.metas), limit_bytes, alone_bytes)
-    forward = writer.gather(program.forward, parameters, [*made, *program.saved])
+    forward = writer.gather(writer.together(program.forward, program.uneven), parameters, [*made, *program.saved])
     backward = writer.gather(program.backward, parameters, gradients)
     backward = writer.reduce(backward, gradients)
     bucketed = replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas)
@@ -179,6 +182,72 @@ class _Writer:
     def key(self, collective: Instruction) -> tuple[object, ...]:
         """What collectives of one bucket have in common."""
         return (collective.op, *collective.args[1:], self.metas[collective.inputs[0]].dtype)
+
+    # --- small all-reduces
+
+    def together(self, instructions: Sequence[Instruction], uneven: frozenset[str]) -> list[Instruction]:
+        """Small all-reduces of one key in buckets, each where the last of its members stands. What reads the others
+        comes after that, so that no collective in between may."""
+        groups = self._independent(instructions, uneven)
+        self.written = []
+        held: dict[str, Instruction] = {}  # members that wait for the last one, by what they make
+        late: list[Instruction] = []  # what reads them
+        missing: set[str] = set()
+        started: dict[str, _Bucket] = {}
+
+        def write(instruction: Instruction) -> None:
+            if not missing.isdisjoint(instruction.inputs):
+                late.append(instruction)
+                missing.update(instruction.outputs)
+            elif instruction.op == WAIT and instruction.inputs[0] in started:
+                self.result(started[instruction.inputs[0]], instruction)
+            else:
+                self.written.append(instruction)
+
+        for instruction in instructions:
+            name = instruction.outputs[0]
+            members = groups.get(name)
+            if members is None:
+                write(instruction)
+                continue
+            held[name] = instruction
+            missing.add(name)
+            if members[-1] is instruction:
+                joint = _Bucket(members, sum(map(self.bytes, members)))
+                self.start(joint)
+                self.finish(joint)
+                for member in members:
+                    del held[member.outputs[0]]
+                    started[member.outputs[0]] = joint
+                again = list(late)
+                late.clear()
+                missing = set(held)
+                for waiting in again:
+                    write(waiting)
+        return self.written
+
+    def _independent(self, instructions: Sequence[Instruction], uneven: frozenset[str]) -> dict[str, list[Instruction]]:
+        """Small all-reduces, by the names of their results, with those that they can be joined with, itself included.
+        None of a group, and no collective between its first and last, depends on another of it."""
+        upstream: dict[str, int] = {}  # the small all-reduces that a value depends on, as bits
+        open_groups: dict[tuple[object, ...], tuple[int, list[Instruction]]] = {}
+        found: dict[str, list[Instruction]] = {}
+        for instruction in instructions:
+            mask = 0
+            for name in instruction.inputs:
+                mask |= upstream.get(name, 0)
+            if instruction.collective:
+                open_groups = {key: group for key, group in open_groups.items() if not group[0] & mask}
+            small = instruction.collective == "all_reduce" and self.bytes(instruction) <= SMALL_BYTES
+            if small and uneven.isdisjoint((*instruction.inputs, *instruction.outputs)):
+                bit = 1 << len(found)
+                bits, members = open_groups.get(self.key(instruction), (0, []))
+                members.append(instruction)
+                open_groups[self.key(instruction)] = (bits | bit, members)
+                found[instruction.outputs[0]] = members
+                mask |= bit
+            upstream.update(dict.fromkeys(instruction.outputs, mask))
+        return {name: members for name, members in found.items() if len(members) > 1}
 
     # --- gathers
 

@@ -17,6 +17,7 @@ from models import Case, assert_same, eager, simulated
 from torch import nn
 
 from autopar.api import Planner
+from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.passes.problem import Assignment
 from autopar.passes.strategies import KEEP, AxisChoice, Site, Space
@@ -56,11 +57,14 @@ def _name(site: Site, choice: AxisChoice) -> str:
     return f"{site.node.op} {site.rule.factors[choice[1]].name}" if site.node and site.rule else site.name
 
 
-def collectives(case: Case, mesh: dict[str, int], *axes: Force) -> Counter[tuple[str, str, int]]:
+def collectives(
+    case: Case, mesh: dict[str, int], *axes: Force, bucketed: bool = False
+) -> Counter[tuple[str, str, int]]:
     """(kind, axis, bytes of the larger side) -> how many of them one step issues. The program is also run, on
     simulated ranks, and must compute what the model does."""
     planner = Planner(case.model, mesh, case.args, case.kwargs, loss_fn=case.loss_fn)
     program = codegen(planner.space, forced(planner.space, *axes))
+    program = bucket(program) if bucketed else program
     assert_same(simulated(program, planner.captured, case), eager(case))
     return Counter(program.collectives())
 
@@ -129,6 +133,41 @@ def test_cross_entropy_with_the_tokens_split() -> None:
     """The sum and the number of labels that count travel together; the gradient of the weights follows."""
     found = collectives(head(labels()), {"dp": 4}, splitting(TOKENS))
     assert found == {("all_reduce", "dp", 2 * FLOAT): 1, ("all_reduce", "dp", CLASSES * WIDTH * FLOAT): 1}
+
+
+@pytest.mark.parametrize(
+    ("weight", "bytes_"),
+    [(None, [3 * FLOAT, 8]), (torch.linspace(0.5, 1.5, CLASSES), [4 * FLOAT])],
+    ids=["even", "weighted"],
+)
+def test_parts_of_a_loss_travel_together(weight: torch.Tensor | None, bytes_: list[int]) -> None:
+    """What is picked, its weight and the sum of all classes, in one all-reduce; without weights the labels are counted
+    in integers, and these travel alone."""
+    case = head(labels(), label_smoothing=0.1, weight=weight)
+    found = collectives(case, {"dp": 4}, splitting(TOKENS), bucketed=True)
+    assert found == Counter(("all_reduce", "dp", size) for size in (*bytes_, CLASSES * WIDTH * FLOAT))
+
+
+class Chained(nn.Module):
+    """Three numbers of the batch, of which the second needs the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        even = x / x.abs().mean().exp()
+        return even.abs().mean().exp() + x.square().mean().exp() * even.sum().sin()
+
+
+def test_numbers_that_need_each_other_travel_apart() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH)
+    case = Case(model=Chained(), batch=lambda step: ((x,), {}))
+    apart, together = (collectives(case, {"dp": 4}, splitting(TOKENS), bucketed=b) for b in (False, True))
+    assert apart["all_reduce", "dp", FLOAT] - together["all_reduce", "dp", FLOAT] == 3
+    assert together["all_reduce", "dp", 3 * FLOAT] == 1 and together["all_reduce", "dp", FLOAT] >= 1
 
 
 def test_cross_entropy_with_tokens_and_vocabulary_split() -> None:
