@@ -44,11 +44,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """A rank's arithmetic while all ranks are busy. `matmuls` are (dtype, rows, features in, features out, seconds)."""
+    """A rank's arithmetic while all ranks are busy. `streams` are (what is done, bytes read and written, seconds),
+    `matmuls` (dtype, rows, features in, features out, seconds)."""
 
     seconds_per_op: float
-    bytes_per_second: float
     memory_bytes: float
+    streams: tuple[tuple[str, int, float], ...]
     matmuls: tuple[tuple[str, int, int, int, float], ...]
 
 
@@ -69,12 +70,12 @@ class Measurements:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurements:
         compute, samples = data["compute"], data["samples"]
-        matmuls = tuple(tuple(row) for row in compute["matmuls"])
+        rows = {key: tuple(tuple(row) for row in compute[key]) for key in ("streams", "matmuls")}
         return cls(
             **{
                 **data,
                 "levels": tuple(data["levels"]),
-                "compute": Compute(**{**compute, "matmuls": matmuls}),
+                "compute": Compute(**{**compute, **rows}),
                 "samples": tuple(
                     Sample(**{**row, "axis": tuple(row["axis"]), "quartiles": tuple(row["quartiles"])})
                     for row in samples
@@ -200,7 +201,8 @@ def _device(measured: Measurements) -> Device:
         name=measured.device,
         flops_per_second={dtype: _digits(curve[-1][1]) for dtype, curve in curves.items()},
         memory_bytes=_digits(compute.memory_bytes),
-        memory_bytes_per_second=_digits(compute.bytes_per_second),
+        # one of each: what does more than it moves, such as a softmax, counts with the seconds that it takes
+        memory_bytes_per_second=_digits(sum(s[1] for s in compute.streams) / sum(s[2] for s in compute.streams)),
         seconds_per_op=_digits(compute.seconds_per_op),
         efficiency=_efficiency(curves[usual]),
     )

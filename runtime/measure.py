@@ -30,7 +30,16 @@ two ranks that exchange large messages fall out of step and take turns."""
 MOST_REPEATS = 16
 WINDOW_SECONDS = 0.05
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-STREAM_BYTES = 4 << 20
+STREAM_SHAPE = (2048, 512)
+STREAMS: Mapping[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "add": (3, torch.add),
+    "mul": (3, torch.mul),
+    "silu": (2, lambda x, y: torch.nn.functional.silu(x)),
+    "softmax": (2, lambda x, y: x.softmax(-1)),
+    "sum": (1, lambda x, y: x.sum(0)),
+    "transposed copy": (2, lambda x, y: x.t().contiguous()),
+}
+"""What a model does besides products, and how many times the bytes of a tensor each of it moves."""
 MATMULS = (
     (16, 16, 16),
     (64, 64, 64),
@@ -257,9 +266,12 @@ def _compute(device: torch.device, report: Report) -> Compute:
     one = torch.zeros(1, device=device)
     report(0.0, "operators")
     seconds_per_op = _over_ranks(median_seconds(lambda: one + one, device), device)
-    stream = torch.zeros(STREAM_BYTES // 4, device=device)
-    other = torch.zeros_like(stream)
-    streamed = _over_ranks(median_seconds(lambda: stream + other, device), device)
+    x, y = (torch.randn(STREAM_SHAPE, device=device) for _ in range(2))
+    streams = []
+    for name, (passes, run) in STREAMS.items():
+        report(0.0, name)
+        seconds = median_seconds(lambda: run(x, y), device)  # noqa: B023
+        streams.append((name, passes * x.nbytes, _over_ranks(seconds, device)))
     matmuls = []
     for dtype in DTYPES:
         for m, k, n in MATMULS:
@@ -269,7 +281,7 @@ def _compute(device: torch.device, report: Report) -> Compute:
             matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(seconds, device)))
     return Compute(
         seconds_per_op=seconds_per_op,
-        bytes_per_second=3 * STREAM_BYTES / streamed,
+        streams=tuple(streams),
         memory_bytes=_memory_bytes(device),
         matmuls=tuple(matmuls),
     )

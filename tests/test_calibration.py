@@ -81,7 +81,7 @@ def measurements(cluster: Cluster) -> Measurements:
         matmuls.append((dtype, n, n, n, seconds))
     compute = Compute(
         seconds_per_op=device.seconds_per_op,
-        bytes_per_second=device.memory_bytes_per_second,
+        streams=(("add", 3_000_000, 1e-4), ("softmax", 1_000_000, 1e-4)),
         memory_bytes=device.memory_bytes,
         matmuls=tuple(matmuls),
     )
@@ -101,6 +101,7 @@ def test_the_figures_of_a_cluster_are_found_again() -> None:
             assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
             assert one.latency_seconds == pytest.approx(other.latency_seconds, rel=0.02)
     assert found.device.flops_per_second == pytest.approx(CLUSTER.device.flops_per_second, rel=0.01)
+    assert found.device.memory_bytes_per_second == 4_000_000 / 2e-4 == CLUSTER.device.memory_bytes_per_second
     assert found.device.reached(1e6) == pytest.approx(0.5, rel=0.02)
 
 
