@@ -15,6 +15,7 @@ from torch import nn
 from .cluster import Cluster
 from .clusters import named_cluster
 from .comparison import Comparison
+from .constraints import Constraints, pins
 from .layout import REPLICATE, Layout, Split
 from .ops import rule_of
 from .ops.routing import in_token_order
@@ -57,6 +58,7 @@ def plan(
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
+    constraints: Constraints | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
 
@@ -64,12 +66,13 @@ def plan(
     inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
     is "ilp", "dp" (dynamic programming), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
     "megatron", "megatron_sp". `cluster` is a name or a `Cluster`;
-    `memory_limit_bytes` bounds what a rank holds.
+    `memory_limit_bytes` bounds what a rank holds. `constraints` pins placements of parameters and inputs, and keeps
+    modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `constraints`).
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
     return Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster).plan(
-        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes
+        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
     )
 
 
@@ -84,6 +87,7 @@ def compare(
     cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,
+    constraints: Constraints | None = None,
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
     """Plans of several solvers and presets side by side, on one mesh and cluster or each of several; the model is
@@ -111,7 +115,9 @@ def compare(
             name = " ".join([solver, *place])
             report((number + k / len(solvers)) / len(cases), name)
             try:
-                results[name] = on.plan(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes)
+                results[name] = on.plan(
+                    solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
+                )
             except ValueError as error:
                 results[name] = str(error)
     report(1.0, "")
@@ -129,6 +135,7 @@ def parallelize(
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
+    constraints: Constraints | None = None,
     plan: Plan | None = None,
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
@@ -159,7 +166,10 @@ def parallelize(
     all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
     if plan is None:
         made = planner.plan
-        plan = on_first_rank(lambda: made(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes), mesh)
+        plan = on_first_rank(
+            lambda: made(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints),
+            mesh,
+        )
     program = None
     try:
         program = planner.program(plan)
@@ -243,8 +253,16 @@ class Planner:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         return result
 
-    def plan(self, *, solver: str = "ilp", cost: str = "analytical", memory_limit_bytes: float | None = None) -> Plan:
-        """Raises ValueError for an unknown solver or cost, and where nothing keeps the limit."""
+    def plan(
+        self,
+        *,
+        solver: str = "ilp",
+        cost: str = "analytical",
+        memory_limit_bytes: float | None = None,
+        constraints: Constraints | None = None,
+    ) -> Plan:
+        """Raises ValueError for an unknown solver or cost, for constraints that cannot be, and where nothing keeps the
+        limit."""
         _check_solver(solver)
         if cost not in COSTS:
             raise ValueError(f"unknown cost {cost!r}; known: {', '.join(COSTS)}")
@@ -254,7 +272,8 @@ class Planner:
         if solver in PRESETS:
             groups = self._timed("blocks", lambda: blocks(self.captured.graph, max(self.space.mesh)))
             allowed = preset(self.space, groups, solver)
-        search = Search(self.space, solver if solver in SOLVERS else "dp", memory_limit_bytes, logger.info)
+        pinned = pins(self.space, constraints or {})
+        search = Search(self.space, solver if solver in SOLVERS else "dp", memory_limit_bytes, logger.info, pins=pinned)
         found: Found = self._timed("search", lambda: search.run(allowed))
         return self._timed("describe", lambda: self.describe(found, solver, cost))
 

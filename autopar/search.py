@@ -14,10 +14,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from typing import Literal
 
 from .bound import lower_bound_seconds
+from .constraints import Pins
 from .layout import Split
 from .passes.blocks import blocks
 from .passes.group import Groups, block_groups, group
@@ -107,8 +108,10 @@ class Search:
         bytes_limit: float | None,
         log: Callable[[str], None],
         level: Level = "operator",
+        pins: Pins | None = None,
     ) -> None:
         self.space, self.solver, self.bytes_limit, self.log = space, solver, bytes_limit, log
+        self.pins = pins or {}
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solves = 0
@@ -164,9 +167,11 @@ class Search:
         """
         started = time.perf_counter()
         space = self.space
-        if allowed is None:
+        if allowed is not None:
+            allowed = {name: self._keeping(self.sites[name], choices) for name, choices in allowed.items()}
+        else:
             everything = {
-                name: [axis_choices(space, site, axis) for axis in range(len(space.mesh))]
+                name: [self._offered(site, axis) for axis in range(len(space.mesh))]
                 for name, site in self.sites.items()
             }
             largest = max(_count(per_axis) for per_axis in everything.values())
@@ -190,6 +195,37 @@ class Search:
             lower_bound=best.lower_bound,
             seconds=time.perf_counter() - started,
             solves=self.solves,
+        )
+
+    def _offered(self, site: Site, axis: int) -> tuple[AxisChoice, ...]:
+        """The choices on an axis that constraints leave to a site."""
+        pinned = self.pins.get(site.name, {})
+        return pinned[axis] if axis in pinned else axis_choices(self.space, site, axis)
+
+    def _keeping(self, site: Site, choices: Iterable[SiteChoice]) -> list[SiteChoice]:
+        """The choices that keep the constraints on a site."""
+        pinned = self.pins.get(site.name, {})
+        kept = [c for c in choices if all(c[axis] in left for axis, left in pinned.items())]
+        if not kept:
+            raise ValueError(
+                f"no choice of {site.kind} {site.module or site.name} is both in the preset and in the constraints: "
+                f"take a solver, or drop one of the constraints"
+            )
+        return kept
+
+    def _pinned(self, site: Site, choice: SiteChoice) -> SiteChoice:
+        """The choice with those parts changed that constraints forbid."""
+        pinned = self.pins.get(site.name, {})
+        if all(choice[axis] in left for axis, left in pinned.items()):
+            return choice
+        per_axis = [pinned.get(axis, (choice[axis],)) for axis in range(len(self.space.mesh))]
+        wider = [dict.fromkeys((*first, *self._offered(site, axis))) for axis, first in enumerate(per_axis)]
+        rest = choice[len(self.space.mesh) :]
+        for parts in chain(product(*per_axis), product(*wider)):
+            if self.space.option(site, (*parts, *rest)) is not None:
+                return (*parts, *rest)
+        raise ValueError(
+            f"the constraints leave {site.kind} {site.module or site.name} no legal choice: drop one of them"
         )
 
     def _is_over(self, found: Solved) -> bool:
@@ -243,7 +279,7 @@ class Search:
 
     def _descend_all(self) -> Solved:
         space, axes = self.space, self._axes()
-        whole = {name: [space.whole(site)] for name, site in self.sites.items()}
+        whole = {name: [self._pinned(site, space.whole(site))] for name, site in self.sites.items()}
         found: list[Solved] = []
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
 
@@ -289,7 +325,7 @@ class Search:
                         if option in site.choices[ranks] and space.option(site, wider) is not None:
                             choice = wider
                             break
-            chosen[name] = [choice]
+            chosen[name] = [self._pinned(site, choice)]
         return chosen
 
     def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[int], price: float = 0.0) -> Solved:
@@ -318,7 +354,7 @@ class Search:
         found: dict[SiteChoice, None] = {}
         width = len(self.space.mesh)
         for choice in choices:
-            for option in axis_choices(self.space, site, axis):
+            for option in self._offered(site, axis):
                 for policy in policies(site, self.bytes_limit):
                     found[(*choice[:axis], option, *choice[axis + 1 : width], *policy)] = None
         return [c for c in found if self.space.option(site, c) is not None]
