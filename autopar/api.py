@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from .bound import lower_bound_seconds
 from .cluster import Cluster
 from .clusters import named_cluster
 from .comparison import Comparison
 from .constraints import Constraints, pins
 from .layout import REPLICATE, Layout, Split
+from .meshes import best_mesh, meshes
 from .ops import rule_of
 from .ops.routing import in_token_order
 from .passes.account import account, parameter_layouts
@@ -31,6 +34,7 @@ from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
+from .problem import Infeasible
 from .program import Program
 from .search import Found, Search, unique_sites
 from .solve import SOLVERS
@@ -49,7 +53,7 @@ COSTS = ("analytical",)
 
 def plan(
     model: nn.Module,
-    mesh_shape: Mapping[str, int],
+    mesh_shape: Mapping[str, int] | int | Literal["auto"],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -62,7 +66,8 @@ def plan(
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
 
-    `mesh_shape` maps axis names to sizes, outermost first. `args` and `kwargs` are the global example
+    `mesh_shape` maps axis names to sizes, outermost first; a number of devices, or "auto" for all that the cluster has,
+    lets the mesh be chosen too (`plan.mesh`). `args` and `kwargs` are the global example
     inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
     is "ilp", "dp" (dynamic programming), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
     "megatron", "megatron_sp". `cluster` is a name or a `Cluster`;
@@ -71,8 +76,17 @@ def plan(
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
-    return Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster).plan(
-        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
+    if isinstance(mesh_shape, Mapping):
+        return Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster).plan(
+            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
+        )
+    machine = named_cluster(cluster, device_type="cpu")
+    if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
+        raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
+    candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
+    planner = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine)
+    return planner.over(
+        candidates, solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
     )
 
 
@@ -246,6 +260,47 @@ class Planner:
         other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), {}
         other.space = other._space()
         return other
+
+    def over(
+        self,
+        candidates: Sequence[Mapping[str, int]],
+        *,
+        solver: str = "ilp",
+        cost: str = "analytical",
+        memory_limit_bytes: float | None = None,
+        constraints: Constraints | None = None,
+    ) -> Plan:
+        """The best plan on any of several meshes. Raises ValueError as `plan`, where no mesh has one."""
+        _check_solver(solver)
+        planners = {tuple(mesh.items()): self.on(mesh, self.cluster) for mesh in candidates}
+
+        def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
+            made = planners[tuple(mesh.items())].plan(
+                solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
+            )
+            return made.objective_seconds, made
+
+        def quick(mesh: Mapping[str, int], below: float) -> float:
+            space = planners[tuple(mesh.items())].space
+            search = Search(space, "dp", memory_limit_bytes, logger.info, pins=pins(space, constraints or {}))
+            try:
+                return search.run(bounded=False, thorough=False, below=below).score.objective
+            except Infeasible:
+                return math.inf
+
+        def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
+            try:
+                return planned(mesh)[0]
+            except ValueError:
+                return math.inf
+
+        return best_mesh(
+            candidates,
+            lambda mesh: lower_bound_seconds(planners[tuple(mesh.items())].space),
+            preset_seconds if solver in PRESETS else quick,
+            planned,
+            logger.info,
+        )
 
     def _timed(self, name: str, function: Callable[[], T]) -> T:
         started = time.perf_counter()

@@ -160,8 +160,11 @@ class Search:
             solution = solve(presolved.problem, "ilp", bytes_limit=bytes_limit)
         return replace(solution, choice=presolved.expand(solution.choice))
 
-    def run(self, allowed: Allowed | None = None, *, bounded: bool = True) -> Found:
+    def run(
+        self, allowed: Allowed | None = None, *, bounded: bool = True, thorough: bool = True, below: float = math.inf
+    ) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`; `bounded` asks for a lower bound.
+        Not `thorough`: of one descent, and over the memory limit if that costs `below` seconds or more.
 
         Raises `Infeasible` where nothing keeps the memory limit.
         """
@@ -183,10 +186,10 @@ class Search:
             if self._is_over(best):
                 best = self._within_limit(best, lambda price, _: self.solve(options, DESCENT_SOLVER, price=price))
         else:
-            best = self._descend_all()
+            best = self._descend_all() if thorough else self._descend(self._whole(), self._axes())
             bound = lower_bound_seconds(space) if bounded else 0.0
             self.log(f"lower bound {bound * 1e3:.3f} ms")
-            if self._is_over(best):
+            if self._is_over(best) and best.score.objective < below:
                 best = self._within_limit(best, self._descend_priced)
             best = replace(best, lower_bound=bound)
         return Found(
@@ -279,7 +282,7 @@ class Search:
 
     def _descend_all(self) -> Solved:
         space, axes = self.space, self._axes()
-        whole = {name: [self._pinned(site, space.whole(site))] for name, site in self.sites.items()}
+        whole = self._whole()
         found: list[Solved] = []
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
 
@@ -306,6 +309,9 @@ class Search:
                 break
             note(self._descend(taken(space, found[-1].assignment), axes))
         return min(found, key=lambda solved: solved.score.objective)
+
+    def _whole(self) -> dict[str, list[SiteChoice]]:
+        return {name: [self._pinned(site, self.space.whole(site))] for name, site in self.sites.items()}
 
     def _batch(self) -> dict[str, list[SiteChoice]]:
         """Every site splits by the batch on as many axes as it can, the first ones first."""

@@ -1,0 +1,74 @@
+"""The mesh is chosen too: over all ways to write a number of devices as a product of axes.
+
+Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each mesh has a lower bound
+(`bound`); in its order, every mesh that may still be better than the best plan so far is searched by one descent, and
+the best few of these thoroughly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+AXES = ("a", "b", "c", "d")
+"""Names of axes, from the outermost in."""
+
+AXES_MOST = 3
+
+FINALISTS = 3
+"""Meshes that are searched thoroughly."""
+
+T = TypeVar("T")
+
+
+def meshes(devices: int, most: int = AXES_MOST) -> list[dict[str, int]]:
+    """All meshes of so many devices with at most `most` axes of two ranks or more."""
+    sizes = list(_products(devices, most))
+    return [dict(zip(AXES, axes, strict=False)) for axes in sizes] or [{AXES[0]: 1}]
+
+
+def _products(number: int, most: int) -> Iterator[tuple[int, ...]]:
+    if number > 1 and most:
+        yield (number,)
+        for first in range(2, number // 2 + 1):
+            if number % first == 0:
+                yield from ((first, *rest) for rest in _products(number // first, most - 1))
+
+
+def best_mesh(
+    candidates: Sequence[Mapping[str, int]],
+    bound: Callable[[Mapping[str, int]], float],
+    quick: Callable[[Mapping[str, int], float], float],
+    thorough: Callable[[Mapping[str, int]], tuple[float, T]],
+    report: Callable[[str], None],
+) -> T:
+    """The best that `thorough` finds on the `FINALISTS` meshes that `quick` finds best.
+
+    All three say seconds of a step: `bound` such that no plan on the mesh is faster, `quick` (told the best so far)
+    those of some plan or infinity, `thorough` those of a better one, with it. Raises what `thorough` raises where no mesh
+    has a plan.
+    """
+    bounds = {tuple(mesh.items()): bound(mesh) for mesh in candidates}
+    found: list[tuple[float, dict[str, int]]] = []
+    for key in sorted(bounds, key=lambda key: bounds[key]):
+        mesh = dict(key)
+        limit = sorted(seconds for seconds, _ in found)[:FINALISTS][-1] if len(found) >= FINALISTS else float("inf")
+        if bounds[key] >= limit:
+            continue
+        found.append((quick(mesh, limit), mesh))
+        report(f"mesh {mesh}: {found[-1][0] * 1e3:.3f} ms, bound {bounds[key] * 1e3:.3f} ms")
+    finalists = sorted(found, key=lambda entry: entry[0])[:FINALISTS]
+    error: ValueError | None = None
+    results: list[tuple[float, T]] = []
+    for _, mesh in finalists:
+        if results and bounds[tuple(mesh.items())] >= min(seconds for seconds, _ in results):
+            continue
+        try:
+            results.append(thorough(mesh))
+            report(f"mesh {mesh}, thoroughly: {results[-1][0] * 1e3:.3f} ms")
+        except ValueError as raised:
+            error = raised
+    if not results:
+        assert error is not None
+        raise error
+    return min(results, key=lambda entry: entry[0])[1]
