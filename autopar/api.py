@@ -58,7 +58,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "ilp",
+    solver: str = "dp",
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
@@ -69,7 +69,7 @@ def plan(
     `mesh_shape` maps axis names to sizes, outermost first; a number of devices, or "auto" for all that the cluster has,
     lets the mesh be chosen too (`plan.mesh`). `args` and `kwargs` are the global example
     inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
-    is "ilp", "dp" (dynamic programming), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
+    is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
     "megatron", "megatron_sp". `cluster` is a name or a `Cluster`;
     `memory_limit_bytes` bounds what a rank holds. `constraints` pins placements of parameters and inputs, and keeps
     modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `constraints`).
@@ -97,7 +97,7 @@ def compare(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solvers: Sequence[str] = ("ilp", "ddp", "fsdp", "megatron", "megatron_sp"),
+    solvers: Sequence[str] = ("dp", "ddp", "fsdp", "megatron", "megatron_sp"),
     cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,
@@ -145,7 +145,7 @@ def parallelize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "ilp",
+    solver: str = "dp",
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
@@ -265,7 +265,7 @@ class Planner:
         self,
         candidates: Sequence[Mapping[str, int]],
         *,
-        solver: str = "ilp",
+        solver: str = "dp",
         cost: str = "analytical",
         memory_limit_bytes: float | None = None,
         constraints: Constraints | None = None,
@@ -311,7 +311,7 @@ class Planner:
     def plan(
         self,
         *,
-        solver: str = "ilp",
+        solver: str = "dp",
         cost: str = "analytical",
         memory_limit_bytes: float | None = None,
         constraints: Constraints | None = None,

@@ -74,9 +74,9 @@ def _measure(row: Row, name: str, layers: int, randoms: int, gloo: bool, dropout
         row["without_rule"] = dict(planner.space.without_rule)
         there = row["meshes"][title] = {}
         made: dict[str, Any] = {}
-        for kind in ("ilp", *PRESETS):
+        for kind in ("dp", *PRESETS):
             there[kind] = _attempt(partial(_plan, planner, kind, made))
-        row["search_seconds"][title] = there["ilp"].get("plan_seconds")
+        row["search_seconds"][title] = there["dp"].get("plan_seconds")
         for seed in range(randoms):
             there[f"random {seed}"] = _attempt(partial(_random, planner, seed, made))
         if gloo:
@@ -197,7 +197,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row['nodes']} nodes, {row['capture_seconds']:.1f} s",
         ", ".join(f"{s['copies']} x {s['nodes']}" for s in row["segments"]) or "none",
         " / ".join("-" if s is None else f"{s:.1f}" for s in row["search_seconds"].values()) + late,
-        _parity([r for r in results if r[1] == "ilp"]),
+        _parity([r for r in results if r[1] == "dp"]),
         _parity([r for r in results if r[1] in PRESETS]),
         _parity([r for r in results if r[1].startswith("random")]),
         ", ".join(f"{count} x {op}" for op, count in row["without_rule"].items()) or "none",

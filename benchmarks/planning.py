@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK_LAYERS} layers")
     parser.add_argument("--layers", type=int, nargs="*", help="these depths")
-    parser.add_argument("--solver", default="ilp")
+    parser.add_argument("--solver", default="dp")
     parser.add_argument("--json", type=Path, default=Path("planning.json"))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

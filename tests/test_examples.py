@@ -57,7 +57,7 @@ def test_planning_as_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_comparing_as_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block("autopar.compare"), "README.md", "exec"), {})
     solvers = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert solvers[0] == "ilp" and len(solvers) == 5
+    assert solvers[0] == "dp" and len(solvers) == 5
 
 
 def test_editing_as_in_the_readme(tmp_path: Path) -> None:

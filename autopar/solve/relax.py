@@ -150,6 +150,8 @@ def _near(
     excesses = [relaxation.excess(node) for node in range(len(relaxation.nodes))]
     for reach in REACHES:
         kept = [np.flatnonzero(excess <= reach * abs(bound)) for excess in excesses]
+        if not all(map(len, kept)):
+            continue  # the tables do not agree yet on any state of some node
         parts = [_restricted(nodes, costs, kept) for nodes, costs in tables]
         try:
             plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), ())
