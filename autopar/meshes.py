@@ -44,9 +44,9 @@ def best_mesh(
 ) -> T:
     """The best that `thorough` finds on the `FINALISTS` meshes that `quick` finds best.
 
-    All three say seconds of a step: `bound` such that no plan on the mesh is faster, `quick` (told the best so far)
-    those of some plan or infinity, `thorough` those of a better one, with it. Raises what `thorough` raises where no mesh
-    has a plan.
+    All three say seconds of a step: `bound` such that no plan on the mesh is faster, `quick` (told what it must be
+    below to matter) those of some plan or infinity, `thorough` those of a better one, with it. Raises what `thorough`
+    raises where no mesh has a plan.
     """
     bounds = {tuple(mesh.items()): bound(mesh) for mesh in candidates}
     found: list[tuple[float, dict[str, int]]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import autopar
 from autopar.api import Planner
 from autopar.cli import app
 from autopar.cli.models import load, parsed
-from autopar.cli.plans import byte_count, mesh_shape
+from autopar.cli.plans import byte_count, constraints, mesh_shape
 from autopar.plan import Plan
 
 pytestmark = pytest.mark.timeout(180)
@@ -44,7 +45,19 @@ def build(width: int, batch: int = 2) -> tuple[nn.Module, tuple[torch.Tensor, ..
 # --- what is read
 
 
+def test_the_mesh_may_be_chosen_and_parameters_pinned() -> None:
+    arguments = ["plan", "test_cli:build", "--set", "width=8", "--batch", "4", "--json", "--pin", "0.weight:a=S(1)"]
+    plan = json.loads(autopar_(*arguments, "--mesh", "4").stdout)
+    assert math.prod(plan["mesh"].values()) == 4
+    assert plan["parameters"]["0.weight"]["at_rest"][0].startswith("S(1")
+
+
 def test_meshes_sizes_and_settings_are_read() -> None:
+    assert constraints(["w:a=S(0)", "w:b=R", "v.*:a=R"]) == {"w": {"a": "S(0)", "b": "R"}, "v.*": {"a": "R"}}
+    with pytest.raises(ValueError, match="write NAME:AXIS=PLACEMENT"):
+        constraints(["w=S(0)"])
+    with pytest.raises(ValueError, match="contradicts a=R for the same name"):
+        constraints(["w:a=R", "w:a=S(0)"])
     assert mesh_shape("dp=2, tp=4") == {"dp": 2, "tp": 4}
     assert byte_count("40GB") == 40e9
     assert byte_count("1.5GiB") == 1.5 * 2**30

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from ..api import Planner, compare
+from ..api import compare
+from ..api import plan as planned
 from ..comparison import Comparison
 from ..figure import draw
 from ..plan import Plan
@@ -32,6 +33,12 @@ Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
 Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
 Dtype = Annotated[str, typer.Option(help="Of the model.")]
 Limit = Annotated[str | None, typer.Option("--memory-limit", help="Of a rank, such as 40GB.")]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin", help="NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0) or model.layers.*.mlp:dp=R. Repeatable."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 KNOWN = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
 
@@ -44,7 +51,12 @@ def add(app: typer.Typer) -> None:
 @reports_bad_input
 def plan_command(
     model: Model,
-    mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=4.")],
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help="Axes and sizes, outermost first, such as dp=2,tp=4; or a number of devices, or auto: chosen."
+        ),
+    ],
     batch: Batch = 8,
     sequence: Length = 128,
     settings: Settings = None,
@@ -52,6 +64,7 @@ def plan_command(
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
     solver: Annotated[str, typer.Option(help=KNOWN)] = "dp",
     memory_limit: Limit = None,
+    pin: Pins = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,10 +73,18 @@ def plan_command(
     Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
     """
     loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-    shape, limit = mesh_shape(mesh), byte_count(memory_limit)
     with working():
-        planner = Planner(loaded.model, shape, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, cluster=cluster)
-        plan = planner.plan(solver=solver, memory_limit_bytes=limit)
+        plan = planned(
+            loaded.model,
+            "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else mesh_shape(mesh),
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            cluster=cluster,
+            solver=solver,
+            memory_limit_bytes=byte_count(memory_limit),
+            constraints=constraints(pin or []),
+        )
     if save is not None:
         plan.save(save)
     _print(plan, as_json)
@@ -80,6 +101,7 @@ def compare_command(
     cluster: Annotated[list[str] | None, typer.Option(help="Of the library, or a TOML file. Repeatable.")] = None,
     solver: Annotated[list[str] | None, typer.Option(help=f"{KNOWN} Repeatable; dp and presets if not given.")] = None,
     memory_limit: Limit = None,
+    pin: Pins = None,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -96,6 +118,7 @@ def compare_command(
             solvers=list(dict.fromkeys(solver)) if solver else ("dp", *PRESETS),
             cluster=list(dict.fromkeys(cluster)) if cluster else None,
             memory_limit_bytes=limit,
+            constraints=constraints(pin or []),
             report=tell,
         )
     if figure is not None:
@@ -134,6 +157,21 @@ def mesh_shape(text: str) -> dict[str, int]:
         if not equals or not size.isdecimal() or name in found:
             raise ValueError(f"--mesh is {text!r}: write each axis once, with its size, such as dp=2,tp=4")
         found[name] = int(size)
+    return found
+
+
+def constraints(texts: list[str]) -> dict[str, dict[str, str]]:
+    """Of "lm_head.weight:tp=S(0)", each."""
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        match = re.fullmatch(r"([^:=]+):(\w+)=(.+)", text)
+        if match is None:
+            raise ValueError(f"--pin is {text!r}: write NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0)")
+        name, axis, placement = match.groups()
+        if found.setdefault(name, {}).setdefault(axis, placement) != placement:
+            raise ValueError(
+                f"--pin {text!r} contradicts {axis}={found[name][axis]} for the same name: give one of them"
+            )
     return found
 
 
