@@ -1,0 +1,283 @@
+"""Plans measured on links that are as slow as they are told: `python benchmarks/lab.py [CELL ...] [--json lab.json]`.
+
+A cell is a model, a batch and a lab (`autopar lab`: real gloo ranks in network namespaces; needs root). In each, DDP,
+FSDP2 and `parallelize_module` as their documentation writes them, alone and combined on two axes, autopar's presets on
+several meshes, and the plan that autopar finds from the lab's calibrated cluster file. All live in the same
+ranks and take turns, one step each a round; a step is forward, backward and SGD, and takes as long as its slowest rank.
+Printed are medians, what the cost model predicted, the free plan over the best hand-written one, and the
+rank correlation (Spearman) of predicted and measured seconds over autopar's plans.
+
+Cluster files lie in `benchmarks/lab/`; a shape without one, or any with `--calibrate`, is calibrated first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autopar import lab
+from autopar.clusters import named_cluster
+
+FILES = Path(__file__).parent / "lab"
+TIMEOUT_SECONDS = 1500.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    shape: str
+    nodes: int
+    ranks: int
+    inter: str
+    intra: str
+    hidden: int
+    layers: int
+    batch: int
+    sequence: int
+    experts: int = 0
+    """Of each layer, two for each token; 0: no mixture."""
+
+    def links(self) -> lab.Shape:
+        return (
+            lab.flat(self.ranks, self.intra)
+            if self.nodes == 1
+            else lab.nodes(self.nodes, self.ranks, self.inter, self.intra)
+        )
+
+
+SLOW = Cell(shape="2x2", nodes=2, ranks=2, inter="400mbit", intra="6gbit", hidden=256, layers=4, batch=16, sequence=128)
+CELLS: Mapping[str, Cell] = {
+    "small model": SLOW,
+    "wide model": replace(SLOW, hidden=512, batch=4, sequence=64),
+    "wider, slower": replace(SLOW, shape="2x2-slow", inter="200mbit", hidden=1024, layers=2, batch=4, sequence=32),
+    "8 ranks": replace(SLOW, shape="2x4", ranks=4, hidden=512, layers=2, batch=8, sequence=32),
+    "flat": replace(SLOW, shape="flat", nodes=1, ranks=4, intra="400mbit", hidden=256, layers=4, batch=16, sequence=64),
+    "pairs": replace(SLOW, shape="pairs", inter="1gbit", hidden=512, layers=4, batch=8, sequence=64),
+    "wide batch": replace(SLOW, hidden=256, layers=2, batch=64, sequence=64),
+    "experts": replace(SLOW, hidden=256, layers=2, batch=8, sequence=64, experts=8),
+}
+"""The first four are the cells that the project began with."""
+
+VOCABULARY, HEADS, KEY_VALUE_HEADS = 512, 8, 4
+
+
+def model_of(cell: Cell) -> Any:
+    """The same weights wherever it is made."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": cell.hidden,
+        "intermediate_size": cell.hidden * 11 // 4,
+        "num_hidden_layers": cell.layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_VALUE_HEADS,
+        "max_position_embeddings": 2048,
+        "use_cache": False,
+    }
+    if cell.experts:
+        sizes |= {"num_local_experts": cell.experts, "num_experts_per_tok": 2, "intermediate_size": cell.hidden}
+        return MixtralForCausalLM(MixtralConfig(**sizes))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+OUTER, INNER = "outer", "inner"
+
+
+def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Name -> (module, what this rank calls it with). `A x B`: A across nodes, B within."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inner = cell.ranks if cell.nodes > 1 else 2
+    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("all",))
+    grid = init_device_mesh("cpu", (world // inner, inner), mesh_dim_names=(OUTER, INNER))
+
+    def part(parts: int, number: int) -> Mapping[str, Any]:
+        return {key: value.chunk(parts)[number].clone() for key, value in batch.items()}
+
+    def tensor_parallel(mesh: Any) -> Any:
+        model = model_of(cell)
+        column = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        styles: dict[str, Any] = dict.fromkeys(column, ColwiseParallel)
+        styles |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel)
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
+        return model
+
+    def sharded(model: Any, mesh: Any) -> Any:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    made: dict[str, tuple[Any, Mapping[str, Any]]] = {
+        "DDP": (DistributedDataParallel(model_of(cell)), part(world, rank)),
+        "FSDP2": (sharded(model_of(cell), flat), part(world, rank)),
+    }
+    if cell.experts:
+        return made
+    outer_part, inner_part = part(world // inner, rank // inner), part(inner, rank % inner)
+    if KEY_VALUE_HEADS % world == 0:
+        made["TP"] = (tensor_parallel(flat), batch)
+    # replicated parameters of data parallel ranks, as `replicate` of a two-dimensional mesh: FSDP2 without sharding
+    made["FSDP x TP"] = (sharded(tensor_parallel(grid[INNER]), grid[OUTER]), outer_part)
+    made["TP x FSDP"] = (sharded(tensor_parallel(grid[OUTER]), grid[INNER]), inner_part)
+    for name, across, mine in (("DP x TP", (OUTER, INNER), outer_part), ("TP x DP", (INNER, OUTER), inner_part)):
+        data, tensor = across
+        made[name] = (_Averaged(tensor_parallel(grid[tensor]), grid.get_group(data)), mine)
+    return made
+
+
+class _Averaged:
+    """Data parallel around a model of DTensors: gradients in one bucket, averaged after backward."""
+
+    def __init__(self, model: Any, group: Any) -> None:
+        self.model, self.group = model, group
+
+    def parameters(self) -> Any:
+        return self.model.parameters()
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+    def reduce(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters()]
+        bucket = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(bucket, group=self.group)
+        bucket /= dist.get_world_size(self.group)
+        for gradient, piece in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+
+def ours(cell: Cell, batch: Mapping[str, Any], file: str) -> dict[str, tuple[Any, Mapping[str, Any], float]]:
+    """Name -> (module, what to call it with, predicted seconds)."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import autopar
+
+    world = dist.get_world_size()
+    inner = cell.ranks if cell.nodes > 1 else 2
+    grid, swapped = {"dp": world // inner, "tp": inner}, {"tp": world // inner, "dp": inner}
+    meshes = {
+        str(mesh): init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        for mesh in (grid, swapped, {"tp": world})
+    }
+    made = {}
+    for name, mesh, solver in (
+        ("free", grid, "dp"),
+        ("ddp", grid, "ddp"),
+        ("fsdp", grid, "fsdp"),
+        ("megatron", grid, "megatron"),
+        ("megatron_sp", grid, "megatron_sp"),
+        ("megatron, swapped", swapped, "megatron"),
+        ("megatron, one axis", {"tp": world}, "megatron"),
+    ):
+        module = autopar.parallelize(model_of(cell), meshes[str(mesh)], kwargs=batch, solver=solver, cluster=file)
+        made[name] = (module, batch, module.plan.seconds)
+    return made
+
+
+def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, Any]:
+    """On one rank: seconds of every step of every plan, and what was predicted."""
+    import torch
+    import torch.distributed as dist
+
+    cell = Cell(**cell_fields)
+    torch.set_num_threads(1)
+    ids = torch.randint(0, VOCABULARY, (cell.batch, cell.sequence), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    mine = ours(cell, batch, file)
+    predicted = {name: seconds for name, (_, _, seconds) in mine.items()}
+    made = {**by_hand(cell, batch), **{name: (module, inputs) for name, (module, inputs, _) in mine.items()}}
+    optimizers = {name: torch.optim.SGD(module.parameters(), lr=1e-3) for name, (module, _) in made.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds + 1):  # the first is warm-up
+        for name, (module, inputs) in made.items():
+            dist.barrier()
+            began = time.perf_counter()
+            module(**inputs).loss.backward()
+            if isinstance(module, _Averaged):
+                module.reduce()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            ended = time.perf_counter()
+            if number:
+                seconds[name].append(ended - began)
+    return {"seconds": seconds, "predicted": predicted, "by_hand": [name for name in made if name not in mine]}
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """The correlation of ranks."""
+    places = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    return statistics.correlation(*places)
+
+
+def calibrated(cell: Cell, again: bool) -> str:
+    """The path of the shape's cluster file."""
+    file = FILES / f"{cell.shape}.toml"
+    if again or not file.exists():
+        command = [sys.executable, "-m", "autopar.cli", "calibrate", "--out", str(file)]
+        if lab.launch(cell.links(), command):
+            raise SystemExit(f"calibrating {cell.shape} failed")
+    named_cluster(str(file))
+    return str(file)
+
+
+def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prints a cell's table; returns it."""
+    predicted, hand = found[0]["predicted"], found[0]["by_hand"]
+    steps = {
+        plan: [max(times) for times in zip(*(rank["seconds"][plan] for rank in found), strict=True)]
+        for plan in found[0]["seconds"]
+    }
+    medians = {plan: statistics.median(times) for plan, times in steps.items()}
+    best = min(hand, key=lambda plan: medians[plan])
+    ratio = statistics.median(a / b for a, b in zip(steps["free"], steps[best], strict=True))
+    order = spearman([predicted[plan] for plan in predicted], [medians[plan] for plan in predicted])
+    print(f"\n{name}: hidden {cell.hidden}, {cell.layers} layers, {cell.batch} x {cell.sequence}, {cell.links()}")
+    print(f"{'plan':<20} {'measured ms':>12} {'predicted ms':>13}")
+    for plan in sorted(medians, key=lambda plan: medians[plan]):
+        told = f"{predicted[plan] * 1e3:13.0f}" if plan in predicted else ""
+        print(f"{plan:<20} {medians[plan] * 1e3:12.0f} {told}")
+    print(f"free / best by hand ({best}): {ratio:.2f}; order of predictions (Spearman): {order:.2f}", flush=True)
+    return {"cell": asdict(cell), "steps": steps, "predicted": predicted, "ratio": ratio, "spearman": order}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cells", nargs="*", help=f"of {', '.join(CELLS)}; all without one")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calibrate", action="store_true", help="measure every shape anew first")
+    parser.add_argument("--json", type=Path, default=Path("lab.json"))
+    options = parser.parse_args()
+    if unknown := sorted(set(options.cells) - set(CELLS)):
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(CELLS)}")
+    results = {}
+    fresh: set[str] = set()
+    for name in options.cells or CELLS:
+        cell = CELLS[name]
+        file = calibrated(cell, options.calibrate and cell.shape not in fresh)
+        fresh.add(cell.shape)
+        arguments = (asdict(cell), file, options.rounds)
+        results[name] = report(name, cell, lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS))
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
