@@ -102,11 +102,17 @@ class _Stream:
         elif data:
             *lines, self.rest = (self.rest + data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n")
             self.target.write(b"".join(self.prefix + line + b"\n" for line in lines))
-        elif self.rest:
-            self.target.write(self.prefix + self.rest + b"\n")
-            self.rest = b""
+        else:
+            self.finish()
         self.target.flush()
         return bool(data)
+
+    def finish(self) -> None:
+        """Pass on a last line that does not end."""
+        if self.rest:
+            self.target.write(self.prefix + self.rest + b"\n")
+            self.target.flush()
+        self.rest = b""
 
 
 class _Lab:
@@ -252,6 +258,7 @@ class _Lab:
             if isinstance(key.data, _Stream):
                 while key.data.read():
                     pass
+                key.data.finish()
 
 
 def _die_with_parent_of_namespace() -> None:
