@@ -213,7 +213,7 @@ def test_nothing_is_left_after_a_kill(victim: str) -> None:
         lines = _read_until(process, "ready", 2) + _read_until(other, "ready", 2)
         namespaces = {line.split()[-1] for line in lines if "net:[" in line}
         assert len(namespaces) == 4
-        assert len(_sleeping(token)) == 8
+        assert _soon(lambda: len(_sleeping(token)) == 8)
         assert namespaces <= _network_namespaces()
         if victim == "lab":
             process.kill()
@@ -223,7 +223,7 @@ def test_nothing_is_left_after_a_kill(victim: str) -> None:
         process.wait(timeout=60)
         assert process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         assert _soon(lambda: len(_sleeping(token)) == 4)
-        assert len(namespaces & _network_namespaces()) == 2
+        assert _soon(lambda: len(namespaces & _network_namespaces()) == 2)
         other.terminate()
         other.wait(timeout=60)
         assert _soon(lambda: not _sleeping(token) and not namespaces & _network_namespaces())
