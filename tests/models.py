@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.api import Planner
 from autopar.passes.capture import Captured
 from autopar.program import Program
 from autopar.runtime.simulate import simulate_step
@@ -116,6 +117,21 @@ def case(name: str) -> Case:
     """The case with the same weights in every process."""
     torch.manual_seed(0)
     return perturbed(CASES[name]())
+
+
+def planners(make: Callable[[str], Case]) -> Callable[[str, dict[str, int]], Planner]:
+    """A function from a case's name and a mesh to a planner: each case is captured once, each mesh prepared once."""
+
+    @cache
+    def captured(name: str) -> Planner:
+        made = make(name)
+        return Planner(made.model, {"a": 1}, made.args, made.kwargs, loss_fn=made.loss_fn)
+
+    @cache
+    def on(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
+        return captured(name).on(dict(axes), None)
+
+    return lambda name, mesh: on(name, tuple(mesh.items()))
 
 
 def perturbed(made: Case) -> Case:

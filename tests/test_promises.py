@@ -41,19 +41,12 @@ def mesh_id(mesh: dict[str, int]) -> str:
     return "x".join(map(str, mesh.values()))
 
 
-@functools.cache
-def _planner(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
-    made = case(name)
-    return Planner(made.model, dict(axes), made.args, made.kwargs, loss_fn=made.loss_fn)
-
-
-def planner(name: str, mesh: dict[str, int]) -> Planner:
-    return _planner(name, tuple(mesh.items()))
+planner = models.planners(case)
 
 
 @functools.cache
 def _solved(name: str, axes: tuple[tuple[str, int], ...], solver: str) -> Plan:
-    return _planner(name, axes).plan(solver=solver)
+    return planner(name, dict(axes)).plan(solver=solver)
 
 
 def solved(name: str, mesh: dict[str, int], solver: str) -> Plan:

@@ -239,20 +239,13 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def case(name: str) -> Case:
+    if name != "noisy":
+        pytest.importorskip("transformers")
     torch.manual_seed(0)
     return CASES[name]()
 
 
-@functools.cache
-def _planner(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
-    if name != "noisy":
-        pytest.importorskip("transformers")
-    made = case(name)
-    return Planner(made.model, dict(axes), made.args, made.kwargs, loss_fn=made.loss_fn)
-
-
-def planner(name: str, mesh: dict[str, int]) -> Planner:
-    return _planner(name, tuple(mesh.items()))
+planner = models.planners(case)
 
 
 @functools.cache
