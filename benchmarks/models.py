@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import multiprocessing
+import shlex
 import sys
 import time
 import traceback
@@ -296,7 +297,9 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     printed(rows)
     if options.docs:
-        command = " ".join(["python benchmarks/models.py", *(a for a in sys.argv[1:] if a != "--docs"), "--docs"])
+        told = ["--random", str(options.random), *(["--gloo"] if options.gloo else []), "--docs"]
+        told += ["--dropout", str(options.dropout)] if options.dropout else []
+        command = shlex.join(["python", "benchmarks/models.py", *options.names, *told])
         file = ROOT / "docs" / ("models-dropout.md" if options.dropout else "models.md")
         file.write_text(page(rows, command, options.gloo, options.dropout))
 
