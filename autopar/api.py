@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -274,10 +275,14 @@ class Planner:
         _check_solver(solver)
         planners = {tuple(mesh.items()): self.on(mesh, self.cluster) for mesh in candidates}
 
-        def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
-            made = planners[tuple(mesh.items())].plan(
+        @cache
+        def of(axes: tuple[tuple[str, int], ...]) -> Plan:
+            return planners[axes].plan(
                 solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
             )
+
+        def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
+            made = of(tuple(mesh.items()))
             return made.objective_seconds, made
 
         def quick(mesh: Mapping[str, int], below: float) -> float:

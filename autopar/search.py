@@ -205,10 +205,12 @@ class Search:
         pinned = self.pins.get(site.name, {})
         return pinned[axis] if axis in pinned else axis_choices(self.space, site, axis)
 
+    def _keeps(self, site: Site, choice: SiteChoice) -> bool:
+        return all(choice[axis] in left for axis, left in self.pins.get(site.name, {}).items())
+
     def _keeping(self, site: Site, choices: Iterable[SiteChoice]) -> list[SiteChoice]:
         """The choices that keep the constraints on a site."""
-        pinned = self.pins.get(site.name, {})
-        kept = [c for c in choices if all(c[axis] in left for axis, left in pinned.items())]
+        kept = [c for c in choices if self._keeps(site, c)]
         if not kept:
             raise ValueError(
                 f"no choice of {site.kind} {site.module or site.name} is both in the preset and in the constraints: "
@@ -218,9 +220,9 @@ class Search:
 
     def _pinned(self, site: Site, choice: SiteChoice) -> SiteChoice:
         """The choice with those parts changed that constraints forbid."""
-        pinned = self.pins.get(site.name, {})
-        if all(choice[axis] in left for axis, left in pinned.items()):
+        if self._keeps(site, choice):
             return choice
+        pinned = self.pins[site.name]
         per_axis = [pinned.get(axis, (choice[axis],)) for axis in range(len(self.space.mesh))]
         wider = [dict.fromkeys((*first, *self._offered(site, axis))) for axis, first in enumerate(per_axis)]
         rest = choice[len(self.space.mesh) :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import models
@@ -15,14 +14,11 @@ from autopar.passes.problem import parse_choice
 MESHES: tuple[dict[str, int], ...] = ({"tp": 4}, {"dp": 2, "tp": 2})
 
 
-@functools.cache
-def planner(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
-    case = models.case(name)
-    return Planner(case.model, dict(axes), case.args, case.kwargs, loss_fn=case.loss_fn)
+planner = models.planners(models.case)
 
 
 def on(mesh: dict[str, int], name: str = "llama") -> Planner:
-    return planner(name, tuple(mesh.items()))
+    return planner(name, mesh)
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

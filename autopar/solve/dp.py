@@ -50,21 +50,14 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
     library = Library()
     try:
         cheapest = priced(problem, library, 0.0)
+        found, bound, exact = cheapest, cheapest.score.objective, True
     except TooWide:
         if bytes_limit is not None:
             raise
         choice, bound = relaxed(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
-        score = evaluate(problem, choice)
-        return Solution(
-            choice=choice,
-            score=score,
-            lower_bound=min(bound, score.objective),
-            solver="dp",
-            seconds_to_solve=time.perf_counter() - start,
-        )
-    found, bound, exact = cheapest, cheapest.score.objective, True
-    if bytes_limit is not None and cheapest.score.bytes > bytes_limit:
-        found, bound, exact = _limited(problem, library, cheapest, bytes_limit)
+        found, exact = Found(choice=choice, score=evaluate(problem, choice), price=0.0), False
+    if bytes_limit is not None and found.score.bytes > bytes_limit:
+        found, bound, exact = _limited(problem, library, found, bytes_limit)
     objective = found.score.objective
     return Solution(
         choice=found.choice,
