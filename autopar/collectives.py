@@ -23,20 +23,19 @@ Algorithm = Callable[[int, int, float, float], tuple[float, float]]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
-"""Of a library that has all; "whole" is what a library has that cannot scatter what it reduces."""
+"""Of a library that has all."""
 
-WHOLE = "whole"
 GLOO = tuple(
     {
         "all_reduce": ("ring",),
         "all_gather": ("ring",),
-        "reduce_scatter": (WHOLE,),
+        "reduce_scatter": ("pairwise",),
         "all_to_all": ("pairwise",),
         "shift": ("message",),
         "exchange": ("pairwise",),
     }.items()
 )
-"""What gloo runs for each kind (torch 2.13): a reduce-scatter takes as long as an all-reduce."""
+"""What runs on gloo for each kind. (Its own reduce-scatter is an all-reduce; `runtime.execute` sends parts instead.)"""
 
 Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
 """Names of algorithms, or names for each kind of collective."""
@@ -205,8 +204,8 @@ def _algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
             yield "bruck", *bruck(link.ranks, link.stages[0].pair_bytes_per_second, link.latency_seconds)
         return
     if kind == "reduce_scatter":
-        # of an all-reduce's result, each rank keeps its part
-        yield WHOLE, *ring(2, link.ranks, link.bytes_per_second, link.latency_seconds)
+        # every part goes straight to the rank that adds it up
+        yield "pairwise", *pairwise(link)
     rounds = 2 if kind == "all_reduce" else 1
     yield "ring", *ring(rounds, link.ranks, link.bytes_per_second, link.latency_seconds)
     if all(not stage.ring for stage in link.stages):

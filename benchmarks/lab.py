@@ -4,8 +4,9 @@ A cell is a model, a batch and a lab (`autopar lab`: real gloo ranks in network 
 FSDP2 and `parallelize_module` as their documentation writes them, alone and combined on two axes, autopar's presets on
 several meshes, and the plan that autopar finds from the lab's calibrated cluster file. All live in the same
 ranks and take turns, one step each a round; a step is forward, backward and SGD, and takes as long as its slowest rank.
-Printed are medians, what the cost model predicted, the free plan over the best hand-written one, and the
-rank correlation (Spearman) of predicted and measured seconds over autopar's plans.
+Printed are medians, what the cost model predicted, the free plan over the best hand-written one, the
+rank correlation (Spearman) of predicted and measured seconds over autopar's plans, and each collective of the free
+plan, measured alone, beside its prediction.
 
 Cluster files lie in `benchmarks/lab/`; a shape without one, or any with `--calibrate`, is calibrated first.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +30,8 @@ from autopar.clusters import named_cluster
 
 FILES = Path(__file__).parent / "lab"
 TIMEOUT_SECONDS = 1500.0
+CLOSE = 0.15
+"""A collective's prediction is to be within this part of what is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +224,34 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
             ended = time.perf_counter()
             if number:
                 seconds[name].append(ended - began)
-    return {"seconds": seconds, "predicted": predicted, "by_hand": [name for name in made if name not in mine]}
+    return {
+        "seconds": seconds,
+        "predicted": predicted,
+        "by_hand": [name for name in made if name not in mine],
+        "collectives": collectives(mine["free"][0], file, rounds),
+    }
+
+
+def collectives(module: Any, file: str, rounds: int) -> list[dict[str, Any]]:
+    """Each kind, axis and size of a program's collectives: how many, and predicted and measured seconds of one."""
+    from autopar.collectives import collective_seconds
+    from autopar.runtime.measure import Case, collectives_seconds
+
+    counts = Counter(module.program.collectives())
+    links = dict(zip(module.mesh.mesh_dim_names, named_cluster(file).links(tuple(module.mesh.shape)), strict=True))
+    cases = {Case(kind=kind, axis=axis, bytes=size): n for (kind, axis, size), n in counts.items()}
+    measured = collectives_seconds(list(cases), module.mesh, rounds=rounds)
+    return [
+        {
+            "kind": case.kind,
+            "axis": case.axis,
+            "bytes": case.bytes,
+            "count": n,
+            "predicted": collective_seconds(case.kind, case.bytes, links[case.axis]),
+            "measured": measured[case],
+        }
+        for case, n in sorted(cases.items(), key=lambda item: -item[1] * measured[item[0]])
+    ]
 
 
 def spearman(first: list[float], second: list[float]) -> float:
@@ -255,8 +287,28 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]
     for plan in sorted(medians, key=lambda plan: medians[plan]):
         told = f"{predicted[plan] * 1e3:13.0f}" if plan in predicted else ""
         print(f"{plan:<20} {medians[plan] * 1e3:12.0f} {told}")
-    print(f"free / best by hand ({best}): {ratio:.2f}; order of predictions (Spearman): {order:.2f}", flush=True)
-    return {"cell": asdict(cell), "steps": steps, "predicted": predicted, "ratio": ratio, "spearman": order}
+    print(f"free / best by hand ({best}): {ratio:.2f}; order of predictions (Spearman): {order:.2f}")
+    rows = found[0]["collectives"]
+    print(f"{'collective of the free plan':<40} {'count':>5} {'predicted ms':>13} {'measured ms':>12} {'off':>5}")
+    for row in rows:
+        what = f"{row['kind']} of {row['bytes']:,} bytes, {row['axis']}"
+        off = row["predicted"] / row["measured"] - 1
+        figures = f"{row['predicted'] * 1e3:13.2f} {row['measured'] * 1e3:12.2f} {off:+5.0%}"
+        print(f"{what:<40} {row['count']:>5} {figures}")
+    total, right = (
+        sum(row["count"] * row["measured"] for row in rows if abs(row["predicted"] / row["measured"] - 1) <= within)
+        for within in (math.inf, CLOSE)
+    )
+    if rows:
+        print(f"within {CLOSE:.0%}: {right / total:.0%} of the seconds that the plan's collectives take", flush=True)
+    return {
+        "cell": asdict(cell),
+        "steps": steps,
+        "predicted": predicted,
+        "ratio": ratio,
+        "spearman": order,
+        "collectives": rows,
+    }
 
 
 def main() -> None:

@@ -12,15 +12,19 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.calibration import Compute, Measurements, Sample
 
 from .execute import Pending, all_gather, all_reduce_in_place, all_to_all, exchange, reduce_scatter, shift, wait
+
+Axis = TypeVar("Axis", bound=Hashable)
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 7
@@ -56,13 +60,14 @@ MATMULS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis."""
+class Case(Generic[Axis]):
+    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis. `alone`: in one of its
+    groups only."""
 
     kind: str
-    axis: tuple[int, ...]
+    axis: Axis
     bytes: int
-    alone: bool
+    alone: bool = False
 
 
 Report = Callable[[float, str], None]
@@ -149,7 +154,7 @@ def _collectives(
 ) -> tuple[Sample, ...]:
     rank = dist.get_rank()
     mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    first: dict[tuple[int, ...], bool] = {}
+    first: set[tuple[int, ...]] = set()
     cases = []
     for axis in axes(levels):
         members = groups(levels, axis)
@@ -157,24 +162,11 @@ def _collectives(
             group = dist.new_group(ranks)
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
-                mine[axis], first[axis] = group, ranks == members[0]
+                mine[axis] = group
+                first |= {axis} if ranks == members[0] else set()
         for alone in (False, True)[: 1 + (len(members) > 1)]:
             cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
-    buffers = torch.zeros(max(sizes) // 4, device=device)
-    repeats: dict[Case, int] = {}
-    found: dict[Case, list[float]] = {case: [] for case in cases}
-    for number in range(rounds + 1):
-        for position, case in enumerate(cases):
-            if position % 8 == 0:
-                report((number + position / len(cases)) / (rounds + 1), f"{case.kind} of {case.bytes} bytes")
-            busy = first[case.axis] or not case.alone
-            seconds = _timed(case, mine[case.axis], buffers, repeats.get(case, 2)) if busy else 0.0
-            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also lets all begin the next case together
-            if number:
-                found[case].append(slowest.item())
-            else:
-                repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
+    found = _rounds(cases, mine, first, rounds, device, report)
     return tuple(
         Sample(
             kind=case.kind,
@@ -188,6 +180,46 @@ def _collectives(
     )
 
 
+def collectives_seconds(
+    cases: Sequence[Case[str]], mesh: DeviceMesh, *, rounds: int = ROUNDS
+) -> dict[Case[str], float]:
+    """Median seconds of collectives on the axes of a mesh, all groups of an axis at once; the same on every rank."""
+    assert mesh.mesh_dim_names is not None
+    mine = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    found = _rounds(cases, mine, frozenset(mine), rounds, torch.device(mesh.device_type), lambda part, what: None)
+    return {case: statistics.median(seconds) for case, seconds in found.items()}
+
+
+def _rounds(
+    cases: Sequence[Case[Axis]],
+    mine: Mapping[Axis, dist.ProcessGroup],
+    first: Collection[Axis],
+    rounds: int,
+    device: torch.device,
+    report: Report,
+) -> dict[Case[Axis], list[float]]:
+    """Seconds of each case's slowest rank in each round. `mine` is this rank's group of each axis, `first` are the
+    axes of which it is the one that works alone."""
+    # a collective is of a number for each pair of ranks at least
+    largest = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
+    buffer = torch.zeros(largest, device=device)
+    repeats: dict[Case[Axis], int] = {}
+    found: dict[Case[Axis], list[float]] = {case: [] for case in cases}
+    for number in range(rounds + 1):
+        for position, case in enumerate(found):
+            if position % 8 == 0:
+                report((number + position / len(cases)) / (rounds + 1), f"{case.kind} of {case.bytes} bytes")
+            busy = case.axis in first or not case.alone
+            seconds = _timed(case.kind, case.bytes, mine[case.axis], buffer, repeats.get(case, 2)) if busy else 0.0
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also lets all begin the next case together
+            if number:
+                found[case].append(slowest.item())
+            else:
+                repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
+    return found
+
+
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return values[0], values[0]
@@ -195,13 +227,13 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _timed(case: Case, group: dist.ProcessGroup, buffer: torch.Tensor, repeats: int) -> float:
-    """Seconds of one of `repeats` collectives, one after the other."""
+def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor, repeats: int) -> float:
+    """Seconds of one of `repeats` collectives of `size` bytes, one after the other."""
     ranks = group.size()
-    elements = max(1, case.bytes // 4 // (ranks * ranks)) * ranks
+    elements = max(1, size // 4 // (ranks * ranks)) * ranks
     whole, part = buffer[: elements * ranks], buffer[:elements]
-    run = _CALLS[case.kind]
-    operand = part if case.kind == "all_gather" else whole
+    run = _CALLS[kind]
+    operand = part if kind == "all_gather" else whole
     if repeats > 1:
         wait(run(operand, group))
     _synchronize(buffer.device)

@@ -16,10 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import TOPOLOGIES, Cluster, Device, Level
-from ..collectives import ALGORITHMS, KINDS, WHOLE, Measured, Names
+from ..collectives import ALGORITHMS, KINDS, Measured, Names
 
 BASIC = ("ring", "pairwise", "message")
 """Algorithms that work on any links."""
+
+BASIC_OF: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(KINDS, frozenset({"ring"})),
+    "reduce_scatter": frozenset({"ring", "pairwise"}),
+    "all_to_all": frozenset({"pairwise"}),
+    "exchange": frozenset({"pairwise"}),
+    "shift": frozenset({"message"}),
+}
+"""Those of them that do each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +200,7 @@ def _by_kind(value: Any, valid: Callable[[str, Any], bool]) -> bool:
 
 def _does(kind: str, names: Any) -> bool:
     """Whether one of the algorithms does that kind on any links."""
-    basic = {"all_to_all": "pairwise", "exchange": "pairwise", "shift": "message"}.get(kind, "ring")
-    known = {*ALGORITHMS, *([WHOLE] if kind == "reduce_scatter" else [])}
-    return isinstance(names, list) and set(names) <= known and bool({basic, WHOLE} & set(names))
+    return isinstance(names, list) and set(names) <= set(ALGORITHMS) and not BASIC_OF[kind].isdisjoint(names)
 
 
 _VALID: Mapping[str, Callable[[Any], bool]] = {
@@ -224,7 +231,7 @@ _MEANING = {
     "curve": "a list of [flops, part of the peak], rising, with no less time for more flops",
     "topology": f"one of {', '.join(TOPOLOGIES)} (a torus is one ring level for each of its dims)",
     "algorithms": f"a list of {', '.join(ALGORITHMS)}, with at least {', '.join(BASIC)}, or a table of lists by kind "
-    f"({', '.join(KINDS)}), with one of {', '.join((*BASIC, WHOLE))} that does the kind in each",
+    f"({', '.join(KINDS)}), with one of {', '.join(BASIC)} that does the kind in each",
     "parts": f"a part above 0 and at most 1, or a table of them by kind ({', '.join(KINDS)})",
     "latencies": f"a number of seconds, 0 or more, or a table of them by kind ({', '.join(KINDS)})",
 }
