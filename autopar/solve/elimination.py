@@ -8,6 +8,7 @@ tables carry a leading axis of prices, so that a sweep over prices costs little 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,10 @@ MAX_TABLE_ENTRIES = 16_000_000
 
 SLICE_ENTRIES = 4_000_000
 """Entries above which a table is made in slices, of which only the minima are kept."""
+
+
+LARGE_UNION = 20_000
+"""Pairs of states of two readers above which the narrowest pair of readers is united instead."""
 
 
 class TooWide(ValueError):
@@ -154,7 +159,8 @@ def _add_tensor(
 
     Readers are united two by two, in their order, by accumulator nodes whose states are the sets that
     they want together: a balanced tree, so that a branch of the graph that ends in two neighbours
-    shows the rest of it only the little set that it wants.
+    shows the rest of it only the little set that it wants, and trees of tensors with like readers are alike.
+    Where that makes large tables, the two neighbours with the fewest states are united.
     """
     distinct = {v: list(dict.fromkeys(row[option] for option in options[v])) for v, row in rows.items()}
     base: Row = (None, 0)
@@ -174,8 +180,13 @@ def _add_tensor(
     producer = 1 if tensor.producer in distinct and len(distinct[tensor.producer]) > 1 else 0
     head, readers = parts[:producer], parts[producer:]
     while len(head) + len(readers) > 3:
-        pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
-        readers = [_union(pair[0], pair[1], sizes, tables) if len(pair) == 2 else pair[0] for pair in pairs]
+        joint = [len(one[1]) * len(other[1]) for one, other in itertools.pairwise(readers)]
+        if max(joint[::2]) <= LARGE_UNION:
+            pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
+            readers = [_union(*pair, sizes, tables) if len(pair) == 2 else pair[0] for pair in pairs]
+        else:
+            at = joint.index(min(joint))
+            readers[at : at + 2] = [_union(*readers[at : at + 2], sizes, tables)]
     axes = head + readers
     states = [base]
     index = np.zeros((), dtype=np.int64)
