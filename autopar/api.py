@@ -456,7 +456,7 @@ class Planner:
     def written(self, assignment: Assignment) -> Program:
         """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
         program = self._timed("codegen", lambda: codegen(self.space, assignment))
-        return self._timed("bucket", lambda: bucket(program))
+        return self._timed("bucket", lambda: bucket(program, self.space.redistributor.bucket_bytes))
 
 
 def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:

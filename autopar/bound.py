@@ -87,6 +87,7 @@ def _alone(space: Space, axis: int) -> _Alone:
     sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments)
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
     sub.redistributor = Redistributor(sub.mesh, (link.widened(others),), free)
+    sub.redistributor.bucket_bytes = (others * link.bucket_bytes,)
     return _Alone(space, sub)
 
 
@@ -162,13 +163,13 @@ class _BoundBuilder(ProblemBuilder):
         *,
         kept: bool,
         is_parameter: bool,
-        share: float,
+        bucketed: bool,
     ) -> tuple[float, float] | None:
         dearest = 0.0
         for layout, _ in wanted:
             if ANY in (*produced, *layout):
                 continue
-            route = self.space.redistributor.route(meta.shape, meta.dtype, produced, layout, share)
+            route = self.space.redistributor.route(meta.shape, meta.dtype, produced, layout, bucketed)
             if route is None:
                 return None
             dearest = max(dearest, route.seconds)

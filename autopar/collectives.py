@@ -37,6 +37,14 @@ GLOO = tuple(
 )
 """What runs on gloo for each kind. (Its own reduce-scatter is an all-reduce; `runtime.execute` sends parts instead.)"""
 
+LATENCY_PART = 0.05
+"""Of the time that a bucket's bytes travel, at most so much is added by latencies."""
+
+LARGEST_BUCKET_BYTES = 25 * 2**20
+"""DDP's buckets."""
+
+SMALLEST_BUCKET_BYTES = 2**18
+
 Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
 """Names of algorithms, or names for each kind of collective."""
 
@@ -125,6 +133,16 @@ class Link:
         """The part of the latency that passes while bytes travel: that of the slowest level."""
         slowest = min(self.stages, key=lambda stage: stage.bytes_per_second, default=None)
         return 0.0 if slowest is None else slowest.overlap
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What is worth waiting for: all-reduces of so many bytes spend a small part of their time on latencies.
+        Buckets that hold more hide no more of a latency and start later."""
+        if self.ranks == 1:
+            return LARGEST_BUCKET_BYTES
+        _, fixed, moving = min(_candidates("all_reduce", self), key=lambda candidate: candidate[2])
+        size = fixed / moving / LATENCY_PART if moving else math.inf
+        return int(max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, size)))
 
     def widened(self, factor: float) -> Link:
         """The same links, `factor` times as wide."""

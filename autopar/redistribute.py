@@ -66,18 +66,20 @@ class Redistributor:
 
     def __init__(self, mesh: Shape, links: tuple[Link, ...], device: Device) -> None:
         self.mesh, self.links, self.device = mesh, links, device
-        self._routes: dict[tuple[Shape, int, Layout, Layout, float], Route | None] = {}
-        self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], float], tuple[Acquired, ...] | None] = {}
+        self.bucket_bytes = tuple(link.bucket_bytes for link in links)
+        """On each mesh axis."""
+        self._routes: dict[tuple[Shape, int, Layout, Layout, bool], Route | None] = {}
+        self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None] = {}
 
     def route(
-        self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucket_share: float = 1.0
+        self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucketed: bool = False
     ) -> Route | None:
         """The cheapest steps from `source` to `target`, or None if there are none (nothing becomes
-        Partial but what was made so). `bucket_share` scales what does not depend on bytes: a parameter's gather and a
-        gradient's reduction travel in buckets with others and pay only their part of it."""
-        key = (shape, dtype.itemsize, source, target, bucket_share)
+        Partial but what was made so). What is `bucketed`, a parameter's gather or a gradient's reduction, travels with
+        others and pays only its part of what does not depend on bytes."""
+        key = (shape, dtype.itemsize, source, target, bucketed)
         if key not in self._routes:
-            self._routes[key] = self._search(shape, dtype.itemsize, source, target, bucket_share)
+            self._routes[key] = self._search(shape, dtype.itemsize, source, target, bucketed)
         return self._routes[key]
 
     def acquire(
@@ -86,18 +88,18 @@ class Redistributor:
         dtype: torch.dtype,
         produced: Layout,
         wanted: frozenset[Layout],
-        bucket_share: float = 1.0,
+        bucketed: bool = False,
     ) -> tuple[Acquired, ...] | None:
         """How all wanted layouts are had from the produced one: each, the largest first, from the
         cheapest of what is there by then. A shard of a replica is thus a local slice, and nothing
         goes in circles. None if one of them cannot be had."""
-        key = (shape, dtype.itemsize, produced, wanted, bucket_share)
+        key = (shape, dtype.itemsize, produced, wanted, bucketed)
         if key not in self._acquired:
-            self._acquired[key] = self._acquire(shape, dtype, produced, wanted, bucket_share)
+            self._acquired[key] = self._acquire(shape, dtype, produced, wanted, bucketed)
         return self._acquired[key]
 
     def _acquire(
-        self, shape: Shape, dtype: torch.dtype, produced: Layout, wanted: frozenset[Layout], bucket_share: float
+        self, shape: Shape, dtype: torch.dtype, produced: Layout, wanted: frozenset[Layout], bucketed: bool
     ) -> tuple[Acquired, ...] | None:
         there = [produced]
         found: list[Acquired] = []
@@ -106,7 +108,7 @@ class Redistributor:
         for layout in rest:
             best: Acquired | None = None
             for source in there:
-                route = self.route(shape, dtype, source, layout, bucket_share)
+                route = self.route(shape, dtype, source, layout, bucketed)
                 if route is not None and (best is None or route.seconds < best.route.seconds):
                     best = Acquired(layout, source, route)
             if best is None:
@@ -115,7 +117,7 @@ class Redistributor:
             there.append(layout)
         return tuple(found)
 
-    def _search(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucket_share: float) -> Route | None:
+    def _search(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucketed: bool) -> Route | None:
         for here, there in zip(source, target, strict=True):
             if isinstance(there, Partial) and here != there:
                 return None
@@ -144,7 +146,7 @@ class Redistributor:
                     step = self._step(shape, itemsize, axis, layout, after)
                     if step is None:
                         continue
-                    cost = seconds + self.step_seconds(step, bucket_share)
+                    cost = seconds + self.step_seconds(step, bucketed)
                     heapq.heappush(queue, (cost, next(ticket), after, (*steps, step)))
         return None
 
@@ -175,17 +177,18 @@ class Redistributor:
                 put = got = put // given[there.dim] * taken[there.dim] * n
         return Step(kind, axis, before, after, max(put, got))
 
-    def link_seconds(self, step: Step, bucket_share: float = 1.0) -> float:
+    def link_seconds(self, step: Step, bucketed: bool = False) -> float:
         """Seconds that a step spends on links; 0 for a local one."""
         if step.kind == "slice":
             return 0.0
-        return collective_seconds(step.kind, step.bytes, self.links[step.axis], bucket_share)
+        share = min(1.0, step.bytes / self.bucket_bytes[step.axis]) if bucketed else 1.0
+        return collective_seconds(step.kind, step.bytes, self.links[step.axis], share)
 
-    def step_seconds(self, step: Step, bucket_share: float = 1.0) -> float:
+    def step_seconds(self, step: Step, bucketed: bool = False) -> float:
         """Seconds of one step: the collective, and the local copies that put chunks in order."""
         if step.kind == "slice":
             # reading and writing the part that is kept
             moved = 2 * step.bytes / self.mesh[step.axis]
         else:
             moved = 0 if step.kind == "all_reduce" else 2 * step.bytes
-        return self.link_seconds(step, bucket_share) + moved / self.device.memory_bytes_per_second
+        return self.link_seconds(step, bucketed) + moved / self.device.memory_bytes_per_second

@@ -14,7 +14,7 @@ from ..collectives import collective_seconds
 from ..layout import Layout, local_shape
 from ..ops.emit import Emission, expands, local_program
 from ..program import COLLECTIVES
-from .problem import Assignment, Decisions, ProblemBuilder, bucket_share
+from .problem import Assignment, Decisions, ProblemBuilder, is_bucketed
 from .strategies import (
     OPTIMIZER_STATES,
     REGATHER,
@@ -155,23 +155,25 @@ class _Tally:
         site, produced, policy = maker
         meta = self.space.metas[root]
         is_parameter = site.kind == "parameter"
-        share = bucket_share(meta, site, [reader for reader, _, _ in readers])
+        bucketed = is_bucketed(site, [reader for reader, _, _ in readers])
         redistributor = self.space.redistributor
         phases: tuple[tuple[bool, ...], ...] = ((False,), (True,)) if policy == REGATHER else ((False, True),)
         for phase in phases:
             layouts = frozenset(layout for _, layout, late in readers if late in phase)
-            acquired = redistributor.acquire(meta.shape, meta.dtype, produced, layouts, share)
+            acquired = redistributor.acquire(meta.shape, meta.dtype, produced, layouts, bucketed)
             if acquired is None:
                 raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
             for step in (step for item in acquired for step in item.route.steps):
-                whole = redistributor.step_seconds(step, share)
-                moving = redistributor.link_seconds(step, share)
+                whole = redistributor.step_seconds(step, bucketed)
+                moving = redistributor.link_seconds(step, bucketed)
                 self.copies += count * (whole - moving)
                 if step.kind in COLLECTIVES:
                     self._collective(step.kind, step.axis, count, step.bytes, moving)
         wanted = [(layout, late and is_parameter) for _, layout, late in readers]
         kept = not site.backward and any(late for _, _, late in readers)
-        cost = self.builder.cost(meta, produced, policy, wanted, kept=kept, is_parameter=is_parameter, share=share)
+        cost = self.builder.cost(
+            meta, produced, policy, wanted, kept=kept, is_parameter=is_parameter, bucketed=bucketed
+        )
         assert cost is not None
         self.activations += count * int(cost[1])
 

@@ -1,7 +1,7 @@
 """Bucket: gathers of parameters and reductions of gradients travel together, and early.
 
 One collective a gradient is slow (each pays its latency); this pass joins those of one kind, axis and
-dtype into collectives of up to `limit_bytes`. Values are the same bit for bit: members are laid side
+dtype into collectives of up to `bucket_bytes`. Values are the same bit for bit: members are laid side
 by side in a flat tensor, communicated at once, and taken apart again. What is large enough to hide a
 latency travels alone, without the copies that a bucket needs.
 
@@ -40,17 +40,24 @@ GATHERED = ("all_gather", "all_to_all")
 """Kinds whose result has a part from each rank along dim 0."""
 
 
-def bucket(program: Program, limit_bytes: int = LIMIT_BYTES, alone_bytes: int = ALONE_BYTES) -> Program:
+def bucket(
+    program: Program,
+    bucket_bytes: Sequence[int] = (),
+    *,
+    limit_bytes: int = LIMIT_BYTES,
+    alone_bytes: int = ALONE_BYTES,
+) -> Program:
     """The program with its parameter and gradient collectives in buckets, and each wait just before
     the first reader.
 
-    A bucket holds at most `limit_bytes` (of the larger of what goes in and comes out); a collective of
-    `alone_bytes` or more is in no bucket, but starts and ends as one would.
+    A bucket on mesh axis `a` holds at most `bucket_bytes[a]` (of the larger of what goes in and comes out), and
+    `limit_bytes` in any case; a collective of `alone_bytes` or more is in no bucket, but starts and ends as one would.
     """
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     made = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
     gradients = [o.name for o in program.outputs if o.name is not None and o.role == "gradient"]
-    writer = _Writer(program.mesh, dict(program.metas), limit_bytes, alone_bytes)
+    limits = tuple(min(limit_bytes, size) for size in bucket_bytes or (limit_bytes,) * len(program.mesh))
+    writer = _Writer(program.mesh, dict(program.metas), limits, limit_bytes, alone_bytes)
     forward = writer.gather(writer.together(program.forward, program.uneven), parameters, [*made, *program.saved])
     backward = writer.gather(program.backward, parameters, gradients)
     backward = writer.reduce(backward, gradients)
@@ -92,6 +99,7 @@ def _together(members: list[Instruction]) -> str:
 class _Writer:
     mesh: tuple[int, ...]
     metas: dict[str, TensorMeta]
+    bucket_bytes: tuple[int, ...]
     limit_bytes: int
     alone_bytes: int
     written: list[Instruction] = field(default_factory=list)
@@ -172,7 +180,7 @@ class _Writer:
             size = self.bytes(collective)
             if size >= self.alone_bytes:
                 made.append(_Bucket([collective], size))
-            elif last is None or last.bytes + size > self.limit_bytes:
+            elif last is None or last.bytes + size > self.bucket_bytes[collective.args[-1]]:
                 made.append(last := _Bucket([collective], size))
             else:
                 last.members.append(collective)
@@ -464,7 +472,7 @@ class _Tail:
             return
         key = (level, self.writer.key(collective))
         joint = self.filling.get(key)
-        if joint is not None and joint.bytes + size > self.writer.limit_bytes:
+        if joint is not None and joint.bytes + size > self.writer.bucket_bytes[collective.args[-1]]:
             self.start(level, self.filling.pop(key))
             joint = None
         if joint is None:

@@ -18,7 +18,7 @@ from ..ops.emit import OPERAND, Emission, local_program
 from ..program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from ..redistribute import Step
 from .collapse import PERMUTE, RESHAPE, Steps, from_root
-from .problem import Assignment, bucket_share
+from .problem import Assignment, is_bucketed
 from .segments import Repeated
 from .strategies import (
     REGATHER,
@@ -70,8 +70,8 @@ class _Writer:
     wanted: dict[str, tuple[set[Layout], set[Layout]]] = field(default_factory=dict)
     global_meta: dict[str, TensorMeta] = field(default_factory=dict)
     sources: dict[tuple[str, bool], dict[Layout, tuple[Layout, tuple[Step, ...]]]] = field(default_factory=dict)
-    shares: dict[str, float] = field(default_factory=dict)
-    """Root -> its share of a collective's latency, as the problem priced it."""
+    bucketed: dict[str, bool] = field(default_factory=dict)
+    """Root -> whether it travels in a bucket, as the problem priced it."""
     constants: tuple[dict[tuple[str, str, str], str], dict[tuple[str, str, str], str]] = field(
         default_factory=lambda: ({}, {})
     )
@@ -104,7 +104,7 @@ class _Writer:
             for root in item.site.makes:
                 if root:
                     name = item.name(root)
-                    self.shares[name] = bucket_share(self.global_meta[name], item.site, readers.get(name, ()))
+                    self.bucketed[name] = is_bucketed(item.site, readers.get(name, ()))
         inputs: dict[str, Layout] = {}
         outputs: dict[str, Placed] = {}
         gradients: dict[str, list[Placed]] = {}
@@ -244,8 +244,8 @@ class _Writer:
             early, late = self.wanted[root]
             wanted = (late if phase else early) if policy == REGATHER else early | late
             meta, (produced, _) = self.global_meta[root], self.produced[root]
-            share = self.shares[root]
-            acquired = self.space.redistributor.acquire(meta.shape, meta.dtype, produced, frozenset(wanted), share)
+            layouts, bucketed = frozenset(wanted), self.bucketed[root]
+            acquired = self.space.redistributor.acquire(meta.shape, meta.dtype, produced, layouts, bucketed)
             if acquired is None:
                 raise ValueError(f"{root} is made as {produced} and cannot be had as {sorted(map(str, wanted))}")
             self.sources[key] = {a.layout: (a.source, a.route.steps) for a in acquired}

@@ -19,10 +19,6 @@ from ..layout import Layout, local_shape
 from ..problem import Choice, Problem, Repeat, Tensor, Variable
 from .strategies import REGATHER, Option, Region, Site, SiteChoice, Space, border_name
 
-BUCKET_BYTES = 25 * 2**20
-"""Gathers of parameters and reductions of gradients travel in buckets of this size (DDP's default),
-so that each pays its share of a latency."""
-
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
 
@@ -176,10 +172,10 @@ class ProblemBuilder:
         kept = not site.backward and any(
             sites[reader].reads[p].backward for reader, at in positions.items() for p in at
         )
-        share = bucket_share(meta, site, [sites[reader] for reader in positions])
-        key = (meta, produced, wanted, kept, is_parameter, share)
+        bucketed = is_bucketed(site, [sites[reader] for reader in positions])
+        key = (meta, produced, wanted, kept, is_parameter, bucketed)
         if key not in self.tables:
-            self.tables[key] = self._table(meta, produced, wanted, kept, is_parameter, share)
+            self.tables[key] = self._table(meta, produced, wanted, kept, is_parameter, bucketed)
         table = self.tables[key]
         return Tensor(
             name=root,
@@ -198,7 +194,7 @@ class ProblemBuilder:
         wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
         kept: bool,
         is_parameter: bool,
-        share: float,
+        bucketed: bool,
     ) -> _Table:
         made: dict[tuple[Layout, str], int] = {}
         items: dict[tuple[Layout, bool], int] = {}
@@ -215,7 +211,7 @@ class ProblemBuilder:
         for (layout, policy), code in made.items():
             for union in unions:
                 chosen = [by_bit[bit] for bit in range(len(by_bit)) if union >> bit & 1]
-                cost = self.cost(meta, layout, policy, chosen, kept=kept, is_parameter=is_parameter, share=share)
+                cost = self.cost(meta, layout, policy, chosen, kept=kept, is_parameter=is_parameter, bucketed=bucketed)
                 if cost is not None:
                     costs[code, union] = cost
         free = {
@@ -238,7 +234,7 @@ class ProblemBuilder:
         *,
         kept: bool,
         is_parameter: bool,
-        share: float,
+        bucketed: bool,
     ) -> tuple[float, float] | None:
         """Seconds and kept bytes of having a tensor in all layouts wanted; None if one cannot be had.
 
@@ -251,13 +247,13 @@ class ProblemBuilder:
             seconds = 0.0
             for late in (False, True):
                 layouts = frozenset(layout for layout, phase in wanted if phase is late)
-                acquired = acquire(shape, meta.dtype, produced, layouts, share)
+                acquired = acquire(shape, meta.dtype, produced, layouts, bucketed)
                 if acquired is None:
                     return None
                 seconds += sum(a.route.seconds for a in acquired)
             return seconds, 0.0
         layouts = frozenset(layout for layout, _ in wanted)
-        acquired = acquire(shape, meta.dtype, produced, layouts, share)
+        acquired = acquire(shape, meta.dtype, produced, layouts, bucketed)
         if acquired is None:
             return None
         size = 0
@@ -267,10 +263,9 @@ class ProblemBuilder:
         return sum(a.route.seconds for a in acquired), float(size)
 
 
-def bucket_share(meta: TensorMeta, maker: Site, readers: Sequence[Site]) -> float:
-    """The share of a collective's latency that a tensor pays: parameters and gradients travel in buckets."""
-    bucketed = maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
-    return min(1.0, meta.bytes / BUCKET_BYTES) if bucketed else 1.0
+def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
+    """Whether a tensor travels in a bucket: parameters and gradients do."""
+    return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
 
 
 def _policy(site: Site, option: Option) -> str:

@@ -162,9 +162,9 @@ def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) ->
     if reduction == "sum" and x.is_cpu:
         exchanged, work = all_to_all(x, group)
         return part, Summed(work, exchanged.view(group.size(), *part.shape), part)
-    work = reduce_scatter_single(part, x, REDUCTIONS[reduction], group)
-    assert work is not None
-    return part, work
+    scattering = reduce_scatter_single(part, x, REDUCTIONS[reduction], group)
+    assert scattering is not None
+    return part, scattering
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:

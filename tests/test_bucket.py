@@ -112,6 +112,7 @@ def test_a_full_bucket_is_started_at_once_and_waited_for_at_the_end() -> None:
     found = ops(bucket(reductions(), limit_bytes=2 * 4 * BYTES).backward)
     assert found.index("all_reduce") > found.index("neg") > found.index("add")
     assert found.count("all_reduce") == 2
+    assert found == ops(bucket(reductions(), (2 * 4 * BYTES,)).backward)
     alone = ops(bucket(reductions(), alone_bytes=1).backward)
     assert alone == ["mul", "all_reduce", "add", "all_reduce", "neg", "all_reduce", "wait", "wait", "wait"]
 
@@ -144,9 +145,8 @@ def test_gathers_start_ahead_of_first_use_but_not_all_at_once() -> None:
 def test_small_programs_compute_the_same(make: Any, limit_bytes: int, alone_bytes: int) -> None:
     given = make()
     wholes = {i.target: torch.randn(i.meta.shape) for i in given.inputs}
-    assert_same(
-        simulate_step(given, wholes, wholes), simulate_step(bucket(given, limit_bytes, alone_bytes), wholes, wholes)
-    )
+    bucketed = bucket(given, limit_bytes=limit_bytes, alone_bytes=alone_bytes)
+    assert_same(simulate_step(given, wholes, wholes), simulate_step(bucketed, wholes, wholes))
 
 
 def test_it_says_what_it_changed(caplog: pytest.LogCaptureFixture) -> None:

@@ -183,10 +183,10 @@ def _add_tensor(
         joint = [len(one[1]) * len(other[1]) for one, other in itertools.pairwise(readers)]
         if max(joint[::2]) <= LARGE_UNION:
             pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
-            readers = [_union(*pair, sizes, tables) if len(pair) == 2 else pair[0] for pair in pairs]
+            readers = [_union(pair[0], pair[1], sizes, tables) if len(pair) == 2 else pair[0] for pair in pairs]
         else:
             at = joint.index(min(joint))
-            readers[at : at + 2] = [_union(*readers[at : at + 2], sizes, tables)]
+            readers[at : at + 2] = [_union(readers[at], readers[at + 1], sizes, tables)]
     axes = head + readers
     states = [base]
     index = np.zeros((), dtype=np.int64)
