@@ -140,7 +140,7 @@ class Link:
         Buckets that hold more hide no more of a latency and start later."""
         if self.ranks == 1:
             return LARGEST_BUCKET_BYTES
-        _, fixed, moving = min(_candidates("all_reduce", self), key=lambda candidate: candidate[2])
+        _, fixed, moving = min(_candidates("all_reduce", self), key=lambda candidate: (candidate[2], candidate[1]))
         size = fixed / moving / LATENCY_PART if moving else math.inf
         return int(max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, size)))
 

@@ -207,10 +207,10 @@ def test_the_cheapest_algorithm_is_taken_and_more_bytes_never_cost_less(name: st
 
 def test_a_bucket_is_as_large_as_hides_the_latency_of_its_link() -> None:
     """And no larger: what is started later overlaps with less. Between bounds."""
-    slow, fast = (cluster(level(4, rate, latency_seconds=1e-3)).links((4,))[0] for rate in (50e6, 500e6))
+    slow, fast = (cluster(level(4, rate, latency_seconds=1e-3)).links((4,))[0] for rate in (10e6, 100e6))
     for link in (slow, fast):
-        (ring,) = (p for name, p in prices("all_reduce", link.bucket_bytes, link).items() if name == "ring")
-        assert ring.fixed == pytest.approx(LATENCY_PART * ring.moving, rel=1e-4)
+        cheapest = price("all_reduce", link.bucket_bytes, link)
+        assert cheapest.fixed == pytest.approx(LATENCY_PART * cheapest.moving, rel=1e-4)
     assert fast.bucket_bytes == pytest.approx(10 * slow.bucket_bytes, rel=1e-4)
     without, long = (cluster(level(4, 1e9, latency_seconds=s)).links((4,))[0] for s in (0.0, 1.0))
     assert (without.bucket_bytes, long.bucket_bytes) == (SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
