@@ -33,6 +33,8 @@ MESHES: Mapping[str, dict[str, int]] = {"(4,)": {"a": 4}, "(2, 2)": {"dp": 2, "t
 PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
 RANKS = 4
 TOLERANCE = 1e-5
+ENDING_SECONDS = 20.0
+"""What a process that has sent its row may take to end its ranks and itself."""
 SEED = 5
 
 Row = dict[str, Any]
@@ -217,7 +219,8 @@ def _parity(results: Sequence[tuple[str, str, Row]]) -> str:
     return f"{len(results)} x {max(r['error'] for _, _, r in results):.0e}"
 
 
-HEADER = ("model", "exports", "repeats", "plans, s", "solver", "presets", "random", "no rule")
+SECONDS = "plans, s"
+HEADER = ("model", "exports", "repeats", SECONDS, "solver", "presets", "random", "no rule")
 
 
 def printed(rows: Sequence[Row]) -> None:
@@ -236,6 +239,9 @@ def page(rows: Sequence[Row], command: str, gloo: bool, dropout: float) -> str:
     layers = sorted({row["layers"] for row in rows})
     rate = f"every dropout at {dropout}" if dropout else "dropout 0"
     reference = "autopar on one rank" if dropout else "PyTorch on one device"
+    # docs/models.md says how long plans take; dropout changes nothing about that
+    kept = [number for number, name in enumerate(HEADER) if not (dropout and name == SECONDS)]
+    head, *body = ([row[number] for number in kept] for row in (HEADER, *map(cells, rows)))
     lines = [
         "# Models with dropout" if dropout else "# Models",
         "",
@@ -245,16 +251,16 @@ def page(rows: Sequence[Row], command: str, gloo: bool, dropout: float) -> str:
         "",
         "- *exports*: operators in the joint graph of forward and backward, and seconds to capture it;",
         "- *repeats*: copies x operators of what is planned once and used for all copies;",
-        f"- *plans*: seconds that the default solver takes on meshes of {' / '.join(MESHES)} ranks;",
+        *([] if dropout else [f"- *plans*: seconds that the default solver takes on {' / '.join(MESHES)} ranks;"]),
         f"- *solver*, *presets* ({', '.join(PRESETS)}), *random*: how many plans were run on both meshes, on {kind}, "
         "and the largest difference of the loss, any other output, any gradient or any buffer from "
         f"{reference}, relative to the tensor's largest element (for gradients to a hundredth of the largest of all, "
         "where that is more);",
         "- *no rule*: operators that every rank computes whole.",
         "",
-        "| " + " | ".join(HEADER) + " |",
-        "|" + "---|" * len(HEADER),
-        *("| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in rows),
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body),
     ]
     return "\n".join(lines) + "\n"
 
@@ -290,6 +296,7 @@ def main() -> None:
             row = receiver.recv() if receiver.poll(options.timeout) else {**row, "error": "not done in time"}
         except EOFError:
             row["error"] = "the process died"
+        process.join(ENDING_SECONDS)
         process.kill()
         process.join()
         rows.append(row)
