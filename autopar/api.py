@@ -71,7 +71,7 @@ def plan(
     lets the mesh be chosen too (`plan.mesh`). `args` and `kwargs` are the global example
     inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
     is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
-    "megatron", "megatron_sp". `cluster` is a name or a `Cluster`;
+    "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `presets`). `cluster` is a name or a `Cluster`;
     `memory_limit_bytes` bounds what a rank holds. `constraints` pins placements of parameters and inputs, and keeps
     modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `constraints`).
 
@@ -98,7 +98,7 @@ def compare(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solvers: Sequence[str] = ("dp", "ddp", "fsdp", "megatron", "megatron_sp"),
+    solvers: Sequence[str] = ("dp", *PRESETS),
     cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,

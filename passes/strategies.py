@@ -515,6 +515,15 @@ class _Fixpoint:
         joint = period_of(size, math.prod(self.space.mesh))
         return tuple(dict.fromkeys((*periods, joint))) if site.kind == "input" else periods
 
+    def _inner_periods(self, site: Site, size: int) -> tuple[int, ...]:
+        """Where a mesh has three axes or more, two may split a matrix by rows and columns for use while a third splits
+        one of these dims further at rest, inside of what they give a rank: what it gathers is then what is used."""
+        others = [n for n in self.space.mesh if n > 1]
+        if site.kind != "parameter" or len(others) < 3 or site.meta is None or len(site.meta.shape) < 2:
+            return ()
+        others.remove(self.ranks)
+        return tuple(size // n for n in dict.fromkeys(others) if size % (n * self.ranks) == 0)
+
     def _is_stored(self, root: str) -> bool:
         maker = self.making.get(root)
         return maker is not None and maker.kind == "parameter"
@@ -660,7 +669,7 @@ class _Fixpoint:
             names = site.makes if site.makes else [site.reads[0].alias.root]
             if site.kind in ("parameter", "input") or self.digits.get(names[0]):
                 for dim, size in enumerate(site.meta.shape):
-                    for period in self._stored_periods(site, size):
+                    for period in (*self._stored_periods(site, size), *self._inner_periods(site, size)):
                         if is_legal((size,), (Split(0, period),), (self.ranks,)):
                             yield ("S", dim, period)
 

@@ -90,6 +90,28 @@ def test_a_batch_of_one(preset: str) -> None:
     assert "two or more" in message
 
 
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"x": 2, "y": 2, "tp": 2}, "preset 'atp' splits products on two axes, and x, y, tp of the mesh are named for"),
+        ({"dp": 2, "data": 2}, "preset 'atp' splits products on one or two axes, and all of the mesh (dp, data) are"),
+        ({"z": 4}, "preset 'atp' splits products on one or two axes, and all of the mesh (z) are named for data"),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_does_not_fit_the_preset(mesh: dict[str, int], message: str) -> None:
+    made = mlp()
+    assert message in refused(plan, made, mesh=mesh, solver="atp")
+
+
+@pytest.mark.parametrize("preset", ["par4d", "meshslice"])
+def test_a_batch_of_one_on_axes_of_a_paper(preset: str) -> None:
+    made = mlp()
+    x = torch.randn(1, 16)
+    message = refused(autopar.plan, made.model, {"z": 2, "x": 2}, (x,), loss_fn=made.loss_fn, solver=preset)
+    assert f"preset '{preset}' splits the batch by 2 (z=2" in message and "the batch is 1" in message
+
+
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
 def test_a_memory_limit_that_is_none(limit: float) -> None:
     assert "give a positive number of bytes" in refused(plan, mlp(), memory_limit_bytes=limit)

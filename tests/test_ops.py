@@ -1258,6 +1258,26 @@ def test_attention_on_cuda(kind: str, causal: bool) -> None:
     check_rule(forward.replace("attention.", "attention_backward."), gradient, query, key, value, *back)
 
 
+def _rms_norm_gradients(
+    gradient: torch.Tensor, source: torch.Tensor, shape: list[int], scale: torch.Tensor, weight: torch.Tensor, mask: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normal = source * scale
+    weighted = gradient * weight
+    inner = scale * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
+    return inner, (gradient * normal).sum((0, 1))
+
+
+def test_rms_norm_backward_by_its_formula() -> None:
+    """The op has no CPU kernel: here it has one."""
+    op = "aten._fused_rms_norm_backward.default"
+    for size in (8, 6):
+        source, weight = torch.randn(4, 6, size), torch.randn(size)
+        output, scale = torch.ops.aten._fused_rms_norm(source, [size], weight, 1e-5)
+        with torch.library._scoped_library("aten", "IMPL") as library:
+            library.impl("_fused_rms_norm_backward", _rms_norm_gradients, "CPU")
+            check_rule(op, torch.randn_like(output), source, [size], scale, weight, [True, True])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rms_norm_backward_on_cuda() -> None:

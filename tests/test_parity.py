@@ -80,6 +80,32 @@ def test_presets(name: str, solver: str, mesh: dict[str, int]) -> None:
     check(name, mesh, made.program(made.plan(solver=solver)))
 
 
+PAPERS = ("atp", "par4d", "meshslice")
+GRIDS: tuple[dict[str, int], ...] = (
+    {"a": 2, "b": 2},
+    {"a": 2, "b": 2, "c": 2},
+    {"a": 4, "b": 2},
+    {"a": 2, "b": 3},
+    {"data": 2, "z": 2, "y": 2, "x": 2},
+)
+
+
+@pytest.mark.parametrize("mesh", GRIDS, ids=mesh_id)
+@pytest.mark.parametrize("solver", PAPERS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2 of odd sizes", "mlp with outputs"])
+def test_presets_of_papers(name: str, solver: str, mesh: dict[str, int]) -> None:
+    made = planner(name, mesh)
+    program = made.program(made.plan(solver=solver))
+    check(name, mesh, program)
+
+
+@pytest.mark.parametrize("mesh", [{"a": 4}, {"a": 8}], ids=mesh_id)
+@pytest.mark.parametrize("solver", PAPERS)
+def test_presets_of_papers_on_one_axis(solver: str, mesh: dict[str, int]) -> None:
+    made = planner("gpt2", mesh)
+    check("gpt2", mesh, made.program(made.plan(solver=solver)))
+
+
 @pytest.mark.parametrize("mesh", [{"a": 4}, {"dp": 1, "tp": 4}, {"a": 8}], ids=mesh_id)
 @pytest.mark.parametrize("name", CASES)
 def test_solver_on_one_axis(name: str, mesh: dict[str, int]) -> None:
@@ -171,6 +197,8 @@ def step_and_train(name: str, mesh: dict[str, int], solver: str, clip: float | N
         ("llama", {"a": 4}, "ilp", None),
         ("gpt2 of odd sizes", {"a": 4}, "fsdp", 0.5),
         ("gpt2 of odd sizes", {"dp": 2, "tp": 2}, "megatron", None),
+        ("llama", {"z": 2, "y": 2, "x": 2}, "par4d", 0.5),
+        ("gpt2", {"rows": 2, "cols": 2}, "meshslice", 0.5),
         ("mlp with loss_fn", {"a": 4}, "ddp", 0.01),
         ("mlp with loss_fn", {"dp": 2, "tp": 2}, "dp", None),
     ],

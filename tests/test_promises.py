@@ -33,6 +33,8 @@ from autopar.search import Search, taken
 pytest.importorskip("transformers")
 
 PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
+PAPERS = ("atp", "par4d", "meshslice")
+GRIDS: tuple[dict[str, int], ...] = ({"a": 2, "b": 2}, {"a": 4, "b": 2}, {"z": 2, "y": 2, "x": 2})
 MODELS = ("gpt2", "llama tied", "llama of 4 layers", "mlp with loss_fn", "mlp with outputs")
 MESHES: tuple[dict[str, int], ...] = ({"a": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 2, "c": 2})
 
@@ -96,6 +98,14 @@ def test_a_preset_does_what_it_promises(name: str, solver: str, mesh: dict[str, 
     assert plan.objective_seconds == pytest.approx(plan.seconds, rel=1e-6)
 
 
+@pytest.mark.parametrize("mesh", GRIDS, ids=mesh_id)
+@pytest.mark.parametrize("solver", PAPERS)
+@pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
+def test_a_papers_preset_does_what_it_promises(name: str, solver: str, mesh: dict[str, int]) -> None:
+    made, plan = planner(name, mesh), solved(name, mesh, solver)
+    check_promises(made.space, made.assignment(plan), plan.account)
+
+
 @pytest.mark.parametrize("mesh", [{"a": 4}, {"dp": 1, "tp": 4}], ids=mesh_id)
 @pytest.mark.parametrize("solver", ["ilp", "dp"])
 @pytest.mark.parametrize("name", MODELS)
@@ -153,16 +163,16 @@ def test_the_solvers_objective_is_the_accounts(solver: str) -> None:
 def test_solvers_agree_and_no_preset_is_cheaper(name: str, mesh: dict[str, int]) -> None:
     ilp, dp = solved(name, mesh, "ilp"), solved(name, mesh, "dp")
     assert ilp.objective_seconds == pytest.approx(dp.objective_seconds, rel=1e-6)
-    for preset in PRESETS:
+    for preset in (*PRESETS, *PAPERS):
         assert solved(name, mesh, preset).objective_seconds >= dp.objective_seconds * (1 - 1e-9), preset
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 4}], ids=mesh_id)
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 4}, {"a": 2, "b": 2}], ids=mesh_id)
 @pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
 def test_no_preset_is_cheaper_on_two_axes(name: str, mesh: dict[str, int]) -> None:
     best = solved(name, mesh, "dp")
     assert best.lower_bound_seconds <= best.objective_seconds * (1 + 1e-9)
-    for preset in PRESETS:
+    for preset in (*PRESETS, *PAPERS):
         assert solved(name, mesh, preset).objective_seconds >= best.objective_seconds * (1 - 1e-9), preset
 
 

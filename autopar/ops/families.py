@@ -299,25 +299,6 @@ def new(call: Call) -> OpRule:
 # Norms, losses.
 
 
-def normalized(linear: Linear = ()) -> Rule:
-    """layer_norm, rms_norm and their backward ops: the normalised dims are whole; statistics have
-    size 1 there; weights have only those dims, and their gradients are sums over the others."""
-
-    def rule(call: Call) -> OpRule:
-        rank = len(call.inputs[0].shape)
-        batch = rank - len(call.argument("normalized_shape"))
-        names: list[Name] = [*DIMS[:batch], *([None] * (rank - batch))]
-
-        def of(shape: tuple[int, ...]) -> Named:
-            return names if len(shape) == rank else [None] * len(shape)
-
-        return assemble(
-            call, [of(m.shape) for m in call.inputs], [of(m.shape) if m else () for m in call.outputs], linear=linear
-        )
-
-    return rule
-
-
 NONE, MEAN, SUM = 0, 1, 2
 """The values of a loss's argument `reduction`."""
 

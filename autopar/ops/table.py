@@ -21,6 +21,7 @@ from . import (
     expansions,
     experts,
     indexing,
+    layer_norm,
     local,
     normalization,
     pooling,
@@ -47,7 +48,6 @@ from .families import (
     new,
     nll,
     nll_backward,
-    normalized,
     padded,
     permuted,
     pieces,
@@ -62,6 +62,7 @@ from .families import (
     to_dtype,
     true_division,
 )
+from .layer_norm import normalized
 from .local import Place
 from .rule import Call
 
@@ -252,8 +253,10 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         loss_backward, expand=expansions.share(loss_backward))),
 
     # norms
-    **_aten("native_layer_norm _fused_rms_norm", Entry(normalized())),
-    **_aten("native_layer_norm_backward _fused_rms_norm_backward", Entry(normalized(FIRST))),
+    **_aten("native_layer_norm", Entry(normalized, expand=layer_norm.layer_norm)),
+    **_aten("native_layer_norm_backward", Entry(normalized, expand=layer_norm.layer_norm_gradients)),
+    **_aten("_fused_rms_norm", Entry(normalized, expand=layer_norm.rms_norm)),
+    **_aten("_fused_rms_norm_backward", Entry(normalized, expand=layer_norm.rms_norm_gradients)),
     **_aten("_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats "
             "_native_batch_norm_legit_no_training", Entry(
         normalization.batch_norm, expand=normalization.batch_norm_statistics)),
