@@ -31,6 +31,10 @@ logger = logging.getLogger("autopar")
 LIMIT_BYTES = 25 * 2**20
 ALONE_BYTES = 4 * 2**20
 SMALL_BYTES = 4 * 2**10
+BUCKETS = 8
+SMALLER = 4
+SMALLEST_BYTES = 2**18
+"""Where the reductions of an axis fill fewer buckets than `BUCKETS`, these are smaller, down to a part or to a size."""
 WAIT = "collective.wait"
 LAYOUT = frozenset({"aten.contiguous.default", "aten.permute.default", "aten.reshape.default", "aten.select.int"})
 """Local ops of one tensor that codegen puts around collectives."""
@@ -452,8 +456,34 @@ class _Tail:
         self.readers = {n: [r for r in found if r.outputs[0] in self.levels] for n, found in readers.items()}
         produced = {name for i in instructions for name in i.outputs}
         self.given = [name for name in readers if name not in produced]
+        self.limits = self._limits(instructions)
         self.filling: dict[tuple[int, tuple[object, ...]], _Bucket] = {}
         self.started: dict[int, list[_Bucket]] = {}
+
+    def _limits(self, instructions: Sequence[Instruction]) -> dict[str, int]:
+        """The bytes of the bucket that each reduction may join: the fewest that its axis wants, and those of the
+        reductions after it, which it keeps waiting. Where all fit in a few buckets, these are made smaller, down to a
+        part, since the last one hides behind nothing."""
+        reductions = [i for i in instructions if i.collective and i.outputs[0] in self.levels]
+        total = Counter[int]()
+        for reduction in reductions:
+            total[reduction.args[-1]] += self.writer.bytes(reduction)
+        wanted = {}
+        for axis, size in total.items():
+            most = self.writer.bucket_bytes[axis]
+            wanted[axis] = min(most, max(most // SMALLER, size // BUCKETS, SMALLEST_BYTES))
+        limits: dict[str, int] = {}
+        after: dict[str, int] = {}
+        for instruction in reversed(instructions):
+            name = instruction.outputs[0]
+            if name in self.levels:
+                following = min(
+                    (after[r.outputs[0]] for r in self.readers.get(name, ())), default=self.writer.limit_bytes
+                )
+                if instruction.collective:
+                    following = limits[name] = min(following, wanted[instruction.args[-1]])
+                after[name] = following
+        return limits
 
     def made(self, name: str) -> None:
         """A value is there: what only gradients need of it goes on."""
@@ -472,7 +502,7 @@ class _Tail:
             return
         key = (level, self.writer.key(collective))
         joint = self.filling.get(key)
-        if joint is not None and joint.bytes + size > self.writer.bucket_bytes[collective.args[-1]]:
+        if joint is not None and joint.bytes + size > self.limits[collective.outputs[0]]:
             self.start(level, self.filling.pop(key))
             joint = None
         if joint is None:

@@ -94,6 +94,11 @@ class LocalEmitter:
 
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta | None, ...]:
     """Metas of an op's outputs from its arguments, with `TensorMeta`s in the place of tensors."""
+    return tuple(None if o is None else TensorMeta(tuple(o.shape), o.dtype) for o in on_meta(op, args, kwargs))
+
+
+def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
+    """An op's outputs, without values, from contiguous operands given as `TensorMeta`s."""
 
     def concrete(value: Any) -> Any:
         if isinstance(value, TensorMeta):
@@ -110,9 +115,7 @@ def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -
     if any(p.name == "device" for p in parameters(op)):
         named["device"] = torch.device("meta")
     outputs = overload(op)(*(concrete(a) for a in args), **named)
-    if isinstance(outputs, torch.Tensor):
-        outputs = (outputs,)
-    return tuple(None if o is None else TensorMeta(tuple(o.shape), o.dtype) for o in outputs)
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
 def _tuples(value: Any) -> Any:
