@@ -25,7 +25,7 @@ from .passes.group import Groups, block_groups, group
 from .passes.problem import Allowed, Assignment, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, reached
 from .problem import Infeasible, Problem, Score, Solution, evaluate
-from .solve import TooWide, solve
+from .solve import EXACT, TooWide, solve
 
 JOINT_OPTIONS_MOST = 8
 """A space whose sites have no more joint options than this is solved as one problem."""
@@ -111,6 +111,7 @@ class Search:
         pins: Pins | None = None,
     ) -> None:
         self.space, self.solver, self.bytes_limit, self.log = space, solver, bytes_limit, log
+        self.descent = DESCENT_SOLVER if solver in EXACT else solver
         self.pins = pins or {}
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
@@ -184,7 +185,7 @@ class Search:
             options = allowed
             best = self.solve(options, self.solver)
             if self._is_over(best):
-                best = self._within_limit(best, lambda price, _: self.solve(options, DESCENT_SOLVER, price=price))
+                best = self._within_limit(best, lambda price, _: self.solve(options, self.descent, price=price))
         else:
             best = self._descend_all() if thorough else self._descend(self._whole(), self._axes())
             bound = lower_bound_seconds(space) if bounded else 0.0
@@ -262,7 +263,7 @@ class Search:
             middle = math.sqrt(below * above) if below else above / 5
             tried.append((middle, solve_at(middle, tried[-1][1])))
             below, above = (middle, above) if self._is_over(tried[-1][1]) else (below, middle)
-        bound = max((f.lower_bound if p == 0 else f.score.seconds + p * (f.score.bytes - limit)) for p, f in tried)
+        bound = max(found.lower_bound - price * limit for price, found in tried)
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
         for _, found in tried:
             for name, choices in taken(self.space, found.assignment).items():
@@ -346,7 +347,7 @@ class Search:
 
         for axis in cycle(order):
             allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
-            solved = self.solve(allowed, DESCENT_SOLVER, price=price)
+            solved = self.solve(allowed, self.descent, price=price)
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - GAIN):

@@ -23,7 +23,7 @@ from autopar.problem import (
     Variable,
     evaluate,
 )
-from autopar.solve import SOLVERS, TooWide, elimination, ilp, relax, solve
+from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
 from autopar.solve.dp import LIMITED_GAP
 from autopar.solve.elimination import network
 from autopar.solve.exhaustive import MAX_COMBINATIONS
@@ -216,7 +216,7 @@ def test_a_layout_that_two_readers_want_is_paid_once() -> None:
             ),
         ),
     )
-    for solver in SOLVERS:
+    for solver in EXACT:
         solution = solve(problem, solver)
         assert solution.choice.options == (0, 0, 0)
         assert solution.score.seconds == pytest.approx(3.0)
@@ -287,7 +287,9 @@ def test_a_limit_that_nothing_fits_names_the_smallest(solver: str) -> None:
 
 
 def test_bad_input_says_what_to_change() -> None:
-    with pytest.raises(ValueError, match=r"unknown solver 'simplex'; the solvers are dp, ilp, exhaustive"):
+    with pytest.raises(
+        ValueError, match=r"unknown solver 'simplex'; the solvers are dp, ilp, exhaustive, greedy, beam"
+    ):
         solve(chain(layers=2), "simplex")
     wide = Problem(variables=tuple(variable(f"v{i}", (0.0, 0.0), (1.0, 0.0)) for i in range(30)))
     with pytest.raises(ValueError, match=f"at most {MAX_COMBINATIONS}: use dp or ilp"):
@@ -310,7 +312,7 @@ def chain(*, layers: int) -> Problem:
     return Problem(variables=(border, border), repeats=(repeat,))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", EXACT)
 @pytest.mark.parametrize(("limit", "fat"), [(360, 12), (359, 11), (240, 6), (259, 6), (139, 0), (120, 0)])
 def test_identical_layers_mix_under_a_memory_limit(solver: str, limit: float, fat: int) -> None:
     solution = solve(chain(layers=12), solver, bytes_limit=limit)
@@ -399,6 +401,22 @@ def test_a_deep_problem_under_a_limit_is_within_its_stated_gap() -> None:
     assert max(dp.lower_bound, integer.lower_bound) <= min(dp.score.objective, integer.score.objective)
     assert free.score.objective < dp.score.objective
     assert integer.score.objective == pytest.approx(dp.score.objective, rel=10 * LIMITED_GAP)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_takes_nothing_back_is_bounded_and_never_better(seed: int) -> None:
+    """And a wider beam is never far: on such small problems it holds nearly everything."""
+    problem = random_problem(random.Random(seed), depth=1 + seed % 2, blocked=0.15 if seed % 5 == 0 else 0.02)
+    best = outcome(problem, "dp")
+    for solver in ("greedy", "beam"):
+        found = outcome(problem, solver)
+        if isinstance(best, str):
+            assert found == best
+            continue
+        assert isinstance(found, Solution)
+        assert found.lower_bound <= best.score.objective * (1 + 1e-9) <= found.score.objective * (1 + 2e-9)
+        if solver == "beam":
+            assert found.score.objective <= 1.05 * best.score.objective
 
 
 def test_ties_go_to_less_memory_and_then_to_the_first_option() -> None:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from autopar.problem import Problem, Solution
+from autopar.solve.beam import solve_beam, solve_greedy
 from autopar.solve.dp import solve_dp
 from autopar.solve.elimination import TooWide
 from autopar.solve.exhaustive import solve_exhaustive
 from autopar.solve.ilp import solve_ilp
 
-SOLVERS = {"dp": solve_dp, "ilp": solve_ilp, "exhaustive": solve_exhaustive}
+SOLVERS = {
+    "dp": solve_dp,
+    "ilp": solve_ilp,
+    "exhaustive": solve_exhaustive,
+    "greedy": solve_greedy,
+    "beam": solve_beam,
+}
 
-__all__ = ["SOLVERS", "TooWide", "solve", "solve_dp", "solve_exhaustive", "solve_ilp"]
+EXACT = ("dp", "ilp", "exhaustive")
+"""Those that look for the optimum; the others take no choice back."""
+
+__all__ = [
+    "EXACT",
+    "SOLVERS",
+    "TooWide",
+    "solve",
+    "solve_beam",
+    "solve_dp",
+    "solve_exhaustive",
+    "solve_greedy",
+    "solve_ilp",
+]
 
 
 def solve(problem: Problem, solver: str = "dp", *, bytes_limit: float | None = None) -> Solution:
-    """The cheapest choice for a problem, subject to bytes <= `bytes_limit` where one is given.
+    """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given.
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
     """

@@ -108,6 +108,19 @@ class Relaxation:
         return np.asarray(excess)
 
 
+def lower_bound(problem: Problem, weights: tuple[float, float], sweeps: int = SWEEPS[0]) -> float:
+    """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
+    without repeats."""
+    found = network(problem, ())
+    tables = [(table.nodes, table.priced(np.array([weights]))[0]) for table in found.tables]
+    relaxation = Relaxation(tables, found.sizes)
+    bound = relaxation.bound()
+    for _ in range(sweeps):
+        relaxation.sweep()
+        bound = max(bound, relaxation.bound())
+    return bound
+
+
 def relaxed(problem: Problem, weights: tuple[float, float]) -> tuple[Choice, float]:
     """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
 
