@@ -31,7 +31,7 @@ from .problem import Problem, Variable
 from .redistribute import Redistributor
 from .solve import TooWide, solve
 
-JOINT_OPTIONS_MOST = 1000
+JOINT_OPTIONS_MOST = 5000
 """A site with more joint options than this is not enumerated, and nothing is proved."""
 
 ANY = Split(-1, -1)
