@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -17,15 +17,18 @@ from torch import nn
 from .bound import lower_bound_seconds
 from .cluster import Cluster
 from .clusters import named_cluster
+from .collectives import are_of_gloo
 from .comparison import Comparison
 from .constraints import Constraints, pins
 from .layout import REPLICATE, Layout, Split
+from .memory import Peak, peak
 from .meshes import best_mesh, meshes
 from .ops import rule_of
 from .ops.routing import in_token_order
+from .optimizers import Optimizer, named_optimizer
 from .passes.account import account, parameter_layouts
 from .passes.blocks import blocks
-from .passes.bucket import bucket
+from .passes.bucket import LIMIT_BYTES, bucket
 from .passes.capture import Captured
 from .passes.codegen import codegen
 from .passes.problem import Assignment, parse_choice, str_choice
@@ -51,6 +54,9 @@ T = TypeVar("T")
 
 COSTS = ("analytical",)
 
+BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
+"""Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
+
 
 def plan(
     model: nn.Module,
@@ -63,6 +69,7 @@ def plan(
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
+    optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
@@ -72,20 +79,23 @@ def plan(
     inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
     is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
     "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `presets`). `cluster` is a name or a `Cluster`;
-    `memory_limit_bytes` bounds what a rank holds. `constraints` pins placements of parameters and inputs, and keeps
-    modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `constraints`).
+    `memory_limit_bytes` bounds the predicted peak of what a rank holds during a training step, of which the states of
+    the `optimizer` are a part: "adamw", "adamw_fp32" (float32 moments, and float32 weights beside narrower ones),
+    "sgd", "sgd_momentum", or a number of bytes per element of a parameter. `constraints` pins placements of parameters
+    and inputs, and keeps modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}`
+    (see `constraints`).
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
     if isinstance(mesh_shape, Mapping):
-        return Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster).plan(
+        return Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer).plan(
             solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
         )
     machine = named_cluster(cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
-    planner = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine)
+    planner = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer)
     return planner.over(
         candidates, solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
     )
@@ -102,6 +112,7 @@ def compare(
     cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,
+    optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
@@ -120,7 +131,7 @@ def compare(
         raise ValueError("nothing to compare: give a mesh or more, and a cluster or more (or None)")
     cases = [(mesh, machine) for machine in clusters for mesh in meshes]
     report(0.0, "capture")
-    planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1])
+    planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer)
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
         on = planner if number == 0 else planner.on(mesh, machine)
@@ -150,6 +161,7 @@ def parallelize(
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
+    optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     plan: Plan | None = None,
 ) -> ParallelModule:
@@ -170,7 +182,16 @@ def parallelize(
     planner = None
     try:
         device_type = mesh.device_type
-        planner = Planner(model, mesh_of(mesh), args, kwargs, loss_fn=loss_fn, cluster=cluster, device_type=device_type)
+        planner = Planner(
+            model,
+            mesh_of(mesh),
+            args,
+            kwargs,
+            loss_fn=loss_fn,
+            cluster=cluster,
+            optimizer=optimizer,
+            device_type=device_type,
+        )
         if plan is not None:
             planner.check(plan)
     except ValueError as found:
@@ -220,10 +241,15 @@ class Planner:
         *,
         loss_fn: Callable[[Any], torch.Tensor] | None = None,
         cluster: str | Cluster | None = None,
+        optimizer: str | float | Optimizer = "adamw",
         device_type: str | None = None,
     ) -> None:
         _check_mesh(mesh_shape)
         self.mesh = dict(mesh_shape)
+        self.optimizer = named_optimizer(optimizer)
+        self.device_type = device_type
+        self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
+        """Of one search, by the identity of the assignment."""
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
         self.seconds: dict[str, float] = {}
@@ -252,13 +278,15 @@ class Planner:
 
     def _space(self) -> Space:
         graph = self.captured.graph
-        return self._timed("strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments))
+        return self._timed(
+            "strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        )
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None) -> Planner:
         """A planner for the same captured model on another mesh or cluster."""
         _check_mesh(mesh_shape)
         other = copy(self)
-        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), {}
+        other.mesh, other.cluster, other.seconds, other.peaks = dict(mesh_shape), named_cluster(cluster), {}, {}
         other.space = other._space()
         return other
 
@@ -286,8 +314,8 @@ class Planner:
             return made.objective_seconds, made
 
         def quick(mesh: Mapping[str, int], below: float) -> float:
-            space = planners[tuple(mesh.items())].space
-            search = Search(space, "dp", memory_limit_bytes, logger.info, pins=pins(space, constraints or {}))
+            on = planners[tuple(mesh.items())]
+            search = on._search("dp", memory_limit_bytes, constraints)
             try:
                 return search.run(bounded=False, thorough=False, below=below).score.objective
             except Infeasible:
@@ -332,14 +360,43 @@ class Planner:
         if solver in PRESETS:
             groups = self._timed("blocks", lambda: blocks(self.captured.graph, max(self.space.mesh)))
             allowed = preset(self.space, groups, solver)
-        pinned = pins(self.space, constraints or {})
-        search = Search(self.space, solver if solver in SOLVERS else "dp", memory_limit_bytes, logger.info, pins=pinned)
+        search = self._search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints)
         found: Found = self._timed("search", lambda: search.run(allowed))
-        return self._timed("describe", lambda: self.describe(found, solver, cost))
+        return self._timed("describe", lambda: self.describe(found, solver, cost, memory_limit_bytes))
 
-    def describe(self, found: Found, solver: str, cost: str) -> Plan:
+    def _search(self, solver: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Search:
+        self.peaks = {}
+        return Search(
+            self.space,
+            solver,
+            memory_limit_bytes,
+            logger.info,
+            pins=pins(self.space, constraints or {}),
+            peak=lambda assignment: self.peak(assignment, memory_limit_bytes)[1].bytes,
+        )
+
+    def peak(self, assignment: Assignment, memory_limit_bytes: float | None = None) -> tuple[int, Peak]:
+        """The largest buckets with which the program of an assignment keeps the limit (else those with which it needs
+        the least), and the most memory that a rank then needs during a training step."""
+        key = id(assignment)
+        if key not in self.peaks:
+            kind = self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
+            program = self._timed("codegen", lambda: codegen(self.space, assignment))
+            found: list[tuple[int, Peak]] = []
+            for size in BUCKETS:
+                bucketed = self._timed("bucket", partial(self._bucketed, program, size))
+                found.append((size, self._timed("peak", partial(peak, bucketed, self.optimizer, kind))))
+                if memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes:
+                    break
+            fits = memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes
+            best = found[-1] if fits else min(found, key=lambda item: item[1].bytes)
+            self.peaks[key] = assignment, *best
+        return self.peaks[key][1:]
+
+    def describe(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan:
         """The plan that an assignment is."""
         space, assignment = self.space, found.assignment
+        bucket_bytes, most = self.peak(assignment, memory_limit_bytes)
         return Plan(
             model=self.model_name,
             graph=graph_digest(self.captured.graph),
@@ -349,8 +406,8 @@ class Planner:
             cost=cost,
             decisions={name: str_choice(choice) for name, choice in assignment.rest.items()},
             segments=tuple(
-                Segment(name=repeat.name, runs=_runs(copies))
-                for repeat, copies in zip(space.repeats, assignment.copies, strict=True)
+                Segment(name=repeat.name, runs=_runs(copies, assignment.again(number)))
+                for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True))
             ),
             parameters={
                 name: ParameterPlan(
@@ -366,7 +423,10 @@ class Planner:
                 if site.kind == "input" and site.meta is not None
                 if (option := space.option(site, assignment.rest[site.name])) is not None
             },
+            optimizer=self.optimizer.name,
             account=account(space, assignment),
+            peak=most,
+            bucket_bytes=bucket_bytes,
             objective_seconds=found.score.objective,
             lower_bound_seconds=found.lower_bound,
             solve_seconds=found.seconds,
@@ -399,7 +459,8 @@ class Planner:
                     f"segment {segment.name} has {repeat.count} copies, and the plan's runs do not add up to it"
                 )
             copies.append(tuple(decisions for count, decisions in runs for _ in range(count)))
-        return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies))
+        again = tuple(tuple(run.recompute for run in s.runs for _ in range(run.count)) for s in plan.segments)
+        return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
 
     def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
         missing, extra = region.sites.keys() - decisions.keys(), decisions.keys() - region.sites.keys()
@@ -428,7 +489,7 @@ class Planner:
 
         Raises ValueError where the plan does not fit the model or the mesh, or contradicts itself.
         """
-        return self.written(self.assignment(plan))
+        return self.written(self.assignment(plan), plan.bucket_bytes)
 
     def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
         """The best decisions with parameters in these layouts, by name; those not named are replicated.
@@ -453,10 +514,13 @@ class Planner:
         )
         return Assignment(rest=found.assignment.rest, copies=held)
 
-    def written(self, assignment: Assignment) -> Program:
+    def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES) -> Program:
         """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
         program = self._timed("codegen", lambda: codegen(self.space, assignment))
-        return self._timed("bucket", lambda: bucket(program, self.space.redistributor.bucket_bytes))
+        return self._timed("bucket", lambda: self._bucketed(program, bucket_bytes))
+
+    def _bucketed(self, program: Program, limit_bytes: int) -> Program:
+        return bucket(program, self.space.redistributor.bucket_bytes, limit_bytes=limit_bytes)
 
 
 def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:
@@ -503,16 +567,16 @@ def _check_solver(solver: str) -> None:
         raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
 
 
-def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[Run, ...]:
-    runs: list[tuple[int, Mapping[str, tuple[Any, ...]]]] = []
-    for decisions in copies:
-        if runs and runs[-1][1] == decisions:
-            runs[-1] = (runs[-1][0] + 1, decisions)
+def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]], recompute: Sequence[bool]) -> tuple[Run, ...]:
+    runs: list[tuple[int, Mapping[str, tuple[Any, ...]], bool]] = []
+    for decisions, again in zip(copies, recompute, strict=True):
+        if runs and runs[-1][1:] == (decisions, again):
+            runs[-1] = (runs[-1][0] + 1, decisions, again)
         else:
-            runs.append((1, decisions))
+            runs.append((1, decisions, again))
     return tuple(
-        Run(count=count, decisions={name: str_choice(choice) for name, choice in decisions.items()})
-        for count, decisions in runs
+        Run(count=count, decisions={name: str_choice(c) for name, c in decisions.items()}, recompute=again)
+        for count, decisions, again in runs
     )
 
 

@@ -84,7 +84,7 @@ class _Alone:
 def _alone(space: Space, axis: int) -> _Alone:
     others = math.prod(space.mesh) // space.mesh[axis]
     link = space.redistributor.links[axis]
-    sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments)
+    sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments, space.optimizer)
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
     sub.redistributor = Redistributor(sub.mesh, (link.widened(others),), free)
     sub.redistributor.bucket_bytes = (others * link.bucket_bytes,)

@@ -49,6 +49,12 @@ Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
 """Names of algorithms, or names for each kind of collective."""
 
 
+def are_of_gloo(names: Names) -> bool:
+    """Whether a library has no algorithm that gloo has not: its ranks are on CPUs."""
+    everything = {name for item in names for name in ((item,) if isinstance(item, str) else item[1])}
+    return everything <= {name for _, algorithms in GLOO for name in algorithms}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What one kind of collective was measured to reach on a level: a part of its rates, and a latency of its own."""

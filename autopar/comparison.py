@@ -31,7 +31,7 @@ class Comparison:
             ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].objective_seconds
         )
         rows: list[tuple[str, ...]] = [
-            ("solver", "step", "compute", "communication", "copies", "optimizer", "memory", "sent", "solve", "gap")
+            ("solver", "step", "compute", "communication", "copies", "optimizer", "peak memory", "sent", "solve", "gap")
         ]
         for name, p in plans:
             a = p.account
@@ -42,7 +42,7 @@ class Comparison:
                 (
                     name,
                     *map(seconds_text, parts),
-                    bytes_text(a.bytes),
+                    bytes_text(p.bytes),
                     bytes_text(sent),
                     f"{p.solve_seconds:.2f} s",
                     gap,

@@ -10,13 +10,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from .graph import JointGraph
+from .memory import Peak
 from .passes.account import Account, Collective
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +34,12 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """`count` consecutive copies of a repeated segment that decide alike."""
+    """`count` consecutive copies of a repeated segment that decide alike. Where they `recompute`, they keep only what
+    crosses from copy to copy, and run forward again in backward."""
 
     count: int
     decisions: Mapping[str, str]
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,8 @@ class Segment:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
-    `passes.problem.str_choice`, one for each mesh axis. All else describes it. `graph` is the digest
+    `passes.problem.str_choice`, one for each mesh axis, and so is `bucket_bytes`, how much of gathers and reductions of
+    parameters travels together (`passes.bucket`). All else describes it. `graph` is the digest
     of the joint graph that it was made for."""
 
     model: str
@@ -60,7 +65,10 @@ class Plan:
     segments: tuple[Segment, ...]
     parameters: Mapping[str, ParameterPlan]
     inputs: Mapping[str, tuple[str, ...]]
+    optimizer: str
     account: Account
+    peak: Peak
+    bucket_bytes: int
     objective_seconds: float
     lower_bound_seconds: float
     solve_seconds: float
@@ -73,8 +81,8 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Predicted bytes that a rank holds between forward and backward."""
-        return self.account.bytes
+        """Predicted peak of the bytes that a rank holds during a training step."""
+        return self.peak.bytes
 
     @property
     def gap(self) -> float | None:
@@ -87,7 +95,7 @@ class Plan:
     def digest(self) -> str:
         """The same for plans that decide alike, for the same model and mesh."""
         segments = [asdict(segment) for segment in self.segments]
-        decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments)
+        decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +133,10 @@ class Plan:
                 segments=tuple(
                     Segment(
                         name=s["name"],
-                        runs=tuple(Run(count=r["count"], decisions=dict(r["decisions"])) for r in s["runs"]),
+                        runs=tuple(
+                            Run(count=r["count"], decisions=dict(r["decisions"]), recompute=bool(r["recompute"]))
+                            for r in s["runs"]
+                        ),
                     )
                     for s in data["segments"]
                 ),
@@ -136,7 +147,10 @@ class Plan:
                     for name, p in data["parameters"].items()
                 },
                 inputs={name: tuple(p) for name, p in data["inputs"].items()},
+                optimizer=data["optimizer"],
                 account=Account(**account),
+                peak=Peak(**data["peak"]),
+                bucket_bytes=_count(data["bucket_bytes"]),
                 objective_seconds=data["objective_seconds"],
                 lower_bound_seconds=data["lower_bound_seconds"],
                 solve_seconds=data["solve_seconds"],
@@ -148,8 +162,21 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def _recomputed(self) -> list[str]:
+        """Which copies run forward again in backward."""
+        lines = []
+        for segment in self.segments:
+            total = sum(run.count for run in segment.runs)
+            again = [(first, first + run.count - 1) for first, run in _numbered(segment.runs) if run.recompute]
+            if again:
+                numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in again)
+                lines.append(
+                    f"of {total} copies of {segment.name} (0 to {total - 1}), made again in backward: {numbers}"
+                )
+        return lines
+
     def _lines(self) -> list[str]:
-        account, axes = self.account, list(self.mesh)
+        account, peak, axes = self.account, self.peak, list(self.mesh)
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
         gap = "" if self.gap is None else f", gap {self.gap:.1%}"
         lines = [
@@ -159,10 +186,13 @@ class Plan:
             f"communication {seconds_text(account.communication_seconds)}, "
             f"local copies {seconds_text(account.copy_seconds)}, "
             f"optimizer {seconds_text(account.optimizer_seconds)}",
-            f"predicted memory of a rank {bytes_text(account.bytes)}: "
-            f"parameters {bytes_text(account.parameter_bytes)}, "
-            f"gradients {bytes_text(account.gradient_bytes)}, optimizer {bytes_text(account.optimizer_bytes)}, "
-            f"activations {bytes_text(account.activation_bytes)}",
+            f"predicted peak memory of a rank {bytes_text(peak.bytes)}: "
+            f"parameters {bytes_text(peak.parameters)}, gradients {bytes_text(peak.gradients)}, "
+            f"optimizer ({self.optimizer}) {bytes_text(peak.optimizer)}, "
+            f"buffers and inputs {bytes_text(peak.inputs)}, outputs {bytes_text(peak.outputs)}, "
+            f"kept for backward {bytes_text(peak.activations)}, temporaries {bytes_text(peak.temporaries)}",
+            f"that is in {peak.at}",
+            *self._recomputed(),
             "",
         ]
         rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]
@@ -181,6 +211,18 @@ class Plan:
             ops = ", ".join(f"{count} x {op}" for op, count in self.without_rule.items())
             lines += ["", f"replicated, since the op has no rule: {ops}"]
         return lines
+
+
+def _numbered(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
+    """Each run with the number of its first copy."""
+    starts = accumulate((run.count for run in runs), initial=0)
+    return list(zip(starts, runs, strict=False))
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"bucket_bytes is {value!r}: a whole number of bytes, at least 1")
+    return value
 
 
 def graph_digest(graph: JointGraph) -> str:

@@ -14,6 +14,7 @@ The objective is seconds + bytes_price * bytes, where the price is so small that
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -204,7 +205,10 @@ class Solution:
 
 
 class Infeasible(ValueError):
-    """No choice is feasible: the memory limit, or a pair of options that cannot be joined."""
+    """No choice is feasible: the memory limit, or a pair of options that cannot be joined. `smallest_bytes` is the
+    least memory that was found to do, where that is what is wrong and known."""
+
+    smallest_bytes: float = math.nan
 
 
 def evaluate(problem: Problem, choice: Choice) -> Score:

@@ -56,6 +56,11 @@ def _wrapped(value: torch.Tensor) -> torch.Tensor:
     return (((value & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)).to(torch.int32)
 
 
+def workspace_bytes(numel: int, device_type: str) -> int:
+    """Alive at most while random bits of a tensor are made: two int32 and up to four int64 an element of a chunk."""
+    return (2 * 4 + 4 * 8) * min(numel, _CHUNK.get(device_type, _CHUNK_MOST))
+
+
 class _Part(NamedTuple):
     """The elements that a rank holds: `box`, `strides` and `base`."""
 

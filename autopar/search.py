@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, product
+from itertools import accumulate, chain, cycle, product
 from typing import Literal
 
 from .bound import lower_bound_seconds
 from .constraints import Pins
 from .layout import Split
+from .passes.account import recomputation
 from .passes.blocks import blocks
 from .passes.group import Groups, block_groups, group
-from .passes.problem import Allowed, Assignment, ProblemBuilder
+from .passes.problem import Allowed, Assignment, Decisions, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, reached
 from .problem import Infeasible, Problem, Score, Solution, evaluate
 from .solve import EXACT, TooWide, solve
@@ -39,6 +40,18 @@ PRICE_MOST = 1e5
 """Prices of memory are tried up to this many times (seconds of the cheapest plan / its bytes)."""
 
 PRICE_BISECTIONS = 4
+
+LIMIT_ROUNDS = 5
+"""Times that the options are solved under a limit on the sum of bytes, until the peak keeps that on memory."""
+
+RECOMPUTE_PLANS = 3
+"""Plans under a limit whose copies are tried to be made again in backward."""
+
+RECOMPUTE_ROUNDS = 4
+"""Numbers of copies that are tried for each."""
+
+LIMIT_SLACK = 0.01
+"""Part of a limit that may be left unused."""
 
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
@@ -99,7 +112,8 @@ class Search:
     """A search over one space. Every solve builds its problem anew, from tables that the builder shares;
     what was solved before (descents from several starts meet) is not solved again.
 
-    At another `level` than "operator" the space is narrower, and the lower bound is that of what is left."""
+    At another `level` than "operator" the space is narrower, and the lower bound is that of what is left. `bytes_limit`
+    bounds the `peak` of an assignment, or, if none is given, its sum of bytes."""
 
     def __init__(
         self,
@@ -109,10 +123,13 @@ class Search:
         log: Callable[[str], None],
         level: Level = "operator",
         pins: Pins | None = None,
+        peak: Callable[[Assignment], float] | None = None,
     ) -> None:
         self.space, self.solver, self.bytes_limit, self.log = space, solver, bytes_limit, log
         self.descent = DESCENT_SOLVER if solver in EXACT else solver
         self.pins = pins or {}
+        self.peak = peak
+        self.peaks: dict[int, tuple[Assignment, float]] = {}
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solves = 0
@@ -235,13 +252,26 @@ class Search:
         )
 
     def _is_over(self, found: Solved) -> bool:
-        return self.bytes_limit is not None and found.score.bytes > self.bytes_limit
+        return self.bytes_limit is not None and self._peak(found) > self.bytes_limit
+
+    def _peak(self, found: Solved) -> float:
+        """Of an assignment: its program is written for that."""
+        if self.peak is None:
+            return found.score.bytes
+        key = id(found.assignment)
+        if key not in self.peaks:
+            self.peaks[key] = found.assignment, self.peak(found.assignment)
+        return self.peaks[key][1]
 
     def _within_limit(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
         """The best that keeps the limit: solves at rising prices of memory fill a pool of options, in
         which the limit is then kept exactly, layers of one structure mixing their options.
 
-        The lower bound is Lagrange's, over the prices that were tried.
+        A solver limits a sum of bytes. The peak is that sum and an excess (temporaries, less what is not there at
+        once), which differs from plan to plan: what it is for one plan says what sum the next may have.
+
+        The lower bound is Lagrange's, over the prices that were tried; where a peak is limited, which is no sum, it is
+        that without a limit.
         """
         assert self.bytes_limit is not None
         limit, score = self.bytes_limit, cheapest.score
@@ -252,27 +282,104 @@ class Search:
             tried.append((price, solve_at(price, tried[-1][1])))
             fits = None if self._is_over(tried[-1][1]) else price
             price *= 5
-        if fits is None:
-            smallest = min(found.score.bytes for _, found in tried)
-            raise Infeasible(
-                f"no choice fits in {limit:.0f} bytes: the smallest needs {smallest:.0f} bytes; "
+        kept: list[Solved] = []
+        if fits is not None:
+            excess = self._excess(tried[-1][1])
+            kept.append(tried[-1][1])
+            below, above = tried[-2][0], fits
+            for _ in range(PRICE_BISECTIONS):
+                middle = math.sqrt(below * above) if below else above / 5
+                found = solve_at(middle, tried[-1][1])
+                tried.append((middle, found))
+                over = found.score.bytes + excess > limit
+                below, above = (middle, above) if over else (below, middle)
+            kept += self._mixed([found for _, found in tried], limit, excess)
+        again = self._recomputing([found for _, found in tried], kept, limit)
+        if not kept and not again:
+            peaks = [peak for _, peak in self.peaks.values()] or [found.score.bytes for _, found in tried]
+            error = Infeasible(
+                f"no choice fits in {limit:.0f} bytes: the smallest needs {min(peaks):.0f} bytes; "
                 f"give more memory, more ranks or a smaller batch"
             )
-        below, above = tried[-2][0], fits
-        for _ in range(PRICE_BISECTIONS):
-            middle = math.sqrt(below * above) if below else above / 5
-            tried.append((middle, solve_at(middle, tried[-1][1])))
-            below, above = (middle, above) if self._is_over(tried[-1][1]) else (below, middle)
-        bound = max(found.lower_bound - price * limit for price, found in tried)
+            error.smallest_bytes = min(peaks)
+            raise error
+        best = min(kept + again, key=lambda found: found.score.objective)
+        bound = cheapest.lower_bound
+        if self.peak is None:
+            bound = max(found.lower_bound - price * limit for price, found in tried)
+        self.log(f"within {limit:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
+        return replace(best, lower_bound=min(bound, best.score.objective))
+
+    @property
+    def _may_recompute(self) -> bool:
+        return self.peak is not None and bool(self.space.repeats)
+
+    def _recomputing(self, candidates: Sequence[Solved], kept: Sequence[Solved], limit: float) -> list[Solved]:
+        """The best of these with copies of segments made again in backward: as few as keep the limit, those that save
+        the most bytes a second first, and of these the earliest, which are held the longest.
+
+        Better than what is `kept` without, if there is any.
+        """
+        if not self._may_recompute:
+            return []
+        best = min((found.score.objective for found in kept), default=math.inf)
+        excess = self._excess((*candidates, *kept)[-1])
+        unique: list[Solved] = []
+        for found in candidates:
+            if all(found.assignment != other.assignment for other in unique):
+                unique.append(found)
+        again = [_Again(self.space, found) for found in unique]
+        again.sort(key=lambda way: way.objective(way.needed(limit - excess)))
+        made: list[Solved] = []
+        for way in again[:RECOMPUTE_PLANS]:
+            count, most = way.needed(limit - excess), len(way.copies)
+            for last in range(RECOMPUTE_ROUNDS):
+                if not way.objective(count) < best:
+                    break
+                found = way.solved(count)
+                over = self._is_over(found)
+                self.log(f"{count} of {most} copies made again: peak {self._peak(found):.0f}")
+                if not over:
+                    made.append(found)
+                    best = found.score.objective
+                nearer = way.needed(limit - self._excess(found))
+                nearer = max(nearer, count + 1) if over else min(nearer, count - 1)
+                count = most if over and last == RECOMPUTE_ROUNDS - 2 else nearer
+                if not 0 < count <= most:
+                    break
+        return made
+
+    def _excess(self, found: Solved) -> float:
+        """What the peak is above the sum of bytes."""
+        return self._peak(found) - found.score.bytes
+
+    def _mixed(self, tried: Sequence[Solved], limit: float, excess: float) -> list[Solved]:
+        """The best of the options that were taken, under limits on their sum, of which the peak keeps the limit."""
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
-        for _, found in tried:
+        for found in tried:
             for name, choices in taken(self.space, found.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
-        kept = [found for _, found in tried if not self._is_over(found)]
-        kept.append(self.solve({n: list(c) for n, c in pool.items()}, self.solver, bytes_limit=limit))
-        best = min(kept, key=lambda found: found.score.objective)
-        self.log(f"within {limit:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {best.score.bytes:.0f} bytes")
-        return replace(best, lower_bound=min(bound, best.score.objective))
+        options = {name: list(choices) for name, choices in pool.items()}
+        kept = []
+        row, most_kept, least_over = limit - excess, -math.inf, math.inf
+        for _ in range(LIMIT_ROUNDS):
+            try:
+                found = self.solve(options, self.solver, bytes_limit=row)
+            except Infeasible:
+                break
+            over = self._is_over(found)
+            self.log(f"at most {row:.0f} bytes in sum: peak {self._peak(found):.0f}, {'over' if over else 'within'}")
+            if over:
+                least_over = row
+            else:
+                kept.append(found)
+                most_kept = row
+            row = limit - self._excess(found)
+            if not most_kept < row < least_over:  # it went back: between what fits and what does not
+                row = (most_kept + least_over) / 2 if most_kept > 0 else 0.95 * least_over
+            if row - most_kept <= LIMIT_SLACK * limit or row <= 0 or math.isinf(row):
+                break
+        return kept
 
     def _axes(self) -> list[int]:
         """Axes of more than one rank, the slowest first."""
@@ -367,6 +474,50 @@ class Search:
                 for policy in policies(site, self.bytes_limit):
                     found[(*choice[:axis], option, *choice[axis + 1 : width], *policy)] = None
         return [c for c in found if self.space.option(site, c) is not None]
+
+
+class _Again:
+    """An assignment of which copies may be made again in backward."""
+
+    def __init__(self, space: Space, found: Solved) -> None:
+        self.space, self.found = space, found
+        self.copies: list[tuple[float, int, int, float, float]] = []
+        """(seconds a byte, repeat, copy, seconds, bytes saved), the cheapest byte first."""
+        for number, (region, copies) in enumerate(zip(space.bodies, found.assignment.copies, strict=True)):
+            priced: list[tuple[Decisions, tuple[float, float]]] = []
+            for k, decisions in enumerate(copies):
+                known = next((cost for same, cost in priced if same == decisions), None)
+                if known is None:
+                    known = recomputation(space, region, decisions)
+                    priced.append((decisions, known))
+                seconds, size = known
+                if size > 0:
+                    self.copies.append((seconds / size, number, k, seconds, size))
+        self.copies.sort()
+
+    def needed(self, row: float) -> int:
+        """How many copies are made again for a sum of bytes of at most `row`; all, where that is not enough."""
+        over = self.found.score.bytes - row
+        saved = accumulate((size for *_, size in self.copies), initial=0.0)
+        return next((count for count, size in enumerate(saved) if size >= over), len(self.copies))
+
+    def objective(self, count: int) -> float:
+        return self._score(count).objective
+
+    def _score(self, count: int) -> Score:
+        score, first = self.found.score, self.copies[:count]
+        return Score(
+            seconds=score.seconds + sum(seconds for *_, seconds, _ in first),
+            bytes=score.bytes - sum(size for *_, size in first),
+        )
+
+    def solved(self, count: int) -> Solved:
+        chosen = {(number, k) for _, number, k, _, _ in self.copies[:count]}
+        assignment = self.found.assignment
+        flags = tuple(
+            tuple((number, k) in chosen for k in range(len(copies))) for number, copies in enumerate(assignment.copies)
+        )
+        return replace(self.found, assignment=replace(assignment, recompute=flags), score=self._score(count))
 
 
 def _priced(problem: Problem, price: float) -> Problem:

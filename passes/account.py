@@ -15,8 +15,8 @@ from ..layout import Layout, local_shape
 from ..ops.emit import Emission, expands, local_program
 from ..program import COLLECTIVES
 from .problem import Assignment, Decisions, ProblemBuilder, is_bucketed
+from .recompute import reacquired, remade
 from .strategies import (
-    OPTIMIZER_STATES,
     REGATHER,
     Option,
     Region,
@@ -45,8 +45,9 @@ class Account:
 
     `compute_seconds` are the local operators, `copy_seconds` local slices and the reordering of
     chunks, `communication_seconds` the collectives (nothing is assumed to overlap),
-    `optimizer_seconds` an AdamW step. Bytes: parameters at rest, their gradients, two AdamW moments,
-    and what forward keeps for backward.
+    `optimizer_seconds` the step of the optimizer. Bytes: parameters at rest, their gradients, what the optimizer
+    keeps, and what forward keeps for backward, as if all were there at once: what the search weighs. (What is there
+    at once is `memory.peak`.)
     """
 
     compute_seconds: float
@@ -72,14 +73,25 @@ def account(space: Space, assignment: Assignment) -> Account:
     """What the objective is made of."""
     total = _Tally(space)
     total.region(space.rest, assignment.rest, 1)
-    for region, copies in zip(space.bodies, assignment.copies, strict=True):
-        same: dict[int, tuple[Decisions, int]] = {}
-        for decisions in copies:
-            key = next((k for k, (other, _) in same.items() if other == decisions), len(same))
-            same[key] = (decisions, same.get(key, (decisions, 0))[1] + 1)
-        for decisions, count in same.values():
-            total.region(region, decisions, count)
+    for number, (region, copies) in enumerate(zip(space.bodies, assignment.copies, strict=True)):
+        same: list[tuple[tuple[Decisions, bool], int]] = []
+        for copy in zip(copies, assignment.again(number), strict=True):
+            key = next((k for k, (other, _) in enumerate(same) if other == copy), len(same))
+            same[key:] = [(copy, 1 + (same[key][1] if key < len(same) else 0)), *same[key + 1 :]]
+        for (decisions, again), count in same:
+            total.region(region, decisions, count, again)
     return total.account()
+
+
+def recomputation(space: Space, region: Region, decisions: Decisions) -> tuple[float, float]:
+    """(seconds that it costs, bytes that it saves) to make a copy of a segment again in backward."""
+    accounts = []
+    for again in (False, True):
+        total = _Tally(space)
+        total.region(region, decisions, 1, again)
+        accounts.append(total.account())
+    kept, remade_ = accounts
+    return remade_.seconds - kept.seconds, float(kept.bytes - remade_.bytes)
 
 
 class _Tally:
@@ -89,14 +101,17 @@ class _Tally:
         self.parameters = self.gradients = self.states = self.activations = 0
         self.kinds: dict[tuple[str, str], list[float]] = {}
 
-    def region(self, region: Region, decisions: Decisions, count: int) -> None:
+    def region(self, region: Region, decisions: Decisions, count: int, again: bool = False) -> None:
+        twice = remade(region) if again else frozenset()
+        reacquire = reacquired(region) if again else frozenset()
+        shared = {root for site in region.sites.values() if site.kind == "shared" for root in site.makes}
         options: dict[str, Option] = {}
         for name, site in region.sites.items():
             option = self.space.option(site, decisions[name])
             if option is None:
                 raise ValueError(f"{site.kind} {name} ({site.module}) cannot take {decisions[name]}")
             options[name] = option
-            self._site(site, option, count)
+            self._site(site, option, count * (2 if name in twice else 1))
         wanted: dict[str, list[tuple[Site, Layout, bool]]] = {}
         makers: dict[str, tuple[Site, Layout, str]] = {}
         for name, site in region.sites.items():
@@ -104,21 +119,26 @@ class _Tally:
             for root, layout in zip(site.makes, option.makes, strict=True):
                 if root:
                     policy = option.choice[-1] if site.kind == "parameter" else ""
+                    policy = REGATHER if root in reacquire else policy
                     makers[root] = (site, layout, policy)
             for read, layout in zip(site.reads, option.reads, strict=True):
-                wanted.setdefault(read.alias.root, []).append((site, layout, read.backward))
+                readers = wanted.setdefault(read.alias.root, [])
+                readers.append((site, layout, read.backward))
+                if name in twice and read.alias.root not in shared:
+                    readers.append((site, layout, True))
         for root, readers in wanted.items():
             self._tensor(root, makers[root], readers, count)
 
     def _site(self, site: Site, option: Option, count: int) -> None:
         if site.kind == "parameter":
             assert site.meta is not None
-            local = math.prod(local_shape(site.meta.shape, option.makes[0], self.space.mesh)) * site.meta.dtype.itemsize
+            numel, dtype = math.prod(local_shape(site.meta.shape, option.makes[0], self.space.mesh)), site.meta.dtype
+            local = numel * dtype.itemsize
             self.parameters += count * local
             self.optimizer += count * option.seconds
             if site.reads:
                 self.gradients += count * local
-                self.states += count * local * OPTIMIZER_STATES
+                self.states += count * self.space.optimizer.bytes(numel, dtype)
             return
         emission = self._emission(site, option)
         if emission is None:
@@ -169,13 +189,16 @@ class _Tally:
                 self.copies += count * (whole - moving)
                 if step.kind in COLLECTIVES:
                     self._collective(step.kind, step.axis, count, step.bytes, moving)
-        wanted = [(layout, late and is_parameter) for _, layout, late in readers]
+        wanted = [(layout, late and (is_parameter or policy == REGATHER)) for _, layout, late in readers]
         kept = not site.backward and any(late for _, _, late in readers)
         cost = self.builder.cost(
             meta, produced, policy, wanted, kept=kept, is_parameter=is_parameter, bucketed=bucketed
         )
         assert cost is not None
         self.activations += count * int(cost[1])
+        if site.kind == "border" and policy == REGATHER and kept:
+            crossing = math.prod(local_shape(meta.shape, produced, self.space.mesh)) * meta.dtype.itemsize
+            self.activations += count * crossing
 
     def account(self) -> Account:
         return Account(

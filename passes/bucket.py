@@ -61,7 +61,7 @@ def bucket(
     made = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
     gradients = [o.name for o in program.outputs if o.name is not None and o.role == "gradient"]
     limits = tuple(min(limit_bytes, size) for size in bucket_bytes or (limit_bytes,) * len(program.mesh))
-    writer = _Writer(program.mesh, dict(program.metas), limits, limit_bytes, alone_bytes)
+    writer = _Writer(program.mesh, dict(program.metas), limits, limit_bytes, min(alone_bytes, limit_bytes))
     forward = writer.gather(writer.together(program.forward, program.uneven), parameters, [*made, *program.saved])
     backward = writer.gather(program.backward, parameters, gradients)
     backward = writer.reduce(backward, gradients)

@@ -19,6 +19,7 @@ from ..program import Instruction, Program, ProgramInput, ProgramOutput, RankInd
 from ..redistribute import Step
 from .collapse import PERMUTE, RESHAPE, Steps, from_root
 from .problem import Assignment, is_bucketed
+from .recompute import reacquired, remade
 from .segments import Repeated
 from .strategies import (
     REGATHER,
@@ -42,6 +43,8 @@ class Placed:
     option: Option
     rename: Mapping[str, str]
     order: int
+    again: bool = False
+    """Whether it is made again in backward."""
 
     def name(self, value: str) -> str:
         return self.rename.get(value, value)
@@ -80,22 +83,32 @@ class _Writer:
     """Those values."""
     borders: dict[str, Placed] = field(default_factory=dict)
     """Border name -> the site that reads the value behind it."""
+    reacquired: set[str] = field(default_factory=set)
+    again: dict[str, Placed] = field(default_factory=dict)
+    """Root -> the operator that makes it again in backward."""
     context: tuple[str, str] = ("", "")
     """Module and node that instructions are written for."""
     _counter: dict[str, int] = field(default_factory=dict)
 
     def write(self) -> Program:
         placed = list(self._place())
+        self.reacquired = self._reacquired()
         for item in placed:
             for root, layout in zip(item.site.makes, item.option.makes, strict=True):
                 if root:
                     name = item.name(root)
                     policy = item.option.choice[-1] if item.site.kind == "parameter" else ""
+                    if item.again:
+                        self.again[name] = item
+                    if item.again or name in self.reacquired:
+                        policy = REGATHER
                     self.produced[name] = (layout, policy)
                     self.global_meta[name] = self.space.metas[root]
             for read, layout in zip(item.site.reads, item.option.reads, strict=True):
                 early, late = self.wanted.setdefault(item.name(read.alias.root), (set(), set()))
                 (late if read.backward else early).add(layout)
+                if item.again:
+                    late.add(layout)
         readers: dict[str, list[Site]] = {}
         for item in placed:
             for read in item.site.reads:
@@ -127,7 +140,7 @@ class _Writer:
         gradient_values: dict[str, str] = {}
         ops.sort(key=lambda item: item.order)
         for item in ops:
-            self._op(item)
+            self._op(item, int(item.site.backward))
             for root in item.site.makes:
                 for owner in gradients.pop(item.name(root), ()) if root else ():
                     gradient_values[owner.name(owner.site.name)] = self._gradient(owner)
@@ -148,7 +161,9 @@ class _Writer:
         for site in space.rest.sites.values():
             option = self._option(site, self.assignment.rest[site.name])
             yield Placed(site, option, nothing, order(site, nothing))
-        for repeat, region, copies in zip(space.repeats, space.bodies, self.assignment.copies, strict=True):
+        bodies = zip(space.repeats, space.bodies, self.assignment.copies, strict=True)
+        for number, (repeat, region, copies) in enumerate(bodies):
+            twice, again = remade(region), self.assignment.again(number)
             for k, decisions in enumerate(copies):
                 rename = self._rename(repeat, k)
                 for site in region.sites.values():
@@ -158,7 +173,17 @@ class _Writer:
                         # made on the other side: by the neighbour's border site that reads it
                         continue
                     option = self._option(site, decisions[site.name])
-                    yield Placed(site, option, rename, order(site, rename))
+                    yield Placed(site, option, rename, order(site, rename), again[k] and site.name in twice)
+
+    def _reacquired(self) -> set[str]:
+        """Names of the roots that are brought to their layouts again in backward."""
+        found: set[str] = set()
+        for number, (repeat, region) in enumerate(zip(self.space.repeats, self.space.bodies, strict=True)):
+            for k, again in enumerate(self.assignment.again(number)):
+                if again:
+                    rename = self._rename(repeat, k)
+                    found.update(rename.get(root, root) for root in reacquired(region))
+        return found
 
     def _rename(self, repeat: Repeated, k: int) -> dict[str, str]:
         nodes = self.space.graph.nodes
@@ -217,7 +242,12 @@ class _Writer:
         if (root, layout) in self.there[phase]:
             return self.there[phase][root, layout]
         produced, policy = self.produced.get(root, (None, ""))
-        if phase == 1 and (policy != REGATHER or layout == produced) and (root, layout) in self.there[0]:
+        if phase == 1 and root in self.again:
+            if (root, produced) not in self.there[1]:
+                self._op(self.again[root], phase)
+            if layout == produced:
+                return self.there[1][root, layout]
+        elif phase == 1 and (policy != REGATHER or layout == produced) and (root, layout) in self.there[0]:
             return self.there[0][root, layout]
         if layout == produced:
             self._cross(root, layout, phase)
@@ -276,40 +306,43 @@ class _Writer:
 
     # --- operators
 
-    def _op(self, item: Placed) -> None:
+    def _op(self, item: Placed, phase: int) -> None:
         site, option, mesh = item.site, item.option, self.space.mesh
         call, rule = site.call, site.rule
         assert call is not None and site.node is not None
-        phase = int(site.backward)
-        node_name = item.name(site.name)
-        self.context = (self.space.graph.nodes[item.order].module, node_name)
+        outside = self.context
+        self.context = (self.space.graph.nodes[item.order].module, item.name(site.name))
         operands = [
             self._view(item.name(read.alias.root), read.alias.steps, layout, phase)
             for read, layout in zip(site.reads, option.reads, strict=True)
         ]
         layouts = operand_layouts(site, option, self.space)
+        made = {}
         for root, layout in zip(site.makes, option.makes, strict=True):
             if root:
-                self._define(item.name(root), layout, phase, item.name(root))
+                name = made[root] = self._fresh(item.name(root)) if phase > int(site.backward) else item.name(root)
+                self._define(item.name(root), layout, phase, name)
         splits = splits_of(rule, option.choice) if rule is not None else ()
         emission = local_program(call, rule, splits, layouts, option.makes, mesh, site.zeros)
-        self._write(item, emission, operands)
+        self._write(item, emission, operands, made, phase)
+        self.context = outside
 
-    def _write(self, item: Placed, emission: Emission, operands: list[str]) -> None:
-        """Append an operator's local program under the names of this copy."""
+    def _write(
+        self, item: Placed, emission: Emission, operands: list[str], made: Mapping[str, str], phase: int
+    ) -> None:
+        """Append an operator's local program under the names of this copy; `made` are those of its results."""
         names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
-        roots = {item.name(root) for root in item.site.makes}
+        roots = set(made.values())
         for result, root in zip(emission.results, item.site.makes, strict=True):
             if root:
                 assert result is not None, f"the expansion of {item.site.name} makes no {root}"
-                names[result] = item.name(root)
+                names[result] = made[root]
 
         def name(value: str) -> str:
             if value not in names:
                 names[value] = self._fresh(item.name(item.site.name))
             return names[value]
 
-        phase = int(item.site.backward)
         routed = any(is_routed(layout) for layout in (*item.option.reads, *item.option.makes))
         module, node = self.context
         constant = self.constants[phase]
@@ -323,13 +356,13 @@ class _Writer:
                 and not instruction.collective
                 and all(name(value) in self.fixed for value in instruction.inputs)
             )
-            made = (instruction.op, str(args), str(kwargs)) if once else None
-            if made in constant:
-                names[instruction.outputs[0]] = constant[made]
+            same = (instruction.op, str(args), str(kwargs)) if once else None
+            if same in constant:
+                names[instruction.outputs[0]] = constant[same]
                 continue
             outputs = tuple(name(o) if o else "" for o in instruction.outputs)
-            if made is not None:
-                constant[made] = outputs[0]
+            if same is not None:
+                constant[same] = outputs[0]
                 self.fixed.add(outputs[0])
             for old, new in zip(instruction.outputs, outputs, strict=True):
                 if old:

@@ -28,10 +28,16 @@ Decisions = Mapping[str, SiteChoice]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A decision for every site: of the rest, and for each repeat of each of its copies."""
+    """A decision for every site: of the rest, and for each repeat of each of its copies. `recompute` says which of
+    the copies are made again in backward (none given: none)."""
 
     rest: Decisions
     copies: tuple[tuple[Decisions, ...], ...] = ()
+    recompute: tuple[tuple[bool, ...], ...] = ()
+
+    def again(self, repeat: int) -> tuple[bool, ...]:
+        """Of each copy of a repeat."""
+        return self.recompute[repeat] if self.recompute else (False,) * len(self.copies[repeat])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

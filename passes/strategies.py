@@ -51,6 +51,7 @@ from ..layout import (
 from ..ops import localize, rule_of
 from ..ops.emit import Emission, expands, fillings, local_program, local_shapes
 from ..ops.rule import ROUTED, Call, Dims, OpRule
+from ..optimizers import OPTIMIZERS, Optimizer
 from ..redistribute import Redistributor
 from .collapse import Alias, Roots, from_root, is_view, to_root
 from .segments import Repeated, Segments
@@ -61,12 +62,6 @@ SiteChoice = tuple[Any, ...]
 
 WHOLE: AxisChoice = ("R",)
 KEEP, REGATHER = "keep", "regather"
-
-OPTIMIZER_STATES = 2
-"""AdamW keeps two moments of the parameter's dtype."""
-
-OPTIMIZER_PASSES = 7
-"""Reads and writes of an AdamW step, in parameters: p, g, m, v in, p, m, v out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +132,7 @@ class Space:
     mesh: Shape
     axes: tuple[str, ...]
     cluster: Cluster
+    optimizer: Optimizer
     redistributor: Redistributor
     roots: Roots
     metas: Mapping[str, TensorMeta]
@@ -212,7 +208,13 @@ def output_numbers(graph: JointGraph) -> dict[str, list[int]]:
     return found
 
 
-def strategies(graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster, segments: Segments) -> Space:
+def strategies(
+    graph: JointGraph,
+    mesh: Mapping[str, int],
+    cluster: Cluster,
+    segments: Segments,
+    optimizer: Optimizer = OPTIMIZERS["adamw"],
+) -> Space:
     """The search space of a graph on a mesh (axis name -> size)."""
     sizes, axes = tuple(mesh.values()), tuple(mesh)
     home: dict[int, int] = {}
@@ -231,6 +233,7 @@ def strategies(graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster, seg
         mesh=sizes,
         axes=axes,
         cluster=cluster,
+        optimizer=optimizer,
         redistributor=Redistributor(sizes, cluster.links(sizes), cluster.device),
         roots=roots,
         metas=metas,
@@ -701,11 +704,11 @@ def _stored_option(space: Space, site: Site, choice: SiteChoice) -> Option | Non
         reads.append(root)
     seconds = size = 0.0
     if site.kind == "parameter":
-        local = math.prod(local_shape(site.meta.shape, layout, space.mesh)) * site.meta.dtype.itemsize
-        size = float(local)
+        numel, dtype = math.prod(local_shape(site.meta.shape, layout, space.mesh)), site.meta.dtype
+        size = float(numel * dtype.itemsize)
         if site.reads:
-            size += local * (1 + OPTIMIZER_STATES)
-            seconds = local * OPTIMIZER_PASSES / space.cluster.device.memory_bytes_per_second
+            size += numel * dtype.itemsize + space.optimizer.bytes(numel, dtype)
+            seconds = space.optimizer.moved_bytes(numel, dtype) / space.cluster.device.memory_bytes_per_second
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
 
 

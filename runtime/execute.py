@@ -18,6 +18,7 @@ import torch.distributed as dist
 from autopar import randomness
 from autopar.compat import all_gather_single, reduce_scatter_single
 from autopar.graph import Ref, overload
+from autopar.liveness import lifetimes
 from autopar.ops import bounds, experts
 from autopar.program import Instruction, Program, RankIndex, names_no_device
 
@@ -49,29 +50,6 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
     },
 }
 """Functions that call the same overload with the same arguments for less: 0.8 us instead of 1.4."""
-
-OWN_MEMORY = frozenset(
-    {
-        "aten.add.Tensor",
-        "aten.bmm.default",
-        "aten.cat.default",
-        "aten.clone.default",
-        "aten.div.Tensor",
-        "aten.embedding.default",
-        "aten.embedding_dense_backward.default",
-        "aten.mm.default",
-        "aten.mul.Tensor",
-        "aten.sum.dim_IntList",
-        "collective.all_gather",
-        "collective.all_reduce",
-        "collective.all_to_all",
-        "collective.exchange",
-        "collective.reduce_scatter",
-        "collective.shift",
-    }
-)
-"""Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
-
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -303,29 +281,20 @@ class _Writer:
         first: int,
     ) -> list[str]:
         """The lines of a function up to its return, of which the first is line `first` of the source."""
-        last = {used: i for i, instruction in enumerate(instructions) for used in instruction.inputs}
-        kept = {result for result in results if result is not None}
+        unused, steps = lifetimes(arguments, instructions, results)
         lines = [f"def {name}(arguments):"]
         if arguments:
             lines.append(f"    [{', '.join(map(self.local, arguments))}] = arguments")
             lines.append("    arguments.clear()")
-        if unused := list(dict.fromkeys(a for a in arguments if a not in last and a not in kept)):
+        if unused:
             lines.append(f"    del {', '.join(map(self.local, unused))}")
-        own: set[str] = set()  # values whose memory nothing else reads any more
-        for i, instruction in enumerate(instructions):
-            dies = {used for used in instruction.inputs if last[used] == i and used not in kept}
-            self.lines[first + len(lines)] = instruction
-            lines.append("    " + self.call(instruction, in_place=bool(dies & own)))
-            if instruction.op in OWN_MEMORY or (len(instruction.inputs) == 1 and dies & own):
-                own.update(instruction.outputs)
-            if instruction.op not in OWN_MEMORY:
-                own.difference_update(set(instruction.inputs) - dies)  # a view of it may outlive it
-            made = [output for output in instruction.outputs if output]
-            dead = [used for used in dict.fromkeys(instruction.inputs) if last[used] == i and used not in kept]
-            dead += [output for output in made if output not in last and output not in kept]
-            dead += ["_"] if "" in instruction.outputs else []
+        for step in steps:
+            self.lines[first + len(lines)] = step.instruction
+            lines.append("    " + self.call(step.instruction, step.in_place))
+            dead = [self.local(name) for name in step.dead]
+            dead += ["_"] if "" in step.instruction.outputs else []
             if dead:
-                lines.append(f"    del {', '.join('_' if d == '_' else self.local(d) for d in dead)}")
+                lines.append(f"    del {', '.join(dead)}")
         return lines
 
     def call(self, instruction: Instruction, in_place: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -598,7 +599,9 @@ class _Step(torch.autograd.Function):
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
-        kept = list(arguments) if state.overlapping is None else []
+        # what backward drops is not kept for the look at it
+        look = state.overlapping is None
+        kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
         with compat.without_autocast(state.device.type):
             made = list(state.executable.backward(arguments))
         if state.overlapping is None:
@@ -721,17 +724,19 @@ def _digest(tensor: torch.Tensor) -> int:
     return int(bits.sum(dtype=torch.int64))
 
 
-def _overlapping(made: list[torch.Tensor | None], kept: list[torch.Tensor]) -> tuple[int, ...]:
-    """Indices of the gradients that share memory with an earlier one or with what backward was given, or are
-    not contiguous, as the parameters are.
+def _overlapping(
+    made: list[torch.Tensor | None], kept: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, int, int]]]
+) -> tuple[int, ...]:
+    """Indices of the gradients that share memory with an earlier one or with what backward was given and still lives,
+    or are not contiguous, as the parameters are.
 
     Which they are is a property of the program, so one look is enough.
     """
 
     taken: dict[int, list[tuple[int, int]]] = {}
-    for tensor in kept:
-        storage, begin, end = storage_span(tensor)
-        taken.setdefault(storage, []).append((begin, end))
+    for weak, (storage, begin, end) in kept:
+        if weak() is not None:
+            taken.setdefault(storage, []).append((begin, end))
     found = []
     for index, value in enumerate(made):
         if value is not None:

@@ -211,7 +211,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(format=0), "no plan of format 1 (found 0)"),
+        (lambda data: data.update(format=0), "no plan of format 2 (found 0)"),
         (lambda data: data.pop("decisions"), "KeyError 'decisions'"),
         (lambda data: data.update(decisions=3), "is no plan"),
         (lambda data: data.update(decisions=["R"]), "is no plan"),

@@ -82,8 +82,8 @@ def test_presets_and_limits_keep_constraints() -> None:
     constraints = {EMBEDDING: {"tp": "S(0)"}}
     assert made.plan(solver="megatron", constraints=constraints).parameters[EMBEDDING].at_rest[1] == "S(0)"
     free = made.plan(constraints=constraints)
-    limited = made.plan(constraints=constraints, memory_limit_bytes=free.account.bytes * 0.9)
-    assert limited.account.bytes <= free.account.bytes * 0.9
+    limited = made.plan(constraints=constraints, memory_limit_bytes=free.bytes * 0.9)
+    assert limited.bytes <= free.bytes * 0.9
     assert limited.parameters[EMBEDDING].at_rest[1] == "S(0)"
     with pytest.raises(ValueError, match=r"embed_tokens.weight is both in the preset and in the constraints"):
         made.plan(solver="ddp", constraints=constraints)

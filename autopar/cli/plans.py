@@ -16,6 +16,7 @@ from ..api import compare
 from ..api import plan as planned
 from ..comparison import Comparison
 from ..figure import draw
+from ..optimizers import OPTIMIZERS
 from ..plan import Plan
 from ..presets import PRESETS
 from ..solve import SOLVERS
@@ -38,6 +39,10 @@ Pins = Annotated[
     typer.Option(
         "--pin", help="NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0) or model.layers.*.mlp:dp=R. Repeatable."
     ),
+]
+Kept = Annotated[
+    str,
+    typer.Option("--optimizer", help=f"Whose states count: {', '.join(OPTIMIZERS)}; or bytes per element."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 KNOWN = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
@@ -64,6 +69,7 @@ def plan_command(
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
     solver: Annotated[str, typer.Option(help=KNOWN)] = "dp",
     memory_limit: Limit = None,
+    optimizer: Kept = "adamw",
     pin: Pins = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     as_json: AsJson = False,
@@ -83,6 +89,7 @@ def plan_command(
             cluster=cluster,
             solver=solver,
             memory_limit_bytes=byte_count(memory_limit),
+            optimizer=optimizer_of(optimizer),
             constraints=constraints(pin or []),
         )
     if save is not None:
@@ -101,6 +108,7 @@ def compare_command(
     cluster: Annotated[list[str] | None, typer.Option(help="Of the library, or a TOML file. Repeatable.")] = None,
     solver: Annotated[list[str] | None, typer.Option(help=f"{KNOWN} Repeatable; dp and presets if not given.")] = None,
     memory_limit: Limit = None,
+    optimizer: Kept = "adamw",
     pin: Pins = None,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
     as_json: AsJson = False,
@@ -118,6 +126,7 @@ def compare_command(
             solvers=list(dict.fromkeys(solver)) if solver else ("dp", *PRESETS),
             cluster=list(dict.fromkeys(cluster)) if cluster else None,
             memory_limit_bytes=limit,
+            optimizer=optimizer_of(optimizer),
             constraints=constraints(pin or []),
             report=tell,
         )
@@ -184,6 +193,11 @@ def byte_count(text: str | None) -> float | None:
         raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB")
     count: float = float(found[1]) * UNITS[found[2]]
     return count
+
+
+def optimizer_of(text: str) -> str | float:
+    """A name, or a number of bytes."""
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
 
 
 @contextmanager

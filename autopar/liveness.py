@@ -1,0 +1,218 @@
+"""Liveness: when a value of a program is dropped, and which values share memory.
+
+`runtime.execute` writes its source from `lifetimes`, and `memory` counts bytes from it, so that what is
+counted is what runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .graph import Ref, TensorMeta, map_references, overload
+from .ops.rule import parameters
+from .program import Instruction, Program, RankIndex
+
+OWN_MEMORY = frozenset(
+    {
+        "aten.add.Tensor",
+        "aten.bmm.default",
+        "aten.cat.default",
+        "aten.clone.default",
+        "aten.div.Tensor",
+        "aten.embedding.default",
+        "aten.embedding_dense_backward.default",
+        "aten.mm.default",
+        "aten.mul.Tensor",
+        "aten.sum.dim_IntList",
+        "collective.all_gather",
+        "collective.all_reduce",
+        "collective.all_to_all",
+        "collective.exchange",
+        "collective.reduce_scatter",
+        "collective.shift",
+    }
+)
+"""Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An instruction; whether it, if it is an all-reduce, works in its operand; and the values that are dropped right
+    after it: operands read for the last time, and results that nothing reads."""
+
+    instruction: Instruction
+    in_place: bool
+    dead: tuple[str, ...]
+
+
+def lifetimes(
+    arguments: Sequence[str], instructions: Sequence[Instruction], results: Iterable[str | None]
+) -> tuple[tuple[str, ...], list[Line]]:
+    """(arguments that nothing reads, lines) of a function that returns `results`."""
+    last = {used: i for i, instruction in enumerate(instructions) for used in instruction.inputs}
+    kept = {result for result in results if result is not None}
+    unused = tuple(dict.fromkeys(a for a in arguments if a not in last and a not in kept))
+    own: set[str] = set()  # values whose memory nothing else reads any more
+    lines = []
+    for i, instruction in enumerate(instructions):
+        dead = [used for used in dict.fromkeys(instruction.inputs) if last[used] == i and used not in kept]
+        dies = set(dead)
+        in_place = bool(dies & own)
+        if instruction.op in OWN_MEMORY or (len(instruction.inputs) == 1 and in_place):
+            own.update(instruction.outputs)
+        if instruction.op not in OWN_MEMORY:
+            own.difference_update(set(instruction.inputs) - dies)  # a view of it may outlive it
+        dead += [output for output in instruction.outputs if output and output not in last and output not in kept]
+        lines.append(Line(instruction, in_place, tuple(dead)))
+    return unused, lines
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a tensor lies in its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def is_contiguous(self) -> bool:
+        step = 1
+        for size, stride in reversed(list(zip(self.shape, self.stride, strict=True))):
+            if size != 1 and stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte, and the byte after the last one."""
+        reach = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        end = self.offset + (1 + reach if math.prod(self.shape) else 0)
+        return self.offset * self.dtype.itemsize, end * self.dtype.itemsize
+
+    def empty(self) -> torch.Tensor:
+        """On the meta device."""
+        extent = self.span[1] // self.dtype.itemsize
+        return torch.empty(extent, dtype=self.dtype, device="meta").as_strided(self.shape, self.stride, self.offset)
+
+
+def contiguous(meta: TensorMeta) -> Placed:
+    stride = torch.empty(meta.shape, device="meta").stride()
+    return Placed(meta.shape, stride, 0, meta.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A result: a view of operand `of`, or, where that is None, memory of its own of so many bytes."""
+
+    placed: Placed
+    of: int | None
+    bytes: int
+
+
+@dataclass(eq=False)
+class Memory:
+    """Who shares memory in a program: every value has storages, by number, of so many bytes. A collective under way
+    has that of its result, which comes first, and those that it holds until it is waited for."""
+
+    bytes: list[int] = field(default_factory=list)
+    storages: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    placed: dict[str, Placed] = field(default_factory=dict)
+    unnamed: dict[int, int] = field(default_factory=dict)
+    """Instruction, by its id -> bytes of its results that have no name."""
+    _known: dict[Any, tuple[Made | None, ...]] = field(default_factory=dict)
+
+    def give(self, name: str, meta: TensorMeta) -> None:
+        """A value in memory of its own, contiguous."""
+        self.placed[name] = contiguous(meta)
+        self.storages[name] = (self.new(meta.bytes),)
+
+    def new(self, size: int) -> int:
+        self.bytes.append(size)
+        return len(self.bytes) - 1
+
+    def run(self, program: Program, line: Line, *, by_parts: bool) -> None:
+        """What an instruction makes. `by_parts`: a reduce-scatter receives all parts before it adds them up."""
+        instruction = line.instruction
+        if instruction.op == "collective.wait":
+            (name,), (started,) = instruction.outputs, instruction.inputs
+            self.placed[name] = self.placed[started]
+            self.storages[name] = self.storages[started][:1]
+        elif instruction.collective:
+            self._collective(program, line, by_parts)
+        else:
+            for name, made in zip(instruction.outputs, self._local(instruction), strict=True):
+                if made is None:
+                    continue
+                if not name:
+                    self.unnamed[id(instruction)] = self.unnamed.get(id(instruction), 0) + made.bytes
+                else:
+                    self.placed[name] = made.placed
+                    viewed = None if made.of is None else self.storages[instruction.inputs[made.of]]
+                    self.storages[name] = viewed or (self.new(made.bytes),)
+
+    def _collective(self, program: Program, line: Line, by_parts: bool) -> None:
+        instruction = line.instruction
+        source, (name,) = instruction.inputs[0], instruction.outputs
+        kind, meta = instruction.collective, program.metas[instruction.outputs[0]]
+        if kind == "all_reduce" and line.in_place:
+            self.placed[name], (result, *held) = self.placed[source], self.storages[source]
+        else:
+            self.placed[name], result, held = contiguous(meta), self.new(meta.bytes), list(self.storages[source])
+        given = program.metas[source]
+        if kind in ("all_reduce", "reduce_scatter"):
+            if instruction.args[1] != "sum" and given.dtype.is_floating_point:
+                held.append(self.new(given.numel * max(4, given.dtype.itemsize)))  # as numbers in their order
+            elif kind == "reduce_scatter" and by_parts:
+                held.append(self.new(given.bytes))
+        self.storages[name] = (result, *held)
+
+    def _local(self, instruction: Instruction) -> tuple[Made | None, ...]:
+        operands = [self.placed[name] for name in instruction.inputs]
+        key = (instruction.op, tuple(operands), _form(instruction.args), _form(instruction.kwargs))
+        if key not in self._known:
+            self._known[key] = _run(instruction, operands)
+        return self._known[key]
+
+
+def _form(value: Any) -> Any:
+    """An argument without the names in it. Numbers keep their type: 1, 1.0 and True differ."""
+    if isinstance(value, tuple):
+        return tuple(map(_form, value))
+    return None if isinstance(value, Ref) else (type(value), value)
+
+
+def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[Made | None, ...]:
+    """What the op makes of such operands, on the meta device."""
+    given = [placed.empty() for placed in operands]
+    feed = iter(given)
+    args, kwargs = map_references((instruction.args, instruction.kwargs), lambda _: next(feed))
+    named = {key: _concrete(value) for key, value in kwargs}
+    if any(p.name == "device" for p in parameters(instruction.op)):
+        named["device"] = torch.device("meta")
+    outputs = overload(instruction.op)(*map(_concrete, args), **named)
+    storages = {x.untyped_storage()._cdata: i for i, x in enumerate(given)}
+    made: list[Made | None] = []
+    for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        if x is None:
+            made.append(None)
+            continue
+        placed = Placed(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
+        of = storages.get(x.untyped_storage()._cdata)
+        made.append(Made(placed, of, x.untyped_storage().nbytes() if of is None else 0))
+    return tuple(made)
+
+
+def _concrete(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_concrete(item) for item in value]
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.constant if isinstance(value, RankIndex) else value

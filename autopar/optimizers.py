@@ -1,0 +1,61 @@
+"""Optimizers: what each keeps of a parameter, and what a step of it moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """`states` tensors of a parameter's shape, with elements of `state_bytes` (None: as those of the parameter);
+    `master_weights` keeps a float32 copy of parameters of narrower dtypes; `bytes_per_element` is kept beside. While
+    a parameter is updated, `copies` more of its size are alive."""
+
+    name: str
+    states: int = 0
+    state_bytes: int | None = None
+    master_weights: bool = False
+    bytes_per_element: float = 0.0
+    copies: int = 0
+
+    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Kept of a parameter (or of the part of it that a rank has)."""
+        wide = 4 if self.master_weights and dtype.itemsize < 4 else 0
+        size = self.states * (self.state_bytes or dtype.itemsize) + wide + self.bytes_per_element
+        return round(numel * size)
+
+    def moved_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Read and written by a step: the parameter and the states twice, the gradient once."""
+        return 3 * numel * dtype.itemsize + 2 * self.bytes(numel, dtype)
+
+
+OPTIMIZERS = {
+    optimizer.name: optimizer
+    for optimizer in (
+        Optimizer(name="adamw", states=2, copies=2),
+        Optimizer(name="adamw_fp32", states=2, state_bytes=4, master_weights=True, copies=2),
+        Optimizer(name="sgd"),
+        Optimizer(name="sgd_momentum", states=1),
+    )
+}
+"""adamw is `torch.optim.AdamW` (moments of the parameter's dtype), Adam and the like; adamw_fp32 keeps float32 moments,
+and float32 weights where the model has narrower ones; sgd keeps nothing, sgd_momentum one buffer."""
+
+
+def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
+    """By name, or, from a number, one that keeps so many bytes per element of a parameter.
+
+    Raises ValueError for a name that is not known, and for a number that none can keep.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, str):
+        if optimizer in OPTIMIZERS:
+            return OPTIMIZERS[optimizer]
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"unknown optimizer {optimizer!r}; known: {known}; or give bytes per element of a parameter")
+    if isinstance(optimizer, bool) or not 0 <= optimizer < float("inf"):
+        raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")
+    return Optimizer(name=f"{optimizer:g} bytes per element", bytes_per_element=float(optimizer))

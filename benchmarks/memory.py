@@ -1,0 +1,187 @@
+"""Predicted against measured peak memory: `python benchmarks/memory.py [--mesh dp=2,tp=2] [--models GPT-2 Llama]`.
+
+Five models on 4 gloo ranks, each under three memory limits: the peak of the plan without a limit, the smallest peak
+that the search finds, and halfway between. Measured is the most bytes of tensors alive at once on any rank (parameters,
+gradients, AdamW states, inputs, outputs, activations and temporaries, each storage once) over a training step.
+Prints a table, and exits with 1 if a measured peak is further than 15 % from the predicted one, or that far above its
+limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+# in the place of this folder, where `models` is another file
+sys.path[0] = str(ROOT / "tests")
+
+TOLERANCE = 0.15
+HIDDEN, LAYERS, HEADS, VOCABULARY, BATCH, SEQUENCE = 128, 4, 8, 512, 16, 64
+IMAGE, PATCH = 64, 8
+
+
+def gpt2() -> Any:
+    import models
+
+    return _text(models.gpt2(LAYERS, n_embd=HIDDEN, n_positions=SEQUENCE, vocab_size=VOCABULARY, n_head=HEADS))
+
+
+def llama() -> Any:
+    import models
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_key_value_heads": HEADS // 2}
+    return _text(models.llama(LAYERS, vocab_size=VOCABULARY, **sizes))
+
+
+def bert() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return _text(BertForMaskedLM(BertConfig(intermediate_size=4 * HIDDEN, **_common())).train())
+
+
+def vit() -> Any:
+    import models
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(image_size=IMAGE, patch_size=PATCH, intermediate_size=4 * HIDDEN, num_labels=10, **_common())
+
+    def batch(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(step)
+        pixels = torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator)
+        return (), {"pixel_values": pixels, "labels": torch.randint(10, (BATCH,), generator=generator)}
+
+    return models.Case(model=ViTForImageClassification(config).train(), batch=batch)
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        intermediate_size=2 * HIDDEN, num_key_value_heads=HEADS // 2, num_local_experts=8, use_cache=False, **_common()
+    )
+    return _text(MixtralForCausalLM(config).train())
+
+
+def _common() -> dict[str, Any]:
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    return {**sizes, "vocab_size": VOCABULARY, "max_position_embeddings": SEQUENCE}
+
+
+def _text(model: Any) -> Any:
+    import models
+
+    batch = partial(models.tokens, batch=BATCH, sequence=SEQUENCE, vocabulary=VOCABULARY)
+    return models.Case(model=model, batch=batch)
+
+
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "GPT-2": gpt2,
+    "Llama": llama,
+    "BERT": bert,
+    "ViT": vit,
+    "Mixtral": mixtral,
+}
+
+
+def case(name: str) -> Any:
+    """The same weights in every process."""
+    import torch
+
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def measured(name: str, mesh: dict[str, int], plans: list[Any]) -> list[int]:
+    """On each rank: the peak of a step under each plan."""
+    import models
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    import autopar
+    from autopar.runtime.memory import step_bytes
+
+    on = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    found = []
+    for plan in plans:
+        made = case(name)
+        module = autopar.parallelize(made.model, on, made.args, made.kwargs, plan=plan)
+        given = {k: distribute_tensor(v, on, module.input_placements[f"kwargs.{k}"]) for k, v in made.kwargs.items()}
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        found.append(step_bytes(module, optimizer, (), given, models.loss_of))
+    return found
+
+
+def rows(name: str, mesh: dict[str, int]) -> list[dict[str, Any]]:
+    import ranks
+
+    from autopar.api import Planner
+    from autopar.problem import Infeasible
+
+    made = case(name)
+    planner = Planner(made.model, mesh, made.args, made.kwargs)
+    started = time.perf_counter()
+    free = planner.plan()
+    try:
+        planner.plan(memory_limit_bytes=1)
+    except Infeasible as error:
+        smallest = error.smallest_bytes
+    limits = [free.bytes, (free.bytes + smallest) / 2, smallest]
+    plans = [free, *(planner.plan(memory_limit_bytes=limit) for limit in limits[1:])]
+    seconds = time.perf_counter() - started
+    reached = [
+        max(peaks) for peaks in zip(*ranks.run(math.prod(mesh.values()), measured, name, mesh, plans), strict=True)
+    ]
+    return [
+        {
+            "model": name,
+            "limit": round(limit),
+            "predicted": plan.bytes,
+            "measured": peak,
+            "ratio": plan.bytes / peak,
+            "step_seconds": plan.seconds,
+            "peak_at": plan.peak.at,
+            "planning_seconds": seconds,
+        }
+        for limit, plan, peak in zip(limits, plans, reached, strict=True)
+    ]
+
+
+def main() -> None:
+    import transformers
+
+    from autopar.cli.plans import mesh_shape
+    from autopar.plan import bytes_text, seconds_text, table
+
+    transformers.logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--mesh", default="ranks=4")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    for name in chosen.models:
+        found += rows(name, mesh_shape(chosen.mesh))
+        print(f"{name} done", file=sys.stderr, flush=True)
+    lines = [("model", "limit", "predicted", "measured", "predicted / measured", "predicted step")]
+    for r in found:
+        sizes = (bytes_text(r[key]) for key in ("limit", "predicted", "measured"))
+        lines.append((r["model"], *sizes, f"{r['ratio']:.3f}", seconds_text(r["step_seconds"])))
+    print("\n".join(table(lines)))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+    wrong = [r for r in found if abs(r["ratio"] - 1) > TOLERANCE or r["measured"] > r["limit"] * (1 + TOLERANCE)]
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

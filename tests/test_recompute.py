@@ -1,0 +1,109 @@
+"""Copies of a layer that are made again in backward: the same numbers, the promised cost, less memory."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.api import Planner
+from autopar.memory import Peak, peak
+from autopar.passes.account import account, count_collectives
+from autopar.passes.bucket import bucket
+from autopar.passes.codegen import codegen
+from autopar.passes.problem import Assignment
+from autopar.plan import Plan
+from autopar.problem import Infeasible
+from tests import models, plans
+
+SEED = 3
+RATES = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+CASES = {
+    "gpt2": lambda: models.Case(model=models.gpt2(4, **dict.fromkeys(RATES, 0.2)), batch=models.tokens),
+    "llama": lambda: models.Case(model=models.llama(4, attention_dropout=0.2), batch=models.tokens),
+}
+MESHES = ({"a": 2}, {"dp": 2, "tp": 2})
+
+
+@functools.cache
+def case(name: str) -> models.Case:
+    torch.manual_seed(0)
+    made = models.perturbed(CASES[name]())
+    made.model.train()
+    return made
+
+
+planner = models.planners(case)
+
+
+@functools.cache
+def alone(name: str) -> models.Step:
+    """On one rank, with the same random numbers."""
+    made = planner(name, {"a": 1})
+    return models.simulated(made.program(made.plan()), made.captured, case(name), seed=SEED)
+
+
+def recomputing(assignment: Assignment, seed: int) -> Assignment:
+    """With random copies made again, and one at least."""
+    rng = random.Random(seed)
+    again = tuple(tuple(k == 0 or rng.random() < 0.5 for k in range(len(copies))) for copies in assignment.copies)
+    assert again, "the layers are copies of each other"
+    return replace(assignment, recompute=again)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_are_the_same_with_dropout(name: str, mesh: dict[str, int], seed: int) -> None:
+    made = planner(name, mesh)
+    assignment = recomputing(plans.random_assignment(made.space, seed), seed)
+    program = codegen(made.space, assignment)
+    priced = account(made.space, assignment)
+    promised = {(c.kind, c.axis): (c.count, c.bytes) for c in priced.collectives}
+    assert promised == count_collectives(program.collectives())
+    found = models.simulated(bucket(program), made.captured, case(name), seed=SEED)
+    models.assert_same(found, alone(name), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_kept_is_what_crosses(name: str) -> None:
+    """It takes longer and keeps less: of a copy, hardly more than the residual."""
+    made = planner(name, {"a": 2})
+    plain = made.assignment(made.plan(solver="ddp"))
+    every = replace(plain, recompute=tuple((True,) * len(copies) for copies in plain.copies))
+    before, after = account(made.space, plain), account(made.space, every)
+    assert after.seconds > before.seconds and after.activation_bytes < 0.6 * before.activation_bytes
+    kept, again = (_peak(made, assignment) for assignment in (plain, every))
+    assert again.activations < 0.6 * kept.activations
+
+
+def _peak(made: Planner, assignment: Assignment) -> Peak:
+    return peak(made.written(assignment), made.optimizer, "cpu")
+
+
+def test_a_limit_makes_copies_again_where_that_wins_and_the_plan_is_saved_so(tmp_path: Path) -> None:
+    """Without a limit it never wins. Under one that nothing else keeps, as few copies as it takes."""
+    made = planner("llama", {"a": 2})
+    free = made.plan(solver="ddp")
+    assert not any(run.recompute for segment in free.segments for run in segment.runs)
+    with pytest.raises(Infeasible) as caught:
+        made.plan(solver="ddp", memory_limit_bytes=1)
+    smallest = caught.value.smallest_bytes
+    counts = []
+    for limit in (free.bytes, (free.bytes + smallest) / 2, smallest):
+        tight = made.plan(solver="ddp", memory_limit_bytes=limit)
+        assert tight.bytes <= limit
+        counts.append(sum(run.count for segment in tight.segments for run in segment.runs if run.recompute))
+    assert 0 == counts[0] < counts[1] <= counts[2], counts
+    tight.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == tight and "made again in backward" in str(loaded)
+    program = made.program(loaded)
+    assert peak(program, made.optimizer, "cpu") == loaded.peak
+    models.assert_same(
+        models.simulated(program, made.captured, case("llama"), seed=SEED), alone("llama"), tolerance=2e-5
+    )
