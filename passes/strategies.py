@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..cluster import Cluster
 from ..collectives import collective_seconds
@@ -461,6 +461,10 @@ def reached(space: Space, ranks: int, starts: Sequence[tuple[str, Split]]) -> Re
     return Reached(fixpoint.seeds, fixpoint.digits)
 
 
+Travel: TypeAlias = Iterator["Travel"]
+"""A way of a digit, which yields the ways that it leads to."""
+
+
 class _Fixpoint:
     """Which digits each root may be split by on an axis of `ranks`, and so which choices a site has."""
 
@@ -495,6 +499,21 @@ class _Fixpoint:
         for site in self.sites:
             site.choices[self.ranks] = tuple(self._choices(site))
 
+    def digit(self, root: str, split: Placement) -> None:
+        """A root may be split so: so may all that the split leads to."""
+        self._run(self._digit(root, split))
+
+    @staticmethod
+    def _run(travel: Travel) -> None:
+        """Depth first, without recursion: a digit travels as far as the graph is long."""
+        waiting = [travel]
+        while waiting:
+            further = next(waiting[-1], None)
+            if further is None:
+                waiting.pop()
+            else:
+                waiting.append(further)
+
     def _seed(self, site: Site) -> None:
         rule = site.rule
         if site.kind in ("parameter", "input"):
@@ -510,7 +529,7 @@ class _Fixpoint:
         elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
             for number, factor in enumerate(rule.factors):
                 for period in factor.periods(self.ranks, self.space.mesh):
-                    self._factor(site, number, period)
+                    self._run(self._factor(site, number, period))
 
     def _stored_periods(self, site: Site, size: int) -> tuple[int, ...]:
         """The batch may be split by all axes together, however few rows there are."""
@@ -531,7 +550,7 @@ class _Fixpoint:
         maker = self.making.get(root)
         return maker is not None and maker.kind == "parameter"
 
-    def _factor(self, site: Site, number: int, period: int) -> None:
+    def _factor(self, site: Site, number: int, period: int) -> Travel:
         """A site may split a factor: so may whatever carries it."""
         rule = site.rule
         assert rule is not None
@@ -539,17 +558,17 @@ class _Fixpoint:
             return
         self.seeds[id(site)][number, period] = None
         if rule.routing is not None and rule.routing.starts and number == rule.routing.rows:
-            self._route(site, number, period)
+            yield self._route(site, number, period)
         for operand, read in enumerate(site.reads):
             for split in rule.input_splits(operand, number, period):
                 layout = to_root(read.alias.steps, (split,), (self.ranks,))
                 if layout is not None:
-                    self.digit(read.alias.root, layout[0])
+                    yield self._digit(read.alias.root, layout[0])
         for output, name in enumerate(site.makes):
             for split in rule.output_splits(output, number, period) if name else ():
-                self.digit(name, split)
+                yield self._digit(name, split)
 
-    def _route(self, site: Site, number: int, period: int) -> None:
+    def _route(self, site: Site, number: int, period: int) -> Travel:
         """The rows of a site may be with their experts: so may those of whatever reads them one by one."""
         assert site.rule is not None
         routing = site.rule.routing
@@ -560,17 +579,17 @@ class _Fixpoint:
             if not name or (routing is not None and position in routing.returned):
                 continue
             for split in site.rule.output_splits(position, number, period):
-                self._rows_of(name, Routed(split.dim, split.period))
+                yield self._rows_of(name, Routed(split.dim, split.period))
 
-    def _rows_of(self, root: str, rows: Routed) -> None:
+    def _rows_of(self, root: str, rows: Routed) -> Travel:
         """The rows of a root may be with their experts: so may those of the sites that read it."""
         for site in self.reading.get(root, ()):
             for position, read in enumerate(site.reads):
                 layout = from_root(read.alias.steps, (rows,), (self.ranks,)) if read.alias.root == root else None
                 if layout is not None and isinstance(layout[0], Routed):
-                    self._receive(site, position, layout[0])
+                    yield self._receive(site, position, layout[0])
 
-    def _receive(self, site: Site, position: int, rows: Routed) -> None:
+    def _receive(self, site: Site, position: int, rows: Routed) -> Travel:
         rule = site.rule
         found = rule.input_factor(position, Split(rows.dim, rows.period)) if rule is not None else None
         if rule is None or found is None:
@@ -583,7 +602,7 @@ class _Fixpoint:
         else:
             fits = number == routing.rows and position not in (*routing.settled, *routing.whole)
         if fits:
-            self._route(site, number, rows.period)
+            yield self._route(site, number, rows.period)
 
     def _takes_any_number(self, site: Site, number: int) -> bool:
         """Whether the op has no argument that says how many rows there are."""
@@ -598,7 +617,7 @@ class _Fixpoint:
         shapes = local_shapes(call, tuple(layout for layout in operands if layout), made, mesh)
         return localize(call, *shapes, made, mesh) == (call.node.args, call.node.kwargs)
 
-    def digit(self, root: str, split: Placement) -> None:
+    def _digit(self, root: str, split: Placement) -> Travel:
         """A root may be split so: so may the sites that make or read it."""
         assert isinstance(split, Split)
         shape = self.space.metas[root].shape
@@ -609,7 +628,7 @@ class _Fixpoint:
         if maker is not None and maker.rule is not None:
             found = maker.rule.output_factor(maker.makes.index(root), split)
             if found is not None:
-                self._factor(maker, *found)
+                yield self._factor(maker, *found)
         for site in self.reading.get(root, ()):
             for position, read in enumerate(site.reads):
                 if read.alias.root != root:
@@ -620,18 +639,18 @@ class _Fixpoint:
                 there = layout[0]
                 assert isinstance(there, Split)
                 if site.kind == "border":
-                    self.digit(site.name, there)
+                    yield self._digit(site.name, there)
                 elif site.rule is not None:
                     found = site.rule.input_factor(position, there)
                     if found is not None:
-                        self._factor(site, *found)
+                        yield self._factor(site, *found)
         for twin in self.twins.get(root, ()):
-            self.digit(twin, split)
+            yield self._digit(twin, split)
         for site in self.borders.get(root, ()):
             for read in site.reads:
                 layout = to_root(read.alias.steps, (split,), (self.ranks,))
                 if layout is not None:
-                    self.digit(read.alias.root, layout[0])
+                    yield self._digit(read.alias.root, layout[0])
 
     def _linear(self, site: Site) -> Iterator[int]:
         """Linear sets worth taking: those that pass on every operand as a partial sum, masks and single

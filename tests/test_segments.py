@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from autopar.api import Planner
 from autopar.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
 from autopar.passes.capture import capture
 from autopar.passes.segments import Repeated, Segments, fingerprint, segments
@@ -302,3 +303,14 @@ def test_layers_that_alternate_in_what_they_share_repeat_in_pairs() -> None:
     (repeated,) = found.repeats
     assert repeated.count == 3 and len(repeated.borders) == 2
     assert len(repeated.shared) == 4, "cos, sin, and the masks of full and of sliding attention"
+
+
+def test_a_long_model_without_repeats() -> None:
+    """Digits travel along 300 operators and their backward, none like another: no recursion is that deep."""
+    layers = [part for i in range(150) for part in (nn.Linear(8 + 2 * i, 10 + 2 * i, bias=False), nn.GELU())]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*layers), torch.zeros(4, 8)
+    space = Planner(model, {"a": 2}, (x,), loss_fn=torch.sum).space
+    assert not space.repeats
+    first = next(site for site in space.rest.sites.values() if site.kind == "op")
+    assert len(first.choices[2]) > 1

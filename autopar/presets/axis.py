@@ -25,7 +25,7 @@ def data(context: Context, site: Site, axis: int) -> AxisChoices:
         return (WHOLE,)
     if site.kind == "output":
         return site.choices[ranks]
-    kept = tuple(c for c in context.row_splits(site.makes[0], axis, "batch") if c in site.choices[ranks])
+    kept = tuple(c for c in context.splits(site.makes[0], axis, "batch") if c in site.choices[ranks])
     if site.kind == "border":
         return kept or tuple(c for c in site.choices[ranks] if c[0] != "S")
     return kept or (WHOLE,)
@@ -77,7 +77,7 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
         along = tuple(c for c in sequence.choices(site) if c in choices) if by_sequence else ()
         return (*(along or (WHOLE,)), *linear(site, ranks))
     if site.kind == "border":
-        splits = context.row_splits(site.name, axis, "sequence") if by_sequence else []
+        splits = context.splits(site.name, axis, "sequence") if by_sequence else []
         return tuple(c for c in splits if c in choices) or (WHOLE,)
     if site.kind == "parameter":
         by_class = tuple(c for c in choices if c[0] == "S" and Split(c[1], c[2]) in classes.splits.get(site.name, {}))

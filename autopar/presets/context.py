@@ -39,14 +39,12 @@ class Context:
         return lengths[0] if lengths else 0
 
     def digits(self, axis: int, what: str) -> Reached:
-        """Where the "batch", "sequence", "class" or "heads" digit travels on an axis."""
+        """Where the "batch", "sequence", "class", "heads" or "feature" digit travels on an axis."""
         key = (self.space.mesh[axis], what)
         if key not in self._digits:
             ranks = key[0]
-            rows = what in ("batch", "sequence")
-            starts = (
-                self._rows(what, ranks) if rows else self._heads(ranks) if what == "heads" else self._classes(ranks)
-            )
+            made = {"class": self._classes, "heads": self._heads, "feature": self._features}
+            starts = made[what](ranks) if what in made else self._rows(what, ranks)
             self._digits[key] = reached(self.space, ranks, list(starts))
         return self._digits[key]
 
@@ -92,13 +90,36 @@ class Context:
                         if root is not None and isinstance(root[0], Split):
                             yield site.reads[0].alias.root, root[0]
 
+    def _features(self, ranks: int) -> Iterator[tuple[str, Split]]:
+        """Rows and columns of weights, and with them what weights make of activations."""
+        for site in self.sites.values():
+            rule = site.rule
+            if rule is None or site.backward:
+                continue
+            carried = {factor for position in self.weights_of(site) for factor in rule.inputs[position]}
+            for kind, *split in site.choices[ranks]:
+                if kind != "S" or split[0] not in carried:
+                    continue
+                for position, read in enumerate(site.reads):
+                    for part in rule.input_splits(position, split[0], split[1]):
+                        root = to_root(read.alias.steps, (part,), (ranks,))
+                        if root is not None and isinstance(root[0], Split):
+                            yield read.alias.root, root[0]
+                for position, name in enumerate(site.makes):
+                    yield from ((name, part) for part in rule.output_splits(position, split[0], split[1]) if name)
+
+    def features(self, site: Site, axis: int) -> list[AxisChoice]:
+        """The choices of an operator that split what weights make: hidden sizes, heads, channels, classes."""
+        offered, rows = site.choices[self.space.mesh[axis]], self.rows(site, axis)
+        return [c for c in self.digits(axis, "feature").choices(site) if c in offered and c not in rows]
+
     def rows(self, site: Site, axis: int) -> set[AxisChoice]:
         """The choices of an operator that split the batch or the sequence."""
         return {*self.digits(axis, "batch").choices(site), *self.digits(axis, "sequence").choices(site)}
 
-    def row_splits(self, name: str, axis: int, *what: str) -> list[AxisChoice]:
-        """The splits of a root by the batch (or "sequence"), as choices of a stored value."""
-        return [("S", s.dim, s.period) for each in what for s in self.digits(axis, each).splits.get(name, {})]
+    def splits(self, name: str, axis: int, what: str) -> list[AxisChoice]:
+        """The splits of a root by the "batch" (or other) digit, as choices of a stored value."""
+        return [("S", s.dim, s.period) for s in self.digits(axis, what).splits.get(name, {})]
 
     def parameters_of(self, site: Site) -> list[int]:
         """Operands of an operator that are parameters of two dims or more."""

@@ -28,11 +28,10 @@ def tensor(context: Context, site: Site, axes: Axes, *, scatters_heads: bool) ->
         return _tensor_op(context, site, axes, scatters_heads)
     choices = [site.choices[context.space.mesh[axis]] for axis in axes]
     if site.kind == "border":
-        rows = [context.row_splits(site.name, axis, "batch", "sequence") for axis in axes]
-        every = _joint([[c for c in here if c[0] != "P" and c not in r] for here, r in zip(choices, rows, strict=True)])
+        every = _joint([(*_stored(context, site, axis, "feature"), WHOLE) for axis in axes])
         return [[c for c in every if _splits(c) in _between(axes)], [c for c in every if _splits(c) == 0]]
     if site.kind == "parameter":
-        return _parameter(site, _joint(choices))
+        return _parameter(context, site, axes)
     return [_joint(choices)] if site.kind == "output" else [[(WHOLE,) * len(axes)]]
 
 
@@ -42,8 +41,7 @@ def _between(axes: Axes) -> tuple[int, ...]:
 
 
 def _tensor_op(context: Context, site: Site, axes: Axes, scatters_heads: bool) -> Tiers:
-    rows = [context.rows(site, axis) for axis in axes]
-    features = [_features(context, site, axis, here) for axis, here in zip(axes, rows, strict=True)]
+    features = [context.features(site, axis) for axis in axes]
     weighty = _weight_factors(context, site)
     every = _joint([(*here, *_partial(context, site, axis), WHOLE) for here, axis in zip(features, axes, strict=True)])
     if weighty is not None:
@@ -76,26 +74,21 @@ def stationary(context: Context, site: Site, axes: Axes) -> Tiers:
         return _stationary_op(context, site, axes)
     choices = [site.choices[context.space.mesh[axis]] for axis in axes]
     if site.kind == "parameter":
-        return _parameter(site, _joint(choices))
+        return _parameter(context, site, axes)
     if site.kind == "output":
         return [_joint(choices)]
-    batches = [context.row_splits(site.makes[0], axis, "batch") for axis in axes]
-    sequences = [context.row_splits(site.makes[0], axis, "sequence") for axis in axes]
+    batches = [_stored(context, site, axis, "batch") for axis in axes]
     if site.kind != "border":
-        every = _joint([(*(c for c in b if c in here), WHOLE) for here, b in zip(choices, batches, strict=True)])
-        return [[c for c in every if _splits(c) <= 1]]
-    every = _joint(
-        [[c for c in here if c[0] != "P" and c not in s] for here, s in zip(choices, sequences, strict=True)]
-    )
-    return _by_both(every, batches)
+        return [[c for c in _joint([(*b, WHOLE) for b in batches]) if _splits(c) <= 1]]
+    features = [_stored(context, site, axis, "feature") for axis in axes]
+    return _by_both(_joint([(*b, *f, WHOLE) for b, f in zip(batches, features, strict=True)]), batches)
 
 
 def _stationary_op(context: Context, site: Site, axes: Axes) -> Tiers:
     batches = [context.digits(axis, "batch").choices(site) for axis in axes]
     if not context.is_weighted(site):
         return [[c for c in _joint([(*b, WHOLE) for b in batches]) if _splits(c) <= 1]]
-    rows = [context.rows(site, axis) for axis in axes]
-    features = [_features(context, site, axis, here) for axis, here in zip(axes, rows, strict=True)]
+    features = [context.features(site, axis) for axis in axes]
     weighty = _weight_factors(context, site)
     if weighty is not None:
         features = [[c for c in here if c[1] in weighty] for here in features]
@@ -121,13 +114,18 @@ def _by_both(every: list[Joint], batches: list[list[AxisChoice]] | list[tuple[Ax
     return [*tiers, [c for c in once if not _splits(c)]]
 
 
-def _parameter(site: Site, every: list[Joint]) -> Tiers:
-    """A matrix is split on every axis, each by a dim of its own; a vector on one axis at most."""
+def _parameter(context: Context, site: Site, axes: Axes) -> Tiers:
+    """A matrix is split on every axis, each by a dim of its own; a vector on one axis at most. Dims are those that
+    products split (of a convolution's weight: its channels), at rest in one piece each."""
     assert site.meta is not None
+    choices = [site.choices[context.space.mesh[axis]] for axis in axes]
+    used = {c[1] for axis in axes for c in context.splits(site.name, axis, "feature")}
+    used = used or set(range(len(site.meta.shape)))
+    every = _joint([[c for c in here if c[0] != "S" or c[1] in used] for here in choices])
     every = [c for c in every if len(_factors(c)) == _splits(c)]
     if len(site.meta.shape) < 2:
         return [every]
-    return [[c for c in every if _splits(c) == n] for n in range(len(every[0]), -1, -1)]
+    return [[c for c in every if _splits(c) == n] for n in range(len(axes), -1, -1)]
 
 
 def _joint(per_axis: Iterable[Iterable[AxisChoice]]) -> list[Joint]:
@@ -152,9 +150,10 @@ def _partial(context: Context, site: Site, axis: int) -> tuple[AxisChoice, ...]:
     return linear(site, context.space.mesh[axis])
 
 
-def _features(context: Context, site: Site, axis: int, rows: set[AxisChoice]) -> list[AxisChoice]:
-    """The choices that split anything but rows."""
-    return [c for c in site.choices[context.space.mesh[axis]] if c[0] == "S" and c not in rows]
+def _stored(context: Context, site: Site, axis: int, what: str) -> list[AxisChoice]:
+    """The splits of a stored value by a digit, as far as it may take them."""
+    offered = site.choices[context.space.mesh[axis]]
+    return [c for c in context.splits(site.makes[0], axis, what) if c in offered]
 
 
 def _weight_factors(context: Context, site: Site) -> set[int] | None:
