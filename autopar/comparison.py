@@ -21,22 +21,35 @@ class Comparison:
         plans = {name: p for name, p in self.results.items() if isinstance(p, Plan)}
         if not plans:
             raise ValueError(f"no solver found a plan: {dict(self.results)}")
-        return min(plans, key=lambda name: plans[name].objective_seconds)
+        return min(plans, key=lambda name: plans[name].seconds)
 
     def to_json(self) -> dict[str, Any]:
         return {name: p.to_json() if isinstance(p, Plan) else {"error": p} for name, p in self.results.items()}
 
     def __str__(self) -> str:
         plans = sorted(
-            ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].objective_seconds
+            ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].seconds
         )
         rows: list[tuple[str, ...]] = [
-            ("solver", "step", "compute", "communication", "copies", "optimizer", "peak memory", "sent", "solve", "gap")
+            (
+                "solver",
+                "step",
+                "compute",
+                "communication",
+                "exposed",
+                "copies",
+                "optimizer",
+                "peak memory",
+                "sent",
+                "solve",
+                "gap",
+            )
         ]
         for name, p in plans:
             a = p.account
             sent = sum(c.bytes for c in a.collectives)
-            parts = (a.seconds, a.compute_seconds, a.communication_seconds, a.copy_seconds, a.optimizer_seconds)
+            communication = (a.communication_seconds, p.exposed_seconds)
+            parts = (p.seconds, a.compute_seconds, *communication, a.copy_seconds, a.optimizer_seconds)
             gap = "-" if p.gap is None else f"{p.gap:.1%}"
             rows.append(
                 (

@@ -7,7 +7,14 @@ from pathlib import Path
 from .comparison import Comparison
 from .plan import Plan, bytes_text
 
-PARTS = ("compute", "communication", "copies", "optimizer")
+PARTS = ("compute", "exposed communication", "copies", "optimizer")
+
+
+def _seconds(plan: Plan, part: str) -> float:
+    if part.startswith("exposed"):
+        return plan.exposed_seconds
+    seconds: float = getattr(plan.account, f"{'copy' if part == 'copies' else part}_seconds")
+    return seconds
 
 
 def draw(comparison: Comparison, path: str | Path) -> None:
@@ -20,14 +27,13 @@ def draw(comparison: Comparison, path: str | Path) -> None:
     plans = [(name, p) for name, p in comparison.results.items() if isinstance(p, Plan)]
     if not plans:
         raise ValueError("there is nothing to draw: no solver found a plan")
-    plans.sort(key=lambda row: row[1].objective_seconds)
+    plans.sort(key=lambda row: row[1].seconds)
     figure = Figure(figsize=(8, 1.2 + 0.4 * len(plans)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(plans)
     names = [name for name, _ in plans]
     for part in PARTS:
-        key = "copy" if part == "copies" else part
-        width = [1e3 * getattr(p.account, f"{key}_seconds") for _, p in plans]
+        width = [1e3 * _seconds(p, part) for _, p in plans]
         axes.barh(names, width, left=left, label=part)
         left = [start + more for start, more in zip(left, width, strict=True)]
     for row, (end, (_, p)) in enumerate(zip(left, plans, strict=True)):

@@ -64,10 +64,12 @@ class Redistributor:
     """Prices and plans redistributions on one mesh of one cluster. Its answers depend only on its
     arguments; they are remembered for the life of the object."""
 
-    def __init__(self, mesh: Shape, links: tuple[Link, ...], device: Device) -> None:
+    def __init__(self, mesh: Shape, links: tuple[Link, ...], device: Device, hidden: float = 0.0) -> None:
         self.mesh, self.links, self.device = mesh, links, device
         self.bucket_bytes = tuple(link.bucket_bytes for link in links)
         """On each mesh axis."""
+        self.hidden = hidden
+        """The part of the seconds of what travels in buckets that passes while the rank computes."""
         self._routes: dict[tuple[Shape, int, Layout, Layout, bool], Route | None] = {}
         self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None] = {}
 
@@ -181,8 +183,11 @@ class Redistributor:
         """Seconds that a step spends on links; 0 for a local one."""
         if step.kind == "slice":
             return 0.0
-        share = min(1.0, step.bytes / self.bucket_bytes[step.axis]) if bucketed else 1.0
-        return collective_seconds(step.kind, step.bytes, self.links[step.axis], share)
+        link = self.links[step.axis]
+        if not bucketed:
+            return collective_seconds(step.kind, step.bytes, link)
+        share = min(1.0, step.bytes / self.bucket_bytes[step.axis])
+        return (1.0 - self.hidden) * collective_seconds(step.kind, step.bytes, link, share)
 
     def step_seconds(self, step: Step, bucketed: bool = False) -> float:
         """Seconds of one step: the collective, and the local copies that put chunks in order."""

@@ -33,12 +33,12 @@ def test_parameters_and_inputs_lie_where_they_are_pinned() -> None:
         "input_ids": {"dp": "S(0)", "tp": "R"},
         "labels": {"dp": "S(0)"},
     }
-    plan = made.plan(constraints=constraints)
+    plan = made.plan(constraints=constraints, cost="serial")
     assert plan.parameters[EMBEDDING].at_rest == ("R", "S(1)")
     assert all(p.at_rest[1] == "S(1)" for n, p in plan.parameters.items() if "q_proj" in n)
     assert plan.parameters[HEAD].at_rest == ("S(0)", "S(0)")
     assert plan.inputs["kwargs.input_ids"] == ("S(0)", "R") and plan.inputs["kwargs.labels"][0] == "S(0)"
-    assert plan.objective_seconds >= made.plan().objective_seconds * (1 - 1e-9)
+    assert plan.objective_seconds >= made.plan(cost="serial").objective_seconds * (1 - 1e-9)
     case = models.case("llama")
     models.assert_same(models.simulated(made.program(plan), made.captured, case), models.eager(case))
 
