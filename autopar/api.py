@@ -31,6 +31,7 @@ from .passes.blocks import blocks
 from .passes.bucket import LIMIT_BYTES, bucket
 from .passes.capture import Captured
 from .passes.codegen import codegen
+from .passes.compact import compact
 from .passes.problem import Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, segments
@@ -559,7 +560,7 @@ class Planner:
         return self._timed("bucket", lambda: self._bucketed(program, bucket_bytes))
 
     def _bucketed(self, program: Program, limit_bytes: int) -> Program:
-        return bucket(program, self.space.redistributor.bucket_bytes, limit_bytes=limit_bytes)
+        return compact(bucket(program, self.space.redistributor.bucket_bytes, limit_bytes=limit_bytes))
 
 
 def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .graph import Ref, TensorMeta, map_references, overload
+from .layout import local_shape
 from .ops.rule import parameters
 from .program import Instruction, Program, RankIndex
 
@@ -82,6 +83,10 @@ class Placed:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def is_contiguous(self) -> bool:
         step = 1
         for size, stride in reversed(list(zip(self.shape, self.stride, strict=True))):
@@ -128,6 +133,16 @@ class Memory:
     unnamed: dict[int, int] = field(default_factory=dict)
     """Instruction, by its id -> bytes of its results that have no name."""
     _known: dict[Any, tuple[Made | None, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(program: Program, instructions: Sequence[Instruction]) -> Memory:
+        """Of the inputs and the values that these instructions make; no all-reduce works in place."""
+        memory = Memory()
+        for i in program.inputs:
+            memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
+        for instruction in instructions:
+            memory.run(program, Line(instruction, False, ()), by_parts=False)
+        return memory
 
     def give(self, name: str, meta: TensorMeta) -> None:
         """A value in memory of its own, contiguous."""

@@ -13,8 +13,10 @@ from torch.distributed.tensor import distribute_tensor
 from autopar.api import Planner, parallelize
 from autopar.memory import Peak, peak
 from autopar.optimizers import OPTIMIZERS, named_optimizer
+from autopar.passes.compact import compact
 from autopar.problem import Infeasible
 from autopar.runtime.memory import Alive, step_bytes
+from autopar.runtime.simulate import simulate_step
 from tests import models, ranks
 from tests.test_bucket import BYTES, program
 
@@ -192,3 +194,44 @@ def test_the_optimizer_is_part_of_the_peak() -> None:
     held = {name: plan.peak.optimizer / plan.peak.parameters for name, plan in plans.items()}
     assert held == {"adamw": 2, "sgd": 0, 12: 3}
     assert plans["sgd"].account.optimizer_seconds < plans["adamw"].account.optimizer_seconds
+
+
+def test_a_slice_that_is_kept_does_not_keep_what_it_was_cut_of() -> None:
+    made = program(
+        """
+        a = aten.mul.Tensor x x
+        b = aten.slice.Tensor a 0 0 2
+        c = aten.reshape.default b
+        ---
+        d = aten.mul.Tensor c b
+        """,
+        {"x": (20,), "a": (20,), "b": (2,), "c": (2,), "d": (2,)},
+        saved=("c", "b"),
+        gradients=("d",),
+    )
+    reshaped = replace(made.forward[2], args=(*made.forward[2].args, (2,)))
+    made = replace(made, forward=(*made.forward[:2], reshaped))
+    cut = compact(made)
+    assert [i.op for i in cut.forward] == [made.forward[0].op, made.forward[1].op, "aten.clone.default", reshaped.op]
+    x = {"x": torch.arange(20.0)}
+    before, after = (simulate_step(p, {}, x) for p in (made, cut))
+    assert torch.equal(before.gradients["d"], after.gradients["d"])
+    kept, whole = (peak(p, SGD, "cuda") for p in (cut, made))
+    assert (kept.activations, whole.activations) == (2 * BYTES, 20 * BYTES)
+    assert (kept.temporaries, whole.temporaries) == (20 * BYTES, 0)
+
+
+def test_a_view_of_what_is_kept_anyway_is_not_copied() -> None:
+    made = program(
+        """
+        a = aten.mul.Tensor x x
+        b = aten.slice.Tensor a 0 0 2
+        ---
+        c = aten.mul.Tensor a a
+        d = aten.mul.Tensor b b
+        """,
+        {"x": (20,), "a": (20,), "b": (2,), "c": (20,), "d": (2,)},
+        saved=("a", "b"),
+        gradients=("c", "d"),
+    )
+    assert compact(made) is made
