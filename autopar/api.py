@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -416,18 +416,21 @@ class Planner:
         the least), and the most memory that a rank then needs during a training step."""
         key = id(assignment)
         if key not in self.peaks:
-            kind = self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
-            program = self._timed("codegen", lambda: codegen(self.space, assignment))
-            found: list[tuple[int, Peak]] = []
-            for size in BUCKETS:
-                bucketed = self._timed("bucket", partial(self._bucketed, program, size))
-                found.append((size, self._timed("peak", partial(peak, bucketed, self.optimizer, kind))))
-                if memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes:
-                    break
+            found = self._timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes)))
             fits = memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes
             best = found[-1] if fits else min(found, key=lambda item: item[1].bytes)
             self.peaks[key] = assignment, *best
         return self.peaks[key][1:]
+
+    def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
+        """With smaller and smaller buckets, up to the first that keep the limit."""
+        kind = self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
+        program = codegen(self.space, assignment)
+        for size in BUCKETS:
+            found = peak(self._bucketed(program, size), self.optimizer, kind)
+            yield size, found
+            if memory_limit_bytes is None or found.bytes <= memory_limit_bytes:
+                return
 
     def describe(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan:
         """The plan that an assignment is."""

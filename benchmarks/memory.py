@@ -138,9 +138,8 @@ def rows(name: str, mesh: dict[str, int]) -> list[dict[str, Any]]:
     limits = [free.bytes, (free.bytes + smallest) / 2, smallest]
     plans = [free, *(planner.plan(memory_limit_bytes=limit) for limit in limits[1:])]
     seconds = time.perf_counter() - started
-    reached = [
-        max(peaks) for peaks in zip(*ranks.run(math.prod(mesh.values()), measured, name, mesh, plans), strict=True)
-    ]
+    everyone = ranks.run(math.prod(mesh.values()), measured, name, mesh, plans, timeout_seconds=600.0)
+    reached = [max(peaks) for peaks in zip(*everyone, strict=True)]
     return [
         {
             "model": name,

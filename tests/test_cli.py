@@ -117,6 +117,15 @@ def test_plan_is_what_the_library_plans() -> None:
     assert Plan.from_json(json.loads(shown.stdout)).decisions == plan.decisions
 
 
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd", 0), ("12", 3)])
+def test_the_states_of_the_optimizer_count(optimizer: str, states: int) -> None:
+    arguments = ["plan", "test_cli:build", "--set", "width=8", "--batch", "4", "--mesh", "a=2", "--solver", "ddp"]
+    shown = autopar_(*arguments, "--optimizer", optimizer, "--json")
+    assert shown.exit_code == 0, shown.output
+    peak = json.loads(shown.stdout)["peak"]
+    assert peak["optimizer"] == states * peak["parameters"]
+
+
 def test_compare_takes_meshes_and_clusters(tmp_path: Path) -> None:
     arguments = ["compare", "test_cli:build", "--set", "width=8", "--batch", "8", "--solver", "ddp", "--solver", "dp"]
     arguments += ["--mesh", "a=2", "--mesh", "a=4", "--cluster", "dgx-a100", "--cluster", "local"]
@@ -181,6 +190,10 @@ def test_compare_without_any_plan_fails() -> None:
         (
             ["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--memory-limit", "4X"],
             "--memory-limit is '4X'",
+        ),
+        (
+            ["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--optimizer", "adagrad"],
+            "unknown optimizer 'adagrad'",
         ),
         (["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--solver", "best"], "unknown solver 'best'"),
         (["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--dtype", "int8"], "--dtype is 'int8'"),
