@@ -331,7 +331,8 @@ class Search:
         again = [_Again(self.space, found) for found in unique]
         again.sort(key=lambda way: way.objective(way.needed(limit - excess)))
         made: list[Solved] = []
-        for way in again[:RECOMPUTE_PLANS]:
+        smallest = min(again, key=lambda way: way.score(len(way.copies)).bytes)
+        for way in dict.fromkeys((*again[:RECOMPUTE_PLANS], smallest)):
             count, most = way.needed(limit - excess), len(way.copies)
             for last in range(RECOMPUTE_ROUNDS):
                 if not way.objective(count) < best:
@@ -502,9 +503,9 @@ class _Again:
         return next((count for count, size in enumerate(saved) if size >= over), len(self.copies))
 
     def objective(self, count: int) -> float:
-        return self._score(count).objective
+        return self.score(count).objective
 
-    def _score(self, count: int) -> Score:
+    def score(self, count: int) -> Score:
         score, first = self.found.score, self.copies[:count]
         return Score(
             seconds=score.seconds + sum(seconds for *_, seconds, _ in first),
@@ -517,7 +518,7 @@ class _Again:
         flags = tuple(
             tuple((number, k) in chosen for k in range(len(copies))) for number, copies in enumerate(assignment.copies)
         )
-        return replace(self.found, assignment=replace(assignment, recompute=flags), score=self._score(count))
+        return replace(self.found, assignment=replace(assignment, recompute=flags), score=self.score(count))
 
 
 def _priced(problem: Problem, price: float) -> Problem:
