@@ -190,6 +190,7 @@ def ours(cell: Cell, batch: Mapping[str, Any], file: str) -> dict[str, tuple[Any
         ("fsdp", grid, "fsdp"),
         ("megatron", grid, "megatron"),
         ("megatron_sp", grid, "megatron_sp"),
+        ("atp", grid, "atp"),
         ("megatron, swapped", swapped, "megatron"),
         ("megatron, one axis", {"tp": world}, "megatron"),
     ):
