@@ -9,14 +9,14 @@ take what their rules count, on local shapes, as in the search; collectives what
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from .cluster import Cluster, Device
 from .collectives import collective_seconds
-from .graph import Node, Ref, TensorMeta, overload
+from .graph import Node, Ref, overload
 from .ops import Call, rule_of
 from .ops.emit import on_meta
 from .program import Instruction, Program
@@ -96,7 +96,7 @@ class Timeline:
 def timeline(program: Program, cluster: Cluster) -> Timeline:
     """One step of `program` on a cluster. Raises ValueError where the mesh does not fit the cluster."""
     links = cluster.links(program.mesh)
-    local = _Local(program.metas, cluster.device)
+    local = _Local(program, cluster.device)
     now = 0.0
     free = [0.0] * len(links)
     ends: dict[str, float] = {}
@@ -148,8 +148,10 @@ def _is_view(op: str) -> bool:
 class _Local:
     """Seconds of a rank's own operators: a roofline of arithmetic and memory."""
 
-    def __init__(self, metas: Mapping[str, TensorMeta], device: Device) -> None:
-        self.metas, self.device = metas, device
+    def __init__(self, program: Program, device: Device) -> None:
+        self.metas, self.device = program.metas, device
+        self.read = {name for _, instruction in _instructions(program) for name in instruction.inputs}
+        self.read.update(program.saved, (o.name for o in program.outputs if o.name is not None))
         self.strided: set[str] = set()
         """Values that do not lie in order: views that move dims, or parts."""
         self._known: dict[tuple[Any, ...], tuple[bool, float]] = {}
@@ -171,7 +173,9 @@ class _Local:
     def _cost(self, instruction: Instruction) -> tuple[bool, float]:
         """Whether it is a view, and the seconds of its arithmetic."""
         metas = tuple(self.metas[name] for name in instruction.inputs)
-        made = tuple(self.metas[name] if name else None for name in instruction.outputs)
+        # an op may be told not to make what nobody reads
+        wanted = self.read.intersection(instruction.outputs) or instruction.outputs
+        made = tuple(self.metas[name] if name and name in wanted else None for name in instruction.outputs)
         key = (instruction.op, metas, made, instruction.args if instruction.kwargs else None)
         if key not in self._known:
             if _is_view(instruction.op):
@@ -181,8 +185,8 @@ class _Local:
                     op=instruction.op, args=instruction.args, kwargs=instruction.kwargs, outputs=instruction.outputs
                 )
                 rule = rule_of(Call(node, metas, made))
-                dtype = metas[0].dtype if metas else next(m.dtype for m in made if m is not None)
-                seconds = self.device.compute_seconds(rule.flops, dtype) if rule is not None else 0.0
+                dtypes = [meta.dtype for meta in (*metas, *made) if meta is not None]
+                seconds = self.device.compute_seconds(rule.flops, dtypes[0]) if rule is not None and dtypes else 0.0
                 self._known[key] = rule is not None and rule.moves_nothing, seconds
         return self._known[key]
 
