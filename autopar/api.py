@@ -382,7 +382,9 @@ class Planner:
         hiding = replace(self.space, redistributor=Redistributor(self.space.mesh, links, device, HIDDEN))
         search = self._search(solver, memory_limit_bytes, constraints, hiding)
         try:
-            other: Found = self._timed("search", lambda: search.run(bounded=False))
+            other: Found = self._timed(
+                "search", lambda: search.run(start=found.assignment, bounded=False, thorough=False)
+            )
         except Infeasible as error:
             logger.info("no plan where most of what travels in buckets is hidden: %s", error)
             return plan

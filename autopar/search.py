@@ -179,10 +179,16 @@ class Search:
         return replace(solution, choice=presolved.expand(solution.choice))
 
     def run(
-        self, allowed: Allowed | None = None, *, bounded: bool = True, thorough: bool = True, below: float = math.inf
+        self,
+        allowed: Allowed | None = None,
+        *,
+        start: Assignment | None = None,
+        bounded: bool = True,
+        thorough: bool = True,
+        below: float = math.inf,
     ) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`; `bounded` asks for a lower bound.
-        Not `thorough`: of one descent, and over the memory limit if that costs `below` seconds or more.
+        Not `thorough`: of one descent, from `start`, and over the memory limit if that costs `below` seconds or more.
 
         Raises `Infeasible` where nothing keeps the memory limit.
         """
@@ -204,7 +210,8 @@ class Search:
             if self._is_over(best):
                 best = self._within_limit(best, lambda price, _: self.solve(options, self.descent, price=price))
         else:
-            best = self._descend_all() if thorough else self._descend(self._whole(), self._axes())
+            first = self._whole() if start is None else taken(space, start)
+            best = self._descend_all() if thorough else self._descend(first, self._axes())
             bound = lower_bound_seconds(space) if bounded else 0.0
             self.log(f"lower bound {bound * 1e3:.3f} ms")
             if self._is_over(best) and best.score.objective < below:
