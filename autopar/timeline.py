@@ -19,6 +19,7 @@ from .collectives import collective_seconds
 from .graph import Node, Ref, overload
 from .ops import Call, rule_of
 from .ops.emit import on_meta
+from .ops.registry import VIEWS
 from .program import Instruction, Program
 
 COMPUTE = "compute"
@@ -26,6 +27,9 @@ COMPUTE = "compute"
 
 COPIES = frozenset({"aten.contiguous.default", "aten.reshape.default"})
 """Views that lay out anew a value that does not lie in order."""
+
+FREE = COPIES | set(VIEWS)
+"""Views that the search does not see: their time is that of the operators around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +170,7 @@ class _Local:
         if is_view and not (strided and instruction.op in COPIES):
             kept = (False,) * len(instruction.outputs) if strided else self._in_order(instruction)
             self.strided.update(name for name, fine in zip(instruction.outputs, kept, strict=True) if not fine)
-            return self.device.seconds_per_op
+            return 0.0 if instruction.op in FREE else self.device.seconds_per_op
         moved = self.bytes(instruction) / self.device.memory_bytes_per_second
         return self.device.seconds_per_op + max(arithmetic, moved)
 

@@ -32,6 +32,7 @@ from autopar.layout import (
     unshard,
     valid_shape,
 )
+from autopar.optimizers import named_optimizer
 from autopar.passes.codegen import _Writer
 from autopar.passes.collapse import Roots
 from autopar.passes.problem import Assignment
@@ -258,6 +259,7 @@ def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, m
         mesh=mesh,
         axes=tuple("abc"[: len(mesh)]),
         cluster=named_cluster(None, device_type="cpu"),
+        optimizer=named_optimizer("adamw"),
         redistributor=redistributor(mesh),
         roots=Roots(graph, {}, {}),
         metas=graph.metas,

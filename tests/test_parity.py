@@ -132,9 +132,9 @@ def test_random_plans(name: str, mesh: dict[str, int]) -> None:
 def test_a_plan_under_a_memory_limit() -> None:
     mesh = {"a": 4}
     made = planner("llama", mesh)
-    free = made.plan(solver="dp")
-    tight = made.plan(solver="dp", memory_limit_bytes=0.7 * free.bytes)
-    assert tight.bytes <= 0.7 * free.bytes and tight.seconds >= free.seconds
+    free = made.plan(cost="serial")
+    tight = made.plan(cost="serial", memory_limit_bytes=0.7 * free.bytes)
+    assert tight.bytes <= 0.7 * free.bytes and tight.account.seconds >= free.account.seconds
     check("llama", mesh, made.program(tight))
 
 

@@ -168,7 +168,7 @@ def test_solvers_agree_and_no_preset_is_cheaper(name: str, mesh: dict[str, int])
         assert solved(name, mesh, preset).objective_seconds >= dp.objective_seconds * (1 - 1e-9), preset
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("mesh", [{"a": 4}, {"dp": 2, "tp": 2}], ids=mesh_id)
 @pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
 def test_a_plan_is_the_quicker_of_two_with_what_overlaps(name: str, mesh: dict[str, int]) -> None:
     """Serial: the cheapest as if nothing overlapped. The other is never slower on the timeline, nor below the bound."""
