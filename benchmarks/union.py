@@ -209,12 +209,12 @@ def compared(planner: Planner, limit: float | None) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for preset in PRESETS:
         try:
-            seconds[preset] = planner.plan(solver=preset, memory_limit_bytes=limit).objective_seconds
+            seconds[preset] = planner.plan(solver=preset, cost="serial", memory_limit_bytes=limit).objective_seconds
         except ValueError:
             continue  # it does not fit, or has too small a batch: there is no such plan
     started = time.perf_counter()
     try:
-        plan = planner.plan(memory_limit_bytes=limit)
+        plan = planner.plan(cost="serial", memory_limit_bytes=limit)
     except ValueError as error:
         return {"presets": seconds, "free": None, "why": str(error)}
     return {
