@@ -81,8 +81,8 @@ def test_presets_and_limits_keep_constraints() -> None:
     made = on({"dp": 2, "tp": 2})
     constraints = {EMBEDDING: {"tp": "S(0)"}}
     assert made.plan(solver="megatron", constraints=constraints).parameters[EMBEDDING].at_rest[1] == "S(0)"
-    free = made.plan(constraints=constraints)
-    limited = made.plan(constraints=constraints, memory_limit_bytes=free.bytes * 0.9)
+    free = made.plan(cost="serial", constraints=constraints)
+    limited = made.plan(cost="serial", constraints=constraints, memory_limit_bytes=free.bytes * 0.9)
     assert limited.bytes <= free.bytes * 0.9
     assert limited.parameters[EMBEDDING].at_rest[1] == "S(0)"
     with pytest.raises(ValueError, match=r"embed_tokens.weight is both in the preset and in the constraints"):

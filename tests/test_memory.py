@@ -179,10 +179,10 @@ def test_the_smallest_that_is_named_does() -> None:
     made = case("llama")
     planner = Planner(made.model, {"a": 4}, made.args, made.kwargs)
     with pytest.raises(Infeasible, match="give more memory, more ranks or a smaller batch") as caught:
-        planner.plan(memory_limit_bytes=1)
+        planner.plan(cost="serial", memory_limit_bytes=1)
     smallest = caught.value.smallest_bytes
-    assert planner.plan(memory_limit_bytes=smallest).bytes <= smallest
-    assert smallest < planner.plan().bytes
+    assert planner.plan(cost="serial", memory_limit_bytes=smallest).bytes <= smallest
+    assert smallest < planner.plan(cost="serial").bytes
 
 
 def test_the_optimizer_is_part_of_the_peak() -> None:

@@ -129,11 +129,11 @@ def test_a_plan_in_which_layers_differ_does_what_it_promises() -> None:
     made = planner("llama of 4 layers", {"a": 4})
     free, least = solved("llama of 4 layers", {"a": 4}, "dp"), 0.0
     with pytest.raises(ValueError) as caught:
-        made.plan(solver="dp", memory_limit_bytes=1)
+        made.plan(solver="dp", cost="serial", memory_limit_bytes=1)
     least = _numbers(str(caught.value))[-1]
     limit = (least + free.bytes) / 2
     for solver in ("ilp", "dp"):
-        plan = made.plan(solver=solver, memory_limit_bytes=limit)
+        plan = made.plan(solver=solver, cost="serial", memory_limit_bytes=limit)
         assert plan.bytes <= limit
         assert plan.account.seconds >= free.account.seconds * (1 - 1e-9)
         check_promises(made.space, made.assignment(plan), plan.account)
