@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from .graph import Ref, TensorMeta, map_references, overload
+from .graph import Ref, TensorMeta, map_references
 from .layout import local_shape
-from .ops.rule import parameters
-from .program import Instruction, Program, RankIndex
+from .ops.emit import on_meta
+from .program import Instruction, Program
 
 OWN_MEMORY = frozenset(
     {
@@ -209,13 +209,10 @@ def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[Made | N
     given = [placed.empty() for placed in operands]
     feed = iter(given)
     args, kwargs = map_references((instruction.args, instruction.kwargs), lambda _: next(feed))
-    named = {key: _concrete(value) for key, value in kwargs}
-    if any(p.name == "device" for p in parameters(instruction.op)):
-        named["device"] = torch.device("meta")
-    outputs = overload(instruction.op)(*map(_concrete, args), **named)
+    outputs = on_meta(instruction.op, args, kwargs)
     storages = {x.untyped_storage()._cdata: i for i, x in enumerate(given)}
     made: list[Made | None] = []
-    for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+    for x in outputs:
         if x is None:
             made.append(None)
             continue
@@ -223,11 +220,3 @@ def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[Made | N
         of = storages.get(x.untyped_storage()._cdata)
         made.append(Made(placed, of, x.untyped_storage().nbytes() if of is None else 0))
     return tuple(made)
-
-
-def _concrete(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_concrete(item) for item in value]
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    return value.constant if isinstance(value, RankIndex) else value

@@ -98,7 +98,7 @@ def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -
 
 
 def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
-    """An op's outputs, without values, from contiguous operands given as `TensorMeta`s."""
+    """An op's outputs, without values. Operands are tensors of the meta device, or `TensorMeta`s of contiguous ones."""
 
     def concrete(value: Any) -> Any:
         if isinstance(value, TensorMeta):
