@@ -25,6 +25,7 @@ from .passes.blocks import blocks
 from .passes.group import Groups, block_groups, group
 from .passes.problem import Allowed, Assignment, Decisions, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, reached
+from .passes.widen import widened
 from .problem import Infeasible, Problem, Score, Solution, evaluate
 from .solve import EXACT, TooWide, solve
 
@@ -58,7 +59,8 @@ DESCENT_SOLVER = "dp"
 
 
 Level = Literal["operator", "block", "cfp"]
-"""What a variable of a problem is: an operator, or a group of them (see `passes.group.block_groups`)."""
+"""What a variable of a problem is: an operator, a block that loses nothing (`passes.widen`), or a ParallelBlock as
+the paper has it (`passes.group.block_groups`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ class Search:
     """A search over one space. Every solve builds its problem anew, from tables that the builder shares;
     what was solved before (descents from several starts meet) is not solved again.
 
-    At another `level` than "operator" the space is narrower, and the lower bound is that of what is left. `bytes_limit`
+    At `level` "cfp" the space is narrower, and the lower bound is that of what is left. `bytes_limit`
     bounds the `peak` of an assignment, or, if none is given, its sum of bytes."""
 
     def __init__(
@@ -134,10 +136,11 @@ class Search:
         self.sites = unique_sites(space)
         self.solves = 0
         self.solved: dict[Question, Solved] = {}
-        self.groups: list[Groups] | None = None
-        if level != "operator":
+        self.level = level
+        self.groups: list[Groups] = []
+        if level == "cfp":
             found = blocks(space.graph, max(space.mesh), merge=False)
-            self.groups = [block_groups(space, region, found, level) for region in space.regions()]
+            self.groups = [block_groups(space, region, found) for region in space.regions()]
 
     def solve(self, allowed: Allowed, solver: str, *, price: float = 0.0, bytes_limit: float | None = None) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options.
@@ -153,12 +156,16 @@ class Search:
     def _solve(self, allowed: Allowed, solver: str, price: float, bytes_limit: float | None) -> Solved:
         problem, decoder = self.builder.build(allowed)
         self.solves += 1
-        priced = _priced(problem, price) if price else problem
-        if self.groups is None:
-            solution = self._solution(priced, solver, bytes_limit)
+        weighed = priced(problem, price) if price else problem
+        if self.level == "operator":
+            solution = self._solution(weighed, solver, bytes_limit)
             choice = solution.choice
         else:
-            grouped = group(priced, self.groups[0], self.groups[1:], limited=bytes_limit is not None)
+            limited = bytes_limit is not None
+            if self.level == "block":
+                grouped = widened(weighed, limited=limited)
+            else:
+                grouped = group(weighed, self.groups[0], self.groups[1:], limited=limited)
             if grouped.divided:
                 self.log(f"divided, for fewer options: {', '.join(grouped.divided)}")
             solution = self._solution(grouped.problem, solver, bytes_limit)
@@ -528,7 +535,7 @@ class _Again:
         return replace(self.found, assignment=replace(assignment, recompute=flags), score=self.score(count))
 
 
-def _priced(problem: Problem, price: float) -> Problem:
+def priced(problem: Problem, price: float) -> Problem:
     """The problem with memory paid for in seconds."""
     return Problem(
         variables=tuple(
@@ -538,7 +545,7 @@ def _priced(problem: Problem, price: float) -> Problem:
         tensors=tuple(
             replace(t, costs={state: (s + price * b, b) for state, (s, b) in t.costs.items()}) for t in problem.tensors
         ),
-        repeats=tuple(replace(r, body=_priced(r.body, price)) for r in problem.repeats),
+        repeats=tuple(replace(r, body=priced(r.body, price)) for r in problem.repeats),
     )
 
 

@@ -1,9 +1,12 @@
-"""What block level loses against operator level: `python benchmarks/levels.py [--quick] [--json FILE]`.
+"""What block level loses against operator level: `python benchmarks/levels.py [--tiny] [--json FILE] [--docs]`.
 
-Models of three layers on meta, on one mesh axis. For each level: variables, options and the largest
-table of the dynamic program, with repeated layers counted once, seconds to group and to solve, the optimum,
-and what it loses in percent. A problem too wide for the dynamic program is solved by the integer
-program. Presolve is the operator level without the options that others can always replace.
+Models of two layers on meta, on one mesh axis and, where operator level can be solved, on two. For each
+level: variables, options and the largest table of the dynamic program (repeated layers counted once), seconds to
+group and to solve, the optimum, and what it loses in percent: without a limit, under one half way between the
+fastest plan and the smallest, and at four prices of memory. Without a limit the dynamic program solves (message
+passing where that is too wide), under a limit the integer program; gaps say how far that is proved. With `--tiny`
+instead the models of the tests. With `--docs` the table of `docs/levels.md`. What a file has of other models and
+meshes stays in it.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +27,31 @@ from autopar.api import Planner
 from autopar.passes.blocks import blocks
 from autopar.passes.group import Grouped, block_groups, group
 from autopar.passes.problem import ProblemBuilder
-from autopar.problem import Problem, Solution, evaluate
-from autopar.search import axis_choices, joint, unique_sites
-from autopar.solve import TooWide, solve
+from autopar.passes.widen import widened
+from autopar.problem import Problem, Score, Solution, evaluate
+from autopar.search import axis_choices, joint, priced, unique_sites
+from autopar.solve import TooWide, solve, solve_ilp
 from autopar.solve.pricing import Library
 
-LEVELS = ("operator", "presolve", "block", "cfp")
-MESHES: tuple[dict[str, int], ...] = ({"tp": 8}, {"tp": 4})
-CLUSTERS = ("dgx-h100", "local")
-LAYERS = 3
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "levels.md"
+LEVELS = ("operator", "block", "cfp")
+CLUSTERS = ("dgx-h100", "a100-pcie", "local")
+ONE_AXIS: tuple[dict[str, int], ...] = ({"tp": 8}, {"tp": 4})
+TWO_AXES = {"dp": 2, "tp": 4}
+ON_TWO_AXES = ("gpt2", "mlp")
+"""Models whose operator level is solved on two axes; on the others its tables alone take many minutes."""
+TINY_MESH = {"tp": 4}
+LAYERS = 2
+PRICES = (0.02, 0.2, 2.0, 20.0)
+"""Of memory, times the seconds of the fastest plan over its bytes."""
+GAP = 1e-9
+"""To which the integer program proves its optimum under a limit."""
+SMALLEST = 1e3
+"""The price at which a plan counts as the smallest."""
 
 Arguments = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+Row = dict[str, Any]
 
 
 def tokens(batch: int, length: int) -> dict[str, Any]:
@@ -42,7 +60,7 @@ def tokens(batch: int, length: int) -> dict[str, Any]:
 
 
 def llama() -> Arguments:
-    """The shape of Llama-3-8B."""
+    """The widths of Llama-3-8B."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -59,28 +77,35 @@ def llama() -> Arguments:
 
 
 def gpt2() -> Arguments:
-    """GPT-2 with heads and vocabulary that divide among 8 ranks."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropout: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    config = GPT2Config(vocab_size=50304, n_layer=LAYERS, n_head=16, use_cache=False, **dropout)
-    return GPT2LMHeadModel(config), (), tokens(16, 1024)
+    return GPT2LMHeadModel(GPT2Config(n_layer=LAYERS, use_cache=False, **dropout)), (), tokens(16, 1024)
 
 
-def bert() -> Arguments:
-    """BERT large, with a vocabulary that divides among 8 ranks."""
-    from transformers import BertConfig, BertForMaskedLM
+def mixtral() -> Arguments:
+    """The widths of Mixtral 8x7B."""
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = BertConfig(
-        vocab_size=30528,
-        hidden_size=1024,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+    config = MixtralConfig(num_hidden_layers=LAYERS, use_cache=False, output_router_logits=True)
+    return MixtralForCausalLM(config).to(torch.bfloat16), (), tokens(16, 4096)
+
+
+def t5() -> Arguments:
+    """The widths of T5-large."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=1024,
+        d_kv=64,
+        d_ff=4096,
+        num_layers=LAYERS,
+        num_heads=16,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
     )
-    return BertForMaskedLM(config), (), tokens(16, 512)
+    return T5ForConditionalGeneration(config), (), tokens(16, 512)
 
 
 def mlp() -> Arguments:
@@ -89,114 +114,215 @@ def mlp() -> Arguments:
     return model, (torch.zeros(4096, 4096),), {}
 
 
-MODELS: Mapping[str, Callable[[], Arguments]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "mlp": mlp}
+MODELS: Mapping[str, Callable[[], Arguments]] = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "t5": t5, "mlp": mlp}
 
 
-def planner(model: str, mesh: Mapping[str, int], cluster: str) -> Planner:
+def planner(model: str) -> Planner:
     with torch.device("meta"):
         module, args, kwargs = MODELS[model]()
     loss_fn = (lambda output: output.square().mean()) if model == "mlp" else None
-    return Planner(module, mesh, args, kwargs, loss_fn=loss_fn, cluster=cluster)
+    return Planner(module, {"a": 1}, args, kwargs, loss_fn=loss_fn)
 
 
-def operator_level(made: Planner) -> Problem:
-    """The whole space of a mesh of one axis."""
+def tiny() -> Mapping[str, Callable[[], Planner]]:
+    """The models of the tests."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import models
+    import zoo
+
+    def made(case: Any) -> Planner:
+        return Planner(case.model, {"a": 1}, case.args, case.kwargs, loss_fn=case.loss_fn)
+
+    return {
+        **{name: lambda name=name: made(models.case(name)) for name in models.CASES},  # type: ignore[misc]
+        **{f"zoo {name}": lambda name=name: made(zoo.case(name)) for name in zoo.ZOO},  # type: ignore[misc]
+    }
+
+
+def operator_level(made: Planner, bytes_limit: float | None) -> Problem:
+    """The whole space of a mesh."""
     space = made.space
     axes = range(len(space.mesh))
     allowed = {
-        name: joint(space, site, [axis_choices(space, site, axis) for axis in axes], None)
+        name: joint(space, site, [axis_choices(space, site, axis) for axis in axes], bytes_limit)
         for name, site in unique_sites(space).items()
     }
     return ProblemBuilder(space).build(allowed)[0]
 
 
-def at_level(made: Planner, problem: Problem, level: str) -> Grouped:
-    if level == "operator" or level == "presolve":
-        return group(problem, ())
+def at_level(made: Planner, problem: Problem, level: str, limited: bool) -> Grouped | None:
+    """The problem in groups; at operator level there are none."""
+    if level == "operator":
+        return None
+    if level == "block":
+        return widened(problem, limited=limited)
     found = blocks(made.space.graph, max(made.space.mesh), merge=False)
-    groups = [
-        block_groups(made.space, region, found, "cfp" if level == "cfp" else "block") for region in made.space.regions()
-    ]
-    return group(problem, groups[0], groups[1:])
+    groups = [block_groups(made.space, region, found) for region in made.space.regions()]
+    return group(problem, groups[0], groups[1:], limited=limited)
 
 
-def solved(problem: Problem) -> tuple[Solution, int | None]:
-    """The optimum, and the entries of the largest table of the dynamic program, None where it is too wide."""
+def largest_table(problem: Problem) -> int | None:
+    """Entries of the largest table of the dynamic program, None where it is too wide."""
     try:
-        largest = Library().largest(problem)
+        return Library().largest(problem)
     except TooWide:
-        return solve(problem, "ilp"), None
-    return solve(problem, "dp"), largest
+        return None
 
 
 def variables(problem: Problem) -> int:
     return len(problem.variables) + sum(variables(repeat.body) for repeat in problem.repeats)
 
 
-def measure(model: str, mesh: Mapping[str, int], cluster: str) -> list[dict[str, Any]]:
-    """One row a level."""
-    made = planner(model, mesh, cluster)
-    original = operator_level(made)
-    rows: list[dict[str, Any]] = []
+def measure(model: str, made: Planner, cluster: str, with_limits: bool) -> list[Row]:
+    """One row a level, without a limit and with one."""
+    original = operator_level(made, None)
+    fastest = solve(original, "dp").score
+    rows = _levels(made, original, None, [0.0], fastest)
+    if with_limits:
+        original = operator_level(made, 1.0)
+        unit = fastest.seconds / fastest.bytes
+        smallest = evaluate(original, solve(priced(original, SMALLEST * unit), "dp").choice)
+        limit = (fastest.bytes + smallest.bytes) / 2
+        rows += _levels(made, original, limit, [unit * price for price in PRICES], fastest)
+    return [{"model": model, "mesh": dict(made.mesh), "cluster": cluster, **row} for row in rows]
+
+
+def _levels(
+    made: Planner, original: Problem, limit: float | None, prices: Sequence[float], fastest: Score
+) -> list[Row]:
+    rows: list[Row] = []
     for level in LEVELS:
         started = time.perf_counter()
-        grouped = None if level == "operator" else at_level(made, original, level)
+        grouped = at_level(made, original, level, limit is not None)
         group_seconds = time.perf_counter() - started
         problem = original if grouped is None else grouped.problem
-        solution, largest = solved(problem)
-        choice = solution.choice if grouped is None else grouped.expand(solution.choice)
-        optimum = evaluate(original, choice).objective
-        best = rows[0]["optimum_seconds"] if rows else optimum
+
+        def found(solution: Solution, price: float = 0.0, grouped: Grouped | None = grouped) -> float:
+            score = evaluate(original, solution.choice if grouped is None else grouped.expand(solution.choice))
+            return score.objective + price * score.bytes
+
+        at_prices = [solve(priced(problem, price), "dp") for price in prices]
+        solution = at_prices[0] if limit is None else solve_ilp(problem, bytes_limit=limit, limited_gap=GAP)
+        optimum = found(solution)
+        priced_optima = [found(s, price) for s, price in zip(at_prices, prices, strict=True)]
+        first = rows[0] if rows else None
         rows.append(
             {
-                "model": model,
-                "mesh": dict(mesh),
-                "cluster": cluster,
                 "level": level,
+                "bytes_limit": limit,
+                "fastest_bytes": fastest.bytes,
                 "variables": variables(problem),
                 "options": problem.option_count,
-                "largest_table": largest,
+                "largest_table": largest_table(problem),
                 "solver": solution.solver,
+                "gap": max(solution.gap, *(s.gap for s in at_prices)),
                 "group_seconds": group_seconds,
                 "solve_seconds": solution.seconds_to_solve,
                 "optimum_seconds": optimum,
-                "loss_percent": 100 * (optimum / best - 1),
+                "loss_percent": _lost(optimum, optimum if first is None else first["optimum_seconds"]),
+                "priced_optima": priced_optima,
+                "priced_loss_percent": max(
+                    map(_lost, priced_optima, priced_optima if first is None else first["priced_optima"])
+                ),
                 "divided": [] if grouped is None else list(grouped.divided),
             }
         )
     return rows
 
 
-def print_row(row: Mapping[str, Any]) -> None:
-    mesh = ",".join(f"{axis}={size}" for axis, size in row["mesh"].items())
-    table = "too wide" if row["largest_table"] is None else f"{row['largest_table']:,}"
+def _lost(found: float, best: float) -> float:
+    """In percent; below the rounding of sums nothing."""
+    loss = found / best - 1
+    return 0.0 if abs(loss) < 1e-9 else 100 * loss
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def table_text(entries: int | None) -> str:
+    return "too wide" if entries is None else f"{entries:,}"
+
+
+HEADER = (
+    f"{'model':22} {'mesh':9} {'cluster':9} {'limit':5} {'level':9}{'variables':>10}{'options':>8}{'table':>11} {'':4}"
+    f"{'group s':>8}{'solve s':>8}{'optimum ms':>15}{'loss %':>8}{'priced %':>9}{'gap':>9}"
+)
+
+
+def print_row(row: Row) -> None:
+    limit = "" if row["bytes_limit"] is None else "half"
     print(
-        f"{row['model']:6} {mesh:6} {row['cluster']:9} {row['level']:9}{row['variables']:10,}{row['options']:9,}"
-        f"{table:>12} {row['solver']:>4}{row['group_seconds']:9.2f}{row['solve_seconds']:9.2f}"
-        f"{row['optimum_seconds'] * 1e3:16,.3f}{round(row['loss_percent'], 4) + 0.0:9.4f}",
+        f"{row['model']:22} {mesh_text(row['mesh']):9} {row['cluster']:9} {limit:5} {row['level']:9}"
+        f"{row['variables']:10,}{row['options']:8,}{table_text(row['largest_table']):>11} {row['solver']:>4}"
+        f"{row['group_seconds']:8.2f}{row['solve_seconds']:8.2f}{row['optimum_seconds'] * 1e3:15,.4f}"
+        f"{row['loss_percent']:8.4f}{row['priced_loss_percent']:9.4f}{row['gap']:9.1e}",
         flush=True,
     )
 
 
+def table(rows: Iterable[Row]) -> str:
+    """One line a model, mesh and level: the largest of all clusters."""
+    cells: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        cells.setdefault((row["model"], mesh_text(row["mesh"]), row["level"]), []).append(row)
+    lines = [
+        "| model | mesh | level | variables | options | largest table | group s | solve s | loss % | at a price % "
+        "| under a limit % |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (model, mesh, level), same in cells.items():
+        free = [row for row in same if row["bytes_limit"] is None]
+        limited = [row for row in same if row["bytes_limit"] is not None]
+        tables = [row["largest_table"] for row in free]
+        widest = table_text(None if None in tables else max(tables))
+        seconds = [max(row[key] for row in free) for key in ("group_seconds", "solve_seconds")]
+        losses = [max(row["loss_percent"] for row in free)]
+        losses += [max((row[key] for row in limited), default=None) for key in ("priced_loss_percent", "loss_percent")]
+        lost = ["–" if loss is None else "0" if loss == 0 else f"{loss:.4f}" for loss in losses]
+        lines.append(
+            f"| {model} | {mesh} | {level} | {max(row['variables'] for row in free)} "
+            f"| {max(row['options'] for row in free):,} | {widest} | {seconds[0]:.1f} | {seconds[1]:.1f} "
+            f"| {lost[0]} | {lost[1]} | {lost[2]} |"
+        )
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="the models of the tests, on one axis of 4")
     parser.add_argument("--quick", action="store_true", help="one mesh and one cluster")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", help="these models only")
+    parser.add_argument("--axes", type=int, choices=(1, 2), help="meshes of that many axes only")
     parser.add_argument("--json", type=Path, default=Path("levels.json"))
+    parser.add_argument("--docs", action="store_true", help=f"write the table of {DOCS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
-    meshes, clusters = (MESHES[:1], CLUSTERS[:1]) if options.quick else (MESHES, CLUSTERS)
-    print(
-        f"{'model':6} {'mesh':6} {'cluster':9} {'level':9}{'variables':>10}{'options':>9}{'table':>12} {'':4}"
-        f"{'group s':>9}{'solve s':>9}{'optimum ms':>16}{'loss %':>9}"
-    )
-    rows = []
-    for model in options.models:
-        for mesh in meshes:
-            for cluster in clusters:
-                for row in measure(model, mesh, cluster):
+    every = tiny() if options.tiny else {name: lambda name=name: planner(name) for name in MODELS}  # type: ignore[misc]
+    print(HEADER)
+    known: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    rows: list[Row] = []
+    for model in options.models or every:
+        base = every[model]()
+        meshes = [TINY_MESH] if options.tiny else list(ONE_AXIS)
+        if model in ON_TWO_AXES:
+            meshes.append(TWO_AXES)
+        if options.axes is not None:
+            meshes = [mesh for mesh in meshes if len(mesh) == options.axes]
+        for mesh in meshes[: 1 if options.quick else None]:
+            for cluster in CLUSTERS[: 1 if options.quick else None]:
+                for row in measure(model, base.on(mesh, cluster), cluster, len(mesh) == 1 or model == "mlp"):
                     print_row(row)
                     rows.append(row)
-    options.json.write_text(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "rows": rows}))
+    measured = {(row["model"], mesh_text(row["mesh"])) for row in rows}
+    rows += [row for row in known if (row["model"], mesh_text(row["mesh"])) not in measured]
+    rows.sort(key=lambda row: (row["model"], mesh_text(row["mesh"])))
+    found = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
+    options.json.write_text(json.dumps(found, indent=1))
+    if options.docs:
+        text = DOCS.read_text()
+        before, _, rest = text.partition("<!-- levels -->\n")
+        after = rest.partition("<!-- end -->")[2]
+        DOCS.write_text(f"{before}<!-- levels -->\n{table(rows)}\n<!-- end -->{after}")
 
 
 if __name__ == "__main__":

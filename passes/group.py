@@ -1,4 +1,4 @@
-"""Group: a problem at block level, made of one at operator level.
+"""Group: a problem of given groups, made of one at operator level.
 
 A group of variables becomes one variable, whose options are the joint options of its members that
 need no communication inside: a tensor that the group makes and reads is read in the layout that it is
@@ -7,7 +7,7 @@ before it, and partial sums may be added. Tensors that nobody else touches vanis
 seconds and bytes; of the others an option keeps what it makes and what it wants of them. Of joint
 options that make and want the same, only those remain that no other matches in seconds and bytes.
 
-The block-level problem is a restriction of the operator-level one: what it chooses is a choice there
+The grouped problem is a restriction of the operator-level one: what it chooses is a choice there
 with the same score (`Grouped.expand`), and its optimum is at best the same.
 """
 
@@ -17,13 +17,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ..problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Repeat, Tensor, Variable, evaluate
 from ..solve.elimination import Bools, Floats, Row, tensor_rows, undominated
-from .blocks import Blocks, FreeGroup, ParallelBlock
+from .blocks import Blocks, ParallelBlock
 from .strategies import Region, Space
 
 OPTIONS_MOST = 64
@@ -31,8 +31,6 @@ OPTIONS_MOST = 64
 
 WALK_MOST = 4096
 """Joint options among which those that others can replace are looked for."""
-
-BlockLevel = Literal["block", "cfp"]
 
 Groups = Sequence[Sequence[int]]
 """Members of each group, by the number of the variable."""
@@ -101,27 +99,15 @@ def group(
     return _grouped(problem, groups, bodies, frozenset(), _Limits(limited=limited, options_most=options_most))
 
 
-def block_groups(space: Space, region: Region, blocks: Blocks, level: BlockLevel = "block") -> list[list[int]]:
-    """Groups for the problem of a region, as numbers in `region.sites`, from a graph's blocks with `merge=False`.
-
-    "cfp": ParallelBlocks as they are, each with its backward operators; the rest stays single. On one
-    axis this lost 0 to 7.2% against operator level on transformers, and 47 to 59% on an MLP, whose
-    activations want to move between a contraction and what follows it.
-
-    "block": blocks and free groups, forward and backward apart, and every operator that does
-    arithmetic (contractions, attention) a variable of its own, so that communication may stand before and
-    behind it. This lost nothing in any of the cases.
-
-    `python benchmarks/levels.py` makes the table.
+def block_groups(space: Space, region: Region, blocks: Blocks) -> list[list[int]]:
+    """Groups for the problem of a region, as numbers in `region.sites`: a graph's ParallelBlocks as they are, each
+    with its backward operators; the rest stays single. This is the paper's form, and it loses (see `passes.widen`).
     """
-    homes: dict[tuple[str, bool], list[int]] = {}
+    homes: dict[str, list[int]] = {}
     for number, site in enumerate(region.sites.values()):
         home = blocks.home.get(space.graph.producer.get(site.name, -1)) if site.kind == "op" else None
-        if level == "cfp":
-            if isinstance(home, ParallelBlock):
-                homes.setdefault((home.name, False), []).append(number)
-        elif isinstance(home, (ParallelBlock, FreeGroup)) and not (site.rule is not None and site.rule.flops):
-            homes.setdefault((home.name, site.backward), []).append(number)
+        if isinstance(home, ParallelBlock):
+            homes.setdefault(home.name, []).append(number)
     return list(homes.values())
 
 
@@ -157,7 +143,7 @@ def _grouped(
         borders = frozenset((*repeat.body_left, *repeat.body_right))
         inner.append(_grouped(repeat.body, bodies[number] if bodies else (), (), borders, limits))
     return Grouped(
-        problem=_assembled(network, parts, inner, joined),
+        problem=assembled(problem, parts, inner, joined),
         original=problem,
         groups=tuple(parts),
         bodies=tuple(inner),
@@ -174,14 +160,14 @@ def _check(problem: Problem, groups: Groups, joined: frozenset[int]) -> None:
             raise ValueError(f"variable {name} joins a repeat to its neighbours: leave it out of the groups")
 
 
-def _assembled(
-    network: _Touching, parts: Sequence[Group], bodies: Sequence[Grouped], joined: frozenset[int]
-) -> Problem:
-    problem = network.problem
+def assembled(problem: Problem, parts: Sequence[Group], bodies: Sequence[Grouped], joined: frozenset[int]) -> Problem:
+    """The problem whose variables are the parts of another's, and the bodies of its repeats. Tensors that one part
+    alone touches are in its costs; those of the variables in `joined` are not."""
+    rows = tensor_rows(problem)
     home = {member: number for number, part in enumerate(parts) for member in part.members}
     inside: dict[int, list[int]] = {}
     tensors = []
-    for index, row in enumerate(network.rows):
+    for index, row in enumerate(rows):
         homes = list(dict.fromkeys(home[v] for v in row))
         if len(homes) == 1 and not joined & row.keys():
             inside.setdefault(homes[0], []).append(index)
@@ -202,9 +188,30 @@ def _assembled(
             )
         )
     return Problem(
-        variables=tuple(network.variable(part, inside.get(number, ())) for number, part in enumerate(parts)),
+        variables=tuple(_variable(problem, rows, part, inside.get(number, ())) for number, part in enumerate(parts)),
         tensors=tuple(tensors),
         repeats=tuple(repeats),
+    )
+
+
+def _variable(
+    problem: Problem, rows: Sequence[Mapping[int, list[Row]]], part: Group, inside: Sequence[int]
+) -> Variable:
+    """The variable that a group is; `inside` are the tensors that vanish in it."""
+    members = [problem.variables[member] for member in part.members]
+    seconds = [sum(v.seconds[o] for v, o in zip(members, joint, strict=True)) for joint in part.joint]
+    size = [sum(v.bytes[o] for v, o in zip(members, joint, strict=True)) for joint in part.joint]
+    for index in inside:
+        for number, state in enumerate(_united(rows[index], part)):
+            assert state[0] is not None
+            cost = problem.tensors[index].costs[state[0], state[1]]
+            seconds[number] += cost[0]
+            size[number] += cost[1]
+    return Variable(
+        name=members[0].name if len(members) == 1 else f"{members[0].name} .. {members[-1].name}",
+        options=tuple(_label(members, joint) for joint in part.joint),
+        seconds=tuple(seconds),
+        bytes=tuple(size),
     )
 
 
@@ -282,24 +289,6 @@ class _Touching:
 
     def alone(self, number: int) -> Group:
         return Group(members=(number,), joint=tuple((o,) for o in range(len(self.problem.variables[number].options))))
-
-    def variable(self, part: Group, inside: Sequence[int]) -> Variable:
-        """The variable that a group is; `inside` are the tensors that vanish in it."""
-        members = [self.problem.variables[member] for member in part.members]
-        seconds = [sum(v.seconds[o] for v, o in zip(members, joint, strict=True)) for joint in part.joint]
-        size = [sum(v.bytes[o] for v, o in zip(members, joint, strict=True)) for joint in part.joint]
-        for index in inside:
-            for number, state in enumerate(_united(self.rows[index], part)):
-                assert state[0] is not None
-                cost = self.problem.tensors[index].costs[state[0], state[1]]
-                seconds[number] += cost[0]
-                size[number] += cost[1]
-        return Variable(
-            name=members[0].name if len(members) == 1 else f"{members[0].name} .. {members[-1].name}",
-            options=tuple(_label(members, joint) for joint in part.joint),
-            seconds=tuple(seconds),
-            bytes=tuple(size),
-        )
 
     def parts(self, members: Sequence[int]) -> Iterator[Group]:
         """The group of these members, or where it must be divided several."""

@@ -56,7 +56,7 @@ class Program:
         self.rows.append((lower, upper, sorted(terms.items())))
 
 
-def solve_ilp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
+def solve_ilp(problem: Problem, *, bytes_limit: float | None = None, limited_gap: float = GAP_WITH_LIMIT) -> Solution:
     """Minimise seconds + tie-break * bytes subject to bytes <= bytes_limit as an integer linear program.
 
     Variables: a binary per option of each variable (options that another one with the same rows matches in
@@ -75,7 +75,7 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None) -> Solution
     there are several for each pair, the undominated (seconds, bytes) that a sweep over prices of memory
     finds in the body: the optimum is then that over this pool, and the Lagrangian bound is given
     as lower bound. Tie-break: less memory.
-    Gap: 1e-9 relative without a limit, 1e-4 with one; `lower_bound` is the bound that HiGHS proved.
+    Gap: 1e-9 relative without a limit, `limited_gap` with one; `lower_bound` is the bound that HiGHS proved.
 
     Raises `Infeasible` where no choice is feasible.
     """
@@ -92,12 +92,12 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None) -> Solution
     if bodies is None:
         expanded = expand(problem)
         encoding = Encoding(expanded.problem, [])
-        objective, bound, values = optimise(encoding.program, bytes_limit)
+        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap)
         choice = expanded.layout.choice(encoding.choice(values).options)
         lower = bound
     else:
         encoding = Encoding(problem, bodies)
-        objective, bound, values = optimise(encoding.program, bytes_limit)
+        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap)
         choice = encoding.choice(values)
         lower = bound if lagrangian_bound is None else lagrangian_bound
     score = evaluate(problem, choice)
@@ -269,7 +269,9 @@ def _union(rows: Iterable[Row]) -> Row:
     return produced, wanted
 
 
-def optimise(program: Program, bytes_limit: float | None) -> tuple[float, float, Floats]:
+def optimise(
+    program: Program, bytes_limit: float | None, limited_gap: float = GAP_WITH_LIMIT
+) -> tuple[float, float, Floats]:
     """The objective and the proved lower bound, both in seconds, and the value of every column.
 
     Costs are scaled, since HiGHS has absolute tolerances. It may break the row of bytes by its tolerance: then
@@ -277,7 +279,8 @@ def optimise(program: Program, bytes_limit: float | None) -> tuple[float, float,
     """
     seconds, size = np.array(program.seconds), np.array(program.bytes)
     cost = seconds + TIE_BREAK_SECONDS_PER_BYTE * size
-    result, scale = _solve(program, cost, bytes_limit)
+    gap = GAP_WITHOUT_LIMIT if bytes_limit is None else limited_gap
+    result, scale = _solve(program, cost, bytes_limit, gap)
     bound = -math.inf if result is None else result.best_objective_bound() / scale
     allowed = bytes_limit
     while bytes_limit is not None and allowed is not None and result is not None:
@@ -285,7 +288,7 @@ def optimise(program: Program, bytes_limit: float | None) -> tuple[float, float,
         if excess <= 0:
             break
         allowed -= max(excess, 1e-12 * abs(bytes_limit))
-        result, _ = _solve(program, cost, allowed)
+        result, _ = _solve(program, cost, allowed, gap)
     if result is None:
         result = _smallest(program, size, bytes_limit)
     values = _values(result)
@@ -294,7 +297,7 @@ def optimise(program: Program, bytes_limit: float | None) -> tuple[float, float,
 
 def _smallest(program: Program, size: Floats, bytes_limit: float | None) -> mathopt.SolveResult:
     """The result with the fewest bytes, or `Infeasible` where that does not fit either."""
-    smallest, _ = _solve(program, size, None)
+    smallest, _ = _solve(program, size, None, GAP_WITHOUT_LIMIT)
     if smallest is None:
         raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
     needed = float(size @ _values(smallest))
@@ -308,7 +311,9 @@ def _values(result: mathopt.SolveResult) -> Floats:
     return np.asarray(np.rint(np.array(list(result.variable_values().values()))), dtype=np.float64)
 
 
-def _solve(program: Program, cost: Floats, bytes_limit: float | None) -> tuple[mathopt.SolveResult | None, float]:
+def _solve(
+    program: Program, cost: Floats, bytes_limit: float | None, gap: float
+) -> tuple[mathopt.SolveResult | None, float]:
     """The result and the scale of its objective; None where infeasible."""
     proto = model_pb2.ModelProto()
     count = len(cost)
@@ -341,7 +346,7 @@ def _solve(program: Program, cost: Floats, bytes_limit: float | None) -> tuple[m
         mathopt.Model.from_model_proto(proto),
         mathopt.SolverType.HIGHS,
         params=mathopt.SolveParameters(
-            relative_gap_tolerance=GAP_WITHOUT_LIMIT if bytes_limit is None else GAP_WITH_LIMIT,
+            relative_gap_tolerance=gap,
             absolute_gap_tolerance=0.0,
             random_seed=1,
             highs=highs,
