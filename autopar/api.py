@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -21,7 +23,7 @@ from .collectives import are_of_gloo
 from .comparison import Comparison
 from .constraints import Constraints, pins
 from .layout import REPLICATE, Layout, Split
-from .memory import Peak, peak
+from .memory import Peak, moments, peak
 from .meshes import best_mesh, meshes
 from .ops import rule_of
 from .ops.routing import in_token_order
@@ -35,6 +37,7 @@ from .passes.compact import compact
 from .passes.problem import Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, segments
+from .passes.shorten import shortened
 from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
@@ -67,6 +70,9 @@ WORTH = 0.02
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
+
+IN_FLIGHT = 8
+"""A peak that is over the limit by so many buckets will not keep it with smaller ones."""
 
 
 def plan(
@@ -263,6 +269,8 @@ class Planner:
         self.device_type = device_type
         self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
         """Of one search, by the identity of the assignment."""
+        self.latest: tuple[Assignment, int, Program] | None = None
+        """The last program that was written to see what memory it needs, with its largest bucket."""
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
         self.seconds: dict[str, float] = {}
@@ -300,6 +308,7 @@ class Planner:
         _check_mesh(mesh_shape)
         other = copy(self)
         other.mesh, other.cluster, other.seconds, other.peaks = dict(mesh_shape), named_cluster(cluster), {}, {}
+        other.latest = None
         other.space = other._space()
         return other
 
@@ -364,6 +373,10 @@ class Planner:
     ) -> Plan:
         """Raises ValueError for an unknown solver or cost, for constraints that cannot be, and where nothing keeps the
         limit."""
+        with _uncollected():
+            return self._plan(solver, cost, memory_limit_bytes, constraints)
+
+    def _plan(self, solver: str, cost: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Plan:
         _check_solver(solver)
         if cost not in COSTS:
             raise ValueError(f"unknown cost {cost!r}; known: {', '.join(COSTS)}")
@@ -411,6 +424,7 @@ class Planner:
             logger.info,
             pins=pins(self.space, constraints or {}),
             peak=lambda assignment: self.peak(assignment, memory_limit_bytes)[1].bytes,
+            estimate=lambda assignment: self._timed("estimate", lambda: self._estimate(assignment, memory_limit_bytes)),
         )
 
     def peak(self, assignment: Assignment, memory_limit_bytes: float | None = None) -> tuple[int, Peak]:
@@ -424,14 +438,34 @@ class Planner:
             self.peaks[key] = assignment, *best
         return self.peaks[key][1:]
 
+    def _estimate(self, assignment: Assignment, memory_limit_bytes: float | None) -> float:
+        """The peak of `peak`, told from the program of fewer copies."""
+        short = shortened(self.space, assignment)
+        if short is None:
+            return self.peak(assignment, memory_limit_bytes)[1].bytes
+        program = codegen(short.space, short.assignment)
+        least = math.inf
+        for size in BUCKETS:
+            bucketed = self._bucketed(program, size)
+            found = moments(bucketed, self.optimizer, self._kind_of_device)
+            least = min(least, short.most(found, bucketed, self.optimizer))
+            if _is_settled(least, size, memory_limit_bytes):
+                break
+        return least
+
+    @property
+    def _kind_of_device(self) -> str:
+        return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
+
     def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
-        """With smaller and smaller buckets, up to the first that keep the limit."""
-        kind = self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
+        """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them."""
         program = codegen(self.space, assignment)
         for size in BUCKETS:
-            found = peak(self._bucketed(program, size), self.optimizer, kind)
+            bucketed = self._bucketed(program, size)
+            self.latest = assignment, size, bucketed
+            found = peak(bucketed, self.optimizer, self._kind_of_device)
             yield size, found
-            if memory_limit_bytes is None or found.bytes <= memory_limit_bytes:
+            if _is_settled(found.bytes, size, memory_limit_bytes):
                 return
 
     def describe(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan:
@@ -561,11 +595,30 @@ class Planner:
 
     def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES) -> Program:
         """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
+        if self.latest is not None and self.latest[0] is assignment and self.latest[1] == bucket_bytes:
+            return self.latest[2]
         program = self._timed("codegen", lambda: codegen(self.space, assignment))
         return self._timed("bucket", lambda: self._bucketed(program, bucket_bytes))
 
     def _bucketed(self, program: Program, limit_bytes: int) -> Program:
         return compact(bucket(program, self.space.redistributor.bucket_bytes, limit_bytes=limit_bytes))
+
+
+def _is_settled(peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:
+    """Whether smaller buckets are not needed, or would not do."""
+    return limit is None or peak_bytes <= limit or peak_bytes > limit + IN_FLIGHT * bucket_bytes
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for garbage in cycles, of which planning makes little: a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:

@@ -105,25 +105,29 @@ def _site(
     seconds: dict[tuple[AxisChoice, ...], float] = {}
     roots = (*(read.alias.root for read in site.reads), *site.makes)
     unknown: dict[tuple[int, AxisChoice], set[int]] = {}
+    apart: dict[tuple[int, AxisChoice], tuple[Layout, ...]] = {}
+    """What a choice on one axis reads and makes alone."""
+    for axis, single in alone.items():
+        twin = single.regions[region].sites[site.name]
+        for part in per_axis[axis]:
+            projected = single.space.option(twin, _Alone.with_policy(twin, part))
+            apart[axis, part] = ((ANY,),) * len(roots) if projected is None else (*projected.reads, *projected.makes)
+    splits = {axis: [single.splits.get(root, set()) for root in roots] for axis, single in alone.items()}
     for choice in product(*per_axis):
         option = space.option(site, _Alone.with_policy(site, *choice))
         if option is None:
             continue
         seconds[choice] = option.seconds
         joint = (*option.reads, *option.makes)
-        for axis, single in alone.items():
-            twin = single.regions[region].sites[site.name]
-            projected = single.space.option(twin, _Alone.with_policy(twin, choice[axis]))
-            own = ((ANY,),) * len(roots) if projected is None else (*projected.reads, *projected.makes)
-            for position, root in enumerate(roots):
-                if not _projects(joint[position][axis], own[position][0], single.splits.get(root, set())):
+        for axis in alone:
+            own = apart[axis, choice[axis]]
+            for position in range(len(roots)):
+                if not _projects(joint[position][axis], own[position][0], splits[axis][position]):
                     unknown.setdefault((axis, choice[axis]), set()).add(position)
     for (axis, axis_choice), positions in unknown.items():
         twin = alone[axis].regions[region].sites[site.name]
         key = _Alone.with_policy(twin, axis_choice)
-        projected = twin.options[key]
-        layouts = ((ANY,),) * len(roots) if projected is None else (*projected.reads, *projected.makes)
-        marked = tuple((ANY,) if i in positions else layout for i, layout in enumerate(layouts))
+        marked = tuple((ANY,) if i in positions else layout for i, layout in enumerate(apart[axis, axis_choice]))
         reads, makes = marked[: len(site.reads)], marked[len(site.reads) :]
         twin.options[key] = Option(choice=key, reads=reads, makes=makes, seconds=0.0, bytes=0.0)
     least = min(seconds.values())

@@ -42,9 +42,25 @@ class Peak:
         return sum(getattr(self, kind) for kind in KINDS)
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes of a rank while an instruction runs, or at the end of a step. `phase`: forward, backward, or what else."""
+
+    phase: str
+    instruction: Instruction | None
+    bytes: int
+
+
 def peak(program: Program, optimizer: Optimizer, device_type: str) -> Peak:
     """Of the program as it is run (after `passes.bucket`). `device_type` is that of the mesh: "cpu" or "cuda"."""
     return _Step(program, optimizer, device_type).peak()
+
+
+def moments(program: Program, optimizer: Optimizer, device_type: str) -> list[Moment]:
+    """All that `peak` looks at, in their order."""
+    step = _Step(program, optimizer, device_type)
+    step.peak()
+    return step.moments
 
 
 @dataclass(eq=False)
@@ -61,6 +77,7 @@ class _Step:
     most: int = -1
     found: dict[str, int] = field(default_factory=dict)
     at: tuple[str, Instruction | None] = ("", None)
+    moments: list[Moment] = field(default_factory=list)
 
     def peak(self) -> Peak:
         program, memory = self.program, self.memory
@@ -172,6 +189,7 @@ class _Step:
     def _look(self, phase: str, inside: int = 0, instruction: Instruction | None = None) -> None:
         """Remember this moment if it is the peak. `inside` is what lives within an operator."""
         total = sum(self.alive.values()) + inside
+        self.moments.append(Moment(phase, instruction, total))
         if total > self.most:
             self.most = total
             self.found = {**self.alive, "temporaries": self.alive["temporaries"] + inside}

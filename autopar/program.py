@@ -48,7 +48,7 @@ class RankIndex:
         return " + ".join(parts + ([str(self.constant)] if self.constant or not parts else []))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Instruction:
     """Like a graph's node, but local: args may hold `RankIndex` beside `Ref`s and constants.
     `node` names the node of the joint graph that it serves ("" for none)."""
@@ -60,11 +60,11 @@ class Instruction:
     module: str = ""
     node: str = ""
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         return (*references(self.args), *references(self.kwargs))
 
-    @property
+    @cached_property
     def collective(self) -> str | None:
         kind = self.op.removeprefix("collective.")
         return kind if kind != self.op and kind in COLLECTIVES else None

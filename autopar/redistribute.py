@@ -70,6 +70,7 @@ class Redistributor:
         """On each mesh axis."""
         self.hidden = hidden
         """The part of the seconds of what travels in buckets that passes while the rank computes."""
+        self._moving: dict[tuple[str, int, int, bool], float] = {}
         self._routes: dict[tuple[Shape, int, Layout, Layout, bool], Route | None] = {}
         self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None] = {}
 
@@ -183,6 +184,12 @@ class Redistributor:
         """Seconds that a step spends on links; 0 for a local one."""
         if step.kind == "slice":
             return 0.0
+        key = (step.kind, step.axis, step.bytes, bucketed)
+        if key not in self._moving:
+            self._moving[key] = self._link_seconds(step, bucketed)
+        return self._moving[key]
+
+    def _link_seconds(self, step: Step, bucketed: bool) -> float:
         link = self.links[step.axis]
         if not bucketed:
             return collective_seconds(step.kind, step.bytes, link)

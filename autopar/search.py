@@ -51,6 +51,13 @@ RECOMPUTE_PLANS = 3
 RECOMPUTE_ROUNDS = 4
 """Numbers of copies that are tried for each."""
 
+SURELY = 0.25
+"""A plan of which the sum of bytes, with the excess of another one's peak, is over a limit by this part of it is over
+the limit: its program need not be written to see that."""
+
+CONFIRMATIONS = 3
+"""Answers of which the true peak is looked at, before peaks are no longer estimated."""
+
 LIMIT_SLACK = 0.01
 """Part of a limit that may be left unused."""
 
@@ -115,7 +122,8 @@ class Search:
     what was solved before (descents from several starts meet) is not solved again.
 
     At `level` "cfp" the space is narrower, and the lower bound is that of what is left. `bytes_limit`
-    bounds the `peak` of an assignment, or, if none is given, its sum of bytes."""
+    bounds the `peak` of an assignment, or, if none is given, its sum of bytes. If `estimate` is given, peaks are
+    estimated, and that of the answer is looked at."""
 
     def __init__(
         self,
@@ -126,12 +134,16 @@ class Search:
         level: Level = "operator",
         pins: Pins | None = None,
         peak: Callable[[Assignment], float] | None = None,
+        estimate: Callable[[Assignment], float] | None = None,
     ) -> None:
         self.space, self.solver, self.bytes_limit, self.log = space, solver, bytes_limit, log
         self.descent = DESCENT_SOLVER if solver in EXACT else solver
         self.pins = pins or {}
-        self.peak = peak
-        self.peaks: dict[int, tuple[Assignment, float]] = {}
+        self.peak, self.estimate = peak, estimate or peak
+        self.peaks: dict[int, tuple[Solved, float]] = {}
+        """As estimated, by the identity of the assignment."""
+        self.aim = math.inf if bytes_limit is None else bytes_limit
+        """What estimates are to keep, so that the limit is kept."""
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solves = 0
@@ -214,15 +226,14 @@ class Search:
         if allowed is not None:
             options = allowed
             best = self.solve(options, self.solver)
-            if self._is_over(best):
-                best = self._within_limit(best, lambda price, _: self.solve(options, self.descent, price=price))
+            best = self._limited(best, lambda price, _: self.solve(options, self.descent, price=price))
         else:
             first = self._whole() if start is None else taken(space, start)
             best = self._descend_all() if thorough else self._descend(first, self._axes())
             bound = lower_bound_seconds(space) if bounded else 0.0
             self.log(f"lower bound {bound * 1e3:.3f} ms")
-            if self._is_over(best) and best.score.objective < below:
-                best = self._within_limit(best, self._descend_priced)
+            if best.score.objective < below:
+                best = self._limited(best, self._descend_priced)
             best = replace(best, lower_bound=bound)
         return Found(
             assignment=best.assignment,
@@ -266,16 +277,34 @@ class Search:
         )
 
     def _is_over(self, found: Solved) -> bool:
-        return self.bytes_limit is not None and self._peak(found) > self.bytes_limit
+        return self.bytes_limit is not None and self._peak(found) > self.aim
 
     def _peak(self, found: Solved) -> float:
-        """Of an assignment: its program is written for that."""
-        if self.peak is None:
+        """Of an assignment: its program, or one of fewer copies, is written for that."""
+        if self.estimate is None:
             return found.score.bytes
         key = id(found.assignment)
         if key not in self.peaks:
-            self.peaks[key] = found.assignment, self.peak(found.assignment)
+            self.peaks[key] = found, self.estimate(found.assignment)
         return self.peaks[key][1]
+
+    def _true_peak(self, found: Solved) -> float:
+        return found.score.bytes if self.peak is None else self.peak(found.assignment)
+
+    def _limited(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
+        """The best that keeps the limit, if there is one. Where the answer is over it by more than was estimated, the
+        next one is to be as much below; at last nothing is estimated any more."""
+        if self.bytes_limit is None:
+            return cheapest
+        for _ in range(CONFIRMATIONS):
+            best = self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
+            true = self._true_peak(best)
+            if true <= self.bytes_limit:
+                return best
+            self.log(f"estimated to need {self._peak(best):.0f} bytes, and needs {true:.0f}")
+            self.aim = min(self.aim, self.bytes_limit - (true - self._peak(best))) - (true - self.bytes_limit)
+        self.aim, self.estimate, self.peaks = self.bytes_limit, self.peak, {}
+        return self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
 
     def _within_limit(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
         """The best that keeps the limit: solves at rising prices of memory fill a pool of options, in
@@ -287,18 +316,19 @@ class Search:
         The lower bound is Lagrange's, over the prices that were tried; where a peak is limited, which is no sum, it is
         that without a limit.
         """
-        assert self.bytes_limit is not None
-        limit, score = self.bytes_limit, cheapest.score
+        limit, score = self.aim, cheapest.score
         unit = score.seconds / score.bytes
         tried: list[tuple[float, Solved]] = [(0.0, cheapest)]
-        price, fits = 0.02 * unit, None
+        price, fits, excess = 0.02 * unit, None, self._excess(cheapest)
         while fits is None and price <= PRICE_MOST * unit:
-            tried.append((price, solve_at(price, tried[-1][1])))
-            fits = None if self._is_over(tried[-1][1]) else price
+            found = solve_at(price, tried[-1][1])
+            tried.append((price, found))
+            if found.score.bytes + excess <= (1 + SURELY) * limit:
+                fits = None if self._is_over(found) else price
+                excess = self._excess(found)
             price *= 5
         kept: list[Solved] = []
         if fits is not None:
-            excess = self._excess(tried[-1][1])
             kept.append(tried[-1][1])
             below, above = tried[-2][0], fits
             for _ in range(PRICE_BISECTIONS):
@@ -310,19 +340,28 @@ class Search:
             kept += self._mixed([found for _, found in tried], limit, excess)
         again = self._recomputing([found for _, found in tried], kept, limit)
         if not kept and not again:
-            peaks = [peak for _, peak in self.peaks.values()] or [found.score.bytes for _, found in tried]
-            error = Infeasible(
-                f"no choice fits in {limit:.0f} bytes: the smallest needs {min(peaks):.0f} bytes; "
-                f"give more memory, more ranks or a smaller batch"
-            )
-            error.smallest_bytes = min(peaks)
-            raise error
+            kept.append(self._smallest([found for _, found in tried]))
         best = min(kept + again, key=lambda found: found.score.objective)
         bound = cheapest.lower_bound
         if self.peak is None:
             bound = max(found.lower_bound - price * limit for price, found in tried)
         self.log(f"within {limit:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
         return replace(best, lower_bound=min(bound, best.score.objective))
+
+    def _smallest(self, tried: Sequence[Solved]) -> Solved:
+        """Of all plans that were looked at. Raises `Infeasible` where that, too, is over the limit."""
+        assert self.bytes_limit is not None
+        looked_at = [found for found, _ in self.peaks.values()] or tried
+        smallest = min(looked_at, key=self._peak)
+        true = self._true_peak(smallest)
+        if true > self.bytes_limit:
+            error = Infeasible(
+                f"no choice fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes; "
+                f"give more memory, more ranks or a smaller batch"
+            )
+            error.smallest_bytes = true
+            raise error
+        return smallest
 
     @property
     def _may_recompute(self) -> bool:

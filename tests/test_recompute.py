@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from autopar.api import Planner
-from autopar.memory import Peak, peak
+from autopar.memory import Peak, moments, peak
 from autopar.passes.account import account, count_collectives
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.passes.problem import Assignment
+from autopar.passes.shorten import shortened
 from autopar.plan import Plan
 from autopar.problem import Infeasible
 from tests import models, plans
@@ -26,13 +27,14 @@ CASES = {
     "gpt2": lambda: models.Case(model=models.gpt2(4, **dict.fromkeys(RATES, 0.2)), batch=models.tokens),
     "llama": lambda: models.Case(model=models.llama(4, attention_dropout=0.2), batch=models.tokens),
 }
+DEEP = {"deep llama": lambda: models.Case(model=models.llama(14), batch=models.tokens)}
 MESHES = ({"a": 2}, {"dp": 2, "tp": 2})
 
 
 @functools.cache
 def case(name: str) -> models.Case:
     torch.manual_seed(0)
-    made = models.perturbed(CASES[name]())
+    made = models.perturbed({**CASES, **DEEP}[name]())
     made.model.train()
     return made
 
@@ -107,3 +109,23 @@ def test_a_limit_makes_copies_again_where_that_wins_and_the_plan_is_saved_so(tmp
     models.assert_same(
         models.simulated(program, made.captured, case("llama"), seed=SEED), alone("llama"), tolerance=2e-5
     )
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 2**12])
+def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int) -> None:
+    """Of what travels alone truly, of buckets that reach across copies nearly."""
+    made = planner("deep llama", {"dp": 2, "tp": 2})
+    kept = made.assignment(made.plan(solver="fsdp"))
+    (copies,) = kept.copies
+    again = (True,) * 6 + (False,) * (len(copies) - 6)
+    for assignment in (kept, replace(kept, recompute=(again,))):
+        short = shortened(made.space, assignment)
+        assert short is not None and len(short.assignment.copies[0]) < len(copies)
+        small, whole = (
+            bucket(codegen(space, decided), limit_bytes=limit_bytes)
+            for space, decided in ((short.space, short.assignment), (made.space, assignment))
+        )
+        told = short.most(moments(small, made.optimizer, "cpu"), small, made.optimizer)
+        needed = peak(whole, made.optimizer, "cpu").bytes
+        assert told == pytest.approx(needed, rel=1e-9 if limit_bytes == 1 else 0.03)
+        assert needed > 1.1 * peak(small, made.optimizer, "cpu").bytes

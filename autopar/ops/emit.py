@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,7 +95,19 @@ class LocalEmitter:
 
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta | None, ...]:
     """Metas of an op's outputs from its arguments, with `TensorMeta`s in the place of tensors."""
+    return _inferred(op, args, kwargs, _types((args, kwargs)))
+
+
+@lru_cache(maxsize=1 << 16)
+def _inferred(
+    op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: Any
+) -> tuple[TensorMeta | None, ...]:
+    """`types` tells 1, 1.0 and True apart, which are equal."""
     return tuple(None if o is None else TensorMeta(tuple(o.shape), o.dtype) for o in on_meta(op, args, kwargs))
+
+
+def _types(value: Any) -> Any:
+    return tuple(map(_types, value)) if isinstance(value, tuple) else type(value)
 
 
 def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
