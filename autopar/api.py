@@ -48,6 +48,7 @@ from .redistribute import Redistributor
 from .search import Found, Search, unique_sites
 from .solve import SOLVERS
 from .timeline import timeline
+from .volume import volumes, with_arithmetic_split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,9 +59,9 @@ logger = logging.getLogger("autopar")
 
 T = TypeVar("T")
 
-COSTS = ("analytical", "serial")
+COSTS = ("analytical", "serial", "volume")
 """Of two plans, one as if nothing overlapped and one as if most of what travels in buckets did, the one with the
-shorter timeline; or the first."""
+shorter timeline; or the first; or the plan with the fewest bytes on links (`volume`)."""
 
 HIDDEN = 0.8
 """The part of what travels in buckets that the second plan takes to pass while the rank computes."""
@@ -97,7 +98,8 @@ def plan(
     is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
     "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `presets`). `cost` is "serial", the cheapest plan as if
     nothing overlapped, or "analytical": that one, or the cheapest with most of what travels in buckets hidden,
-    whichever has the shorter step on its timeline (`timeline`). `cluster` is a name or a `Cluster`;
+    whichever has the shorter step on its timeline (`timeline`), or "volume", the plan with the fewest bytes on links
+    as Alpa counts them (`volume`). `cluster` is a name or a `Cluster`;
     `memory_limit_bytes` bounds the predicted peak of what a rank holds during a training step, of which the states of
     the `optimizer` are a part: "adamw", "adamw_fp32" (float32 moments, and float32 weights beside narrower ones),
     "sgd", "sgd_momentum", or a number of bytes per element of a parameter. `constraints` pins placements of parameters
@@ -386,10 +388,17 @@ class Planner:
         if solver in PRESETS:
             groups = self._timed("blocks", lambda: blocks(self.captured.graph, max(self.space.mesh)))
             allowed = preset(self.space, groups, solver)
-        search = self._search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints)
+        space = self._timed("strategies", lambda: volumes(self.space)) if cost == "volume" else self.space
+        search = self._search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
+        if cost == "volume" and solver not in PRESETS:
+            search.pins = with_arithmetic_split(space, search.pins)
         found: Found = self._timed("search", lambda: search.run(allowed))
+        if space is not self.space:
+            logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
+            score = Score(seconds=account(self.space, found.assignment).seconds, bytes=found.score.bytes)
+            found = replace(found, score=score, lower_bound=0.0)
         plan = self._timed("describe", lambda: self.describe(found, solver, cost, memory_limit_bytes))
-        if solver in PRESETS or cost == "serial" or plan.account.communication_seconds < WORTH * plan.seconds:
+        if solver in PRESETS or cost != "analytical" or plan.account.communication_seconds < WORTH * plan.seconds:
             return plan
         links, device = self.space.redistributor.links, self.cluster.device
         hiding = replace(self.space, redistributor=Redistributor(self.space.mesh, links, device, HIDDEN))

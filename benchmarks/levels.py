@@ -173,25 +173,30 @@ def variables(problem: Problem) -> int:
     return len(problem.variables) + sum(variables(repeat.body) for repeat in problem.repeats)
 
 
-def measure(model: str, made: Planner, cluster: str, with_limits: bool) -> list[Row]:
+def measure(model: str, made: Planner, cluster: str, levels: Sequence[str], with_limits: bool) -> list[Row]:
     """One row a level, without a limit and with one."""
     original = operator_level(made, None)
     fastest = solve(original, "dp").score
-    rows = _levels(made, original, None, [0.0], fastest)
+    rows = _levels(made, levels, original, None, [0.0], fastest)
     if with_limits:
         original = operator_level(made, 1.0)
         unit = fastest.seconds / fastest.bytes
         smallest = evaluate(original, solve(priced(original, SMALLEST * unit), "dp").choice)
         limit = (fastest.bytes + smallest.bytes) / 2
-        rows += _levels(made, original, limit, [unit * price for price in PRICES], fastest)
+        rows += _levels(made, levels, original, limit, [unit * price for price in PRICES], fastest)
     return [{"model": model, "mesh": dict(made.mesh), "cluster": cluster, **row} for row in rows]
 
 
 def _levels(
-    made: Planner, original: Problem, limit: float | None, prices: Sequence[float], fastest: Score
+    made: Planner,
+    levels: Sequence[str],
+    original: Problem,
+    limit: float | None,
+    prices: Sequence[float],
+    fastest: Score,
 ) -> list[Row]:
     rows: list[Row] = []
-    for level in LEVELS:
+    for level in levels:
         started = time.perf_counter()
         grouped = at_level(made, original, level, limit is not None)
         group_seconds = time.perf_counter() - started
@@ -293,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="the models of the tests, on one axis of 4")
     parser.add_argument("--quick", action="store_true", help="one mesh and one cluster")
     parser.add_argument("--models", nargs="+", help="these models only")
+    parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS, help="these levels only, operator first")
     parser.add_argument("--axes", type=int, choices=(1, 2), help="meshes of that many axes only")
     parser.add_argument("--json", type=Path, default=Path("levels.json"))
     parser.add_argument("--docs", action="store_true", help=f"write the table of {DOCS.relative_to(ROOT)}")
@@ -310,7 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             meshes = [mesh for mesh in meshes if len(mesh) == options.axes]
         for mesh in meshes[: 1 if options.quick else None]:
             for cluster in CLUSTERS[: 1 if options.quick else None]:
-                for row in measure(model, base.on(mesh, cluster), cluster, len(mesh) == 1 or model == "mlp"):
+                with_limits = len(mesh) == 1 or model == "mlp"
+                for row in measure(model, base.on(mesh, cluster), cluster, options.levels, with_limits):
                     print_row(row)
                     rows.append(row)
     measured = {(row["model"], mesh_text(row["mesh"])) for row in rows}

@@ -110,11 +110,13 @@ def test_plan_saves_what_show_prints(tmp_path: Path) -> None:
 
 
 def test_plan_is_what_the_library_plans() -> None:
-    shown = autopar_("plan", "test_cli:build", "--set", "width=8", "--batch", "4", "--mesh", "a=2", "--json")
+    arguments = ["plan", "test_cli:build", "--set", "width=8", "--batch", "4", "--mesh", "a=2", "--cost", "volume"]
+    shown = autopar_(*arguments, "--json")
     assert shown.exit_code == 0, shown.output
     model, args, loss_fn = build(8, 4)
-    plan = autopar.plan(model, {"a": 2}, args, loss_fn=loss_fn)
-    assert Plan.from_json(json.loads(shown.stdout)).decisions == plan.decisions
+    plan = autopar.plan(model, {"a": 2}, args, loss_fn=loss_fn, cost="volume")
+    found = Plan.from_json(json.loads(shown.stdout))
+    assert found.decisions == plan.decisions and found.cost == "volume"
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd", 0), ("12", 3)])

@@ -13,18 +13,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case, assert_same, eager, simulated
+from models import Case, assert_same, case, eager, planners, simulated
 from torch import nn
 
 from autopar.api import Planner
+from autopar.passes.account import account
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.passes.problem import Assignment
 from autopar.passes.strategies import KEEP, AxisChoice, Site, Space
+from autopar.plan import Plan
 from autopar.search import Search, unique_sites
+from autopar.volume import volumes
 
 TOKENS, WIDTH, CLASSES = 24, 8, 48
 FLOAT = 4
+
+PLANNERS = planners(case)
 
 Force = Callable[[Site, Sequence[AxisChoice]], Sequence[AxisChoice]]
 """From a site and its choices on an axis, those that it may take."""
@@ -344,3 +349,23 @@ def test_experts_with_their_inner_dim_split() -> None:
     found = collectives(Case(model=Experts(), batch=lambda step: ((x, ids), {})), {"tp": 2}, splitting(INNER))
     tokens = ROWS * STATE * FLOAT
     assert found == {("all_reduce", "tp", tokens): 2, ("all_reduce", "tp", ROWS * AT_ONCE * FLOAT): 1}
+
+
+def test_the_plan_by_volume_moves_the_fewest_bytes_and_repeats_no_arithmetic() -> None:
+    made = PLANNERS("gpt2", {"tp": 4})
+    space = volumes(made.space)
+    plans = {cluster: made.on({"tp": 4}, cluster).plan(cost="volume") for cluster in ("dgx-h100", "local")}
+    fewest, same = plans.values()
+    assert fewest.decisions == same.decisions and fewest.segments == same.segments, "no cluster matters"
+
+    def moved(plan: Plan) -> float:
+        return account(space, made.assignment(plan)).communication_seconds
+
+    others = [made.plan(solver=solver) for solver in ("ddp", "fsdp", "megatron")] + [made.plan(cost="serial")]
+    assert all(moved(fewest) <= moved(plan) * (1 + 1e-9) for plan in others)
+    assert fewest.objective_seconds > plans["dgx-h100"].account.communication_seconds > 0, "described on its cluster"
+    taken = made.assignment(fewest)
+    for region, decisions in zip(space.regions(), (taken.rest, *(copies[0] for copies in taken.copies)), strict=True):
+        arithmetic = [name for name, site in region.sites.items() if site.rule is not None and site.rule.flops]
+        assert arithmetic and all(decisions[name][0][0] == "S" for name in arithmetic)
+    assert_same(simulated(made.program(fewest), made.captured, case("gpt2")), eager(case("gpt2")))

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..api import compare
+from ..api import COSTS, compare
 from ..api import plan as planned
 from ..comparison import Comparison
 from ..figure import draw
@@ -33,6 +33,7 @@ Settings = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
 Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
 Dtype = Annotated[str, typer.Option(help="Of the model.")]
+Cost = Annotated[str, typer.Option(help=f"What is least: {', '.join(COSTS)}.")]
 Limit = Annotated[str | None, typer.Option("--memory-limit", help="Of a rank, such as 40GB.")]
 Pins = Annotated[
     list[str] | None,
@@ -68,6 +69,7 @@ def plan_command(
     dtype: Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
     solver: Annotated[str, typer.Option(help=KNOWN)] = "dp",
+    cost: Cost = "analytical",
     memory_limit: Limit = None,
     optimizer: Kept = "adamw",
     pin: Pins = None,
@@ -88,6 +90,7 @@ def plan_command(
             loss_fn=loaded.loss_fn,
             cluster=cluster,
             solver=solver,
+            cost=cost,
             memory_limit_bytes=byte_count(memory_limit),
             optimizer=optimizer_of(optimizer),
             constraints=constraints(pin or []),
@@ -107,6 +110,7 @@ def compare_command(
     dtype: Dtype = "float32",
     cluster: Annotated[list[str] | None, typer.Option(help="Of the library, or a TOML file. Repeatable.")] = None,
     solver: Annotated[list[str] | None, typer.Option(help=f"{KNOWN} Repeatable; dp and presets if not given.")] = None,
+    cost: Cost = "analytical",
     memory_limit: Limit = None,
     optimizer: Kept = "adamw",
     pin: Pins = None,
@@ -124,6 +128,7 @@ def compare_command(
             loaded.kwargs,
             loss_fn=loaded.loss_fn,
             solvers=list(dict.fromkeys(solver)) if solver else ("dp", *PRESETS),
+            cost=cost,
             cluster=list(dict.fromkeys(cluster)) if cluster else None,
             memory_limit_bytes=limit,
             optimizer=optimizer_of(optimizer),
