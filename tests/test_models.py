@@ -1,6 +1,6 @@
 """The models that people use, unmodified: a step under any plan is the step that PyTorch makes of them.
 
-The usual presets and random plans run on simulated (2, 2) ranks, the solver's plan on (4,), which is planned
+The usual presets and a random plan run on simulated (2, 2) ranks, the solver's plan on (4,), which is planned
 sooner; some models on four real ranks. `benchmarks/models.py` does the same for more models, meshes and
 plans, and makes docs/models.md.
 """
@@ -25,19 +25,19 @@ from autopar.program import Program
 zoo = pytest.importorskip("zoo")
 
 GRID, LINE = {"dp": 2, "tp": 2}, {"a": 4}
-SEEDS = range(1)
 
 
-def programs(planner: Planner) -> Iterator[tuple[str, Program]]:
+def programs(grid: Planner) -> Iterator[tuple[str, Program]]:
     """Programs, each with the name of its plan."""
     for solver in ("ddp", "fsdp", "megatron", "megatron_sp"):
-        yield solver, planner.program(planner.plan(solver=solver))
-    for seed in SEEDS:
-        yield f"random {seed}", bucket(codegen(planner.space, plans.random_assignment(planner.space, seed)))
+        yield solver, grid.program(grid.plan(solver=solver))
+    yield "random", bucket(codegen(grid.space, plans.random_assignment(grid.space, seed=0)))
+    line = grid.on(LINE, None)
+    yield "dp", line.program(line.plan())
 
 
 @pytest.mark.parametrize("name", zoo.ISSUE)
-def test_presets_and_random_plans(name: str) -> None:
+def test_every_plan(name: str) -> None:
     made = zoo.case(name)
     expected = eager(made)
     planner = Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn)
@@ -47,13 +47,6 @@ def test_presets_and_random_plans(name: str) -> None:
             assert_same(simulated(program, planner.captured, made), expected)
         except AssertionError as error:
             raise AssertionError(f"{name} under plan {plan}: {error}") from error
-
-
-@pytest.mark.parametrize("name", zoo.ISSUE)
-def test_the_solvers_plan(name: str) -> None:
-    made = zoo.case(name)
-    planner = Planner(made.model, LINE, made.args, made.kwargs, loss_fn=made.loss_fn)
-    assert_same(simulated(planner.program(planner.plan()), planner.captured, made), eager(made))
 
 
 def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:

@@ -907,7 +907,7 @@ def test_rule_of_every_op(op: str) -> None:
     reports: list[tuple[Report, OpRule]] = []
 
     @settings(
-        max_examples=6 if op in EXAMPLES else 2, derandomize=True, deadline=None, database=None,
+        max_examples=4 if op in EXAMPLES else 2, derandomize=True, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(st.data())

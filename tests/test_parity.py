@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from models import CASES, assert_close, assert_same, case, eager, on_ranks, simulated, whole
+from pairwise import pairwise
 from ranks import run as _run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,9 +74,8 @@ def on_id(value: object) -> str:
     return mesh_id(value) if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.parametrize("solver", PRESETS)
-@pytest.mark.parametrize(("name", "mesh"), ON, ids=on_id)
-def test_presets(name: str, solver: str, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(("name", "mesh", "solver"), pairwise(tuple(CASES), MESHES, PRESETS), ids=on_id)
+def test_presets(name: str, mesh: dict[str, int], solver: str) -> None:
     made = planner(name, mesh)
     check(name, mesh, made.program(made.plan(solver=solver)))
 
@@ -90,10 +90,12 @@ GRIDS: tuple[dict[str, int], ...] = (
 )
 
 
-@pytest.mark.parametrize("mesh", GRIDS, ids=mesh_id)
-@pytest.mark.parametrize("solver", PAPERS)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2 of odd sizes", "mlp with outputs"])
-def test_presets_of_papers(name: str, solver: str, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh", "solver"),
+    pairwise(("gpt2", "llama", "gpt2 of odd sizes", "mlp with outputs"), GRIDS, PAPERS),
+    ids=on_id,
+)
+def test_presets_of_papers(name: str, mesh: dict[str, int], solver: str) -> None:
     made = planner(name, mesh)
     program = made.program(made.plan(solver=solver))
     check(name, mesh, program)

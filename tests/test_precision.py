@@ -18,6 +18,7 @@ import plans
 import pytest
 import torch
 from models import Case
+from pairwise import pairwise
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,10 +130,11 @@ def planner_of(name: str, half: str, how: str, axes: tuple[tuple[str, int], ...]
         return Planner(case.model, dict(axes), case.args, case.kwargs, loss_fn=case.loss_fn), case
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
-@pytest.mark.parametrize("how", ["model", "autocast"])
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "half", "how", "mesh"),
+    pairwise(tuple(MODELS), tuple(HALVES), ("model", "autocast"), MESHES),
+    ids=lambda value: "x".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
 def test_every_plan_is_as_exact_as_eager(name: str, half: str, how: str, mesh: dict[str, int]) -> None:
     dtype = HALVES[half]
     planner, case = planner_of(name, half, how, tuple(mesh.items()))

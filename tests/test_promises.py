@@ -17,6 +17,7 @@ import plans
 import pytest
 import torch
 from models import assert_same, case, eager, simulated
+from pairwise import pairwise
 from torch import nn
 
 import autopar
@@ -42,6 +43,10 @@ MESHES: tuple[dict[str, int], ...] = ({"a": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b"
 
 def mesh_id(mesh: dict[str, int]) -> str:
     return "x".join(map(str, mesh.values()))
+
+
+def case_id(value: object) -> str:
+    return mesh_id(value) if isinstance(value, dict) else str(value)
 
 
 planner = models.planners(case)
@@ -90,19 +95,17 @@ def check_promises(space: Space, assignment: Assignment, promised: Account) -> N
 # ------------------------------------------------------------------------------- what is priced is run
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-@pytest.mark.parametrize("solver", PRESETS)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_preset_does_what_it_promises(name: str, solver: str, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(("name", "mesh", "solver"), pairwise(MODELS, MESHES, PRESETS), ids=case_id)
+def test_a_preset_does_what_it_promises(name: str, mesh: dict[str, int], solver: str) -> None:
     made, plan = planner(name, mesh), solved(name, mesh, solver)
     check_promises(made.space, made.assignment(plan), plan.account)
     assert plan.objective_seconds == pytest.approx(plan.account.seconds, rel=1e-6)
 
 
-@pytest.mark.parametrize("mesh", GRIDS, ids=mesh_id)
-@pytest.mark.parametrize("solver", PAPERS)
-@pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
-def test_a_papers_preset_does_what_it_promises(name: str, solver: str, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh", "solver"), pairwise(("gpt2", "llama tied", "mlp with loss_fn"), GRIDS, PAPERS), ids=case_id
+)
+def test_a_papers_preset_does_what_it_promises(name: str, mesh: dict[str, int], solver: str) -> None:
     made, plan = planner(name, mesh), solved(name, mesh, solver)
     check_promises(made.space, made.assignment(plan), plan.account)
 

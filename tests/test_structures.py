@@ -36,6 +36,7 @@ pytest.importorskip("transformers")
 
 MESHES: tuple[dict[str, int], ...] = ({"a": 4}, {"dp": 2, "tp": 2})
 PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
+LINE = (("a", 4),)
 HIDDEN, BATCH = 16, 8
 
 
@@ -464,9 +465,11 @@ def simulated(name: str, planner: Planner, program: Program) -> Step:
 
 @functools.cache
 def planner_of(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
+    if axes != LINE:
+        return planner_of(name, LINE).on(dict(axes), None)
     structure = STRUCTURES[name]
     args, kwargs = structure.batch(0)
-    return Planner(model_of(name), dict(axes), args, kwargs, loss_fn=structure.loss_fn)
+    return Planner(model_of(name), dict(LINE), args, kwargs, loss_fn=structure.loss_fn)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
@@ -475,13 +478,12 @@ def test_every_plan_equals_eager(name: str, mesh: dict[str, int]) -> None:
     planner, expected = planner_of(name, tuple(mesh.items())), eager(name)
     for solver in ("dp", *PRESETS):
         assert_equal(simulated(name, planner, planner.program(planner.plan(solver=solver))), expected)
-    for seed in range(3):
-        program = codegen(planner.space, plans.random_assignment(planner.space, seed))
-        assert_equal(simulated(name, planner, bucket(program)), expected)
+    program = codegen(planner.space, plans.random_assignment(planner.space, seed=0))
+    assert_equal(simulated(name, planner, bucket(program)), expected)
 
 
 def test_what_is_captured_once_and_what_has_no_gradient() -> None:
-    captured = planner_of("deep", (("a", 4),)).captured
+    captured = planner_of("deep", LINE).captured
     idle = {f"layers.{i}.idle.{kind}" for i in range(7) for kind in ("weight", "bias")}
     assert set(captured.without_gradient) == idle | {"pooler.weight", "pooler.bias"}
     assert len(segments(captured.graph).repeats[0].copies) >= 5
