@@ -598,7 +598,7 @@ def fail_on_rank_one() -> None:
 
 
 def test_no_rank_outlives_a_test() -> None:
-    hung = outcomes(2, hang_on_rank_one, timeout_seconds=5)
+    hung = outcomes(2, hang_on_rank_one, timeout_seconds=10)
     assert hung[0].error is None and isinstance(hung[1].error, TimeoutError)
     with pytest.raises(RuntimeError, match=r"rank 1: ValueError\('one'\)"):
         run(2, fail_on_rank_one)
