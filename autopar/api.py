@@ -34,6 +34,7 @@ from .passes.bucket import LIMIT_BYTES, bucket
 from .passes.capture import Captured
 from .passes.codegen import codegen
 from .passes.compact import compact
+from .passes.overlap import overlap
 from .passes.problem import Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, segments
@@ -455,7 +456,7 @@ class Planner:
         program = codegen(short.space, short.assignment)
         least = math.inf
         for size in BUCKETS:
-            bucketed = self._bucketed(program, size)
+            bucketed = self._lowered(program, size)
             found = moments(bucketed, self.optimizer, self._kind_of_device)
             least = min(least, short.most(found, bucketed, self.optimizer))
             if _is_settled(least, size, memory_limit_bytes):
@@ -470,7 +471,7 @@ class Planner:
         """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them."""
         program = codegen(self.space, assignment)
         for size in BUCKETS:
-            bucketed = self._bucketed(program, size)
+            bucketed = self._lowered(program, size)
             self.latest = assignment, size, bucketed
             found = peak(bucketed, self.optimizer, self._kind_of_device)
             yield size, found
@@ -607,10 +608,10 @@ class Planner:
         if self.latest is not None and self.latest[0] is assignment and self.latest[1] == bucket_bytes:
             return self.latest[2]
         program = self._timed("codegen", lambda: codegen(self.space, assignment))
-        return self._timed("bucket", lambda: self._bucketed(program, bucket_bytes))
+        return self._timed("bucket", lambda: self._lowered(program, bucket_bytes))
 
-    def _bucketed(self, program: Program, limit_bytes: int) -> Program:
-        return compact(bucket(program, self.space.redistributor.bucket_bytes, limit_bytes=limit_bytes))
+    def _lowered(self, program: Program, limit_bytes: int) -> Program:
+        return compact(overlap(bucket(program, self.space.redistributor.bucket_bytes, limit_bytes=limit_bytes)))
 
 
 def _is_settled(peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:
