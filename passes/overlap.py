@@ -48,7 +48,7 @@ def _needed(stretch: Sequence[Instruction]) -> set[int]:
     """By identity: the collectives among these instructions, which keep their order, and what they depend on. Nothing
     is waited for sooner: where they depend on a wait, what stands before it is needed, too."""
     reads: set[str] = set()
-    needed = set()
+    needed: set[int] = set()
     for position in reversed(range(len(stretch))):
         instruction = stretch[position]
         if instruction.collective or not reads.isdisjoint(instruction.outputs):
