@@ -1,10 +1,10 @@
 """Widen: blocks that lose nothing, whatever communicates inside.
 
-Two neighbours become one variable where the two together need no more options than they have apart:
-of their joint options only those are kept that no other one can replace at no more cost, whatever all
-others choose (dead-end elimination, Goldstein's criterion). So the optimum is the same, under every
-limit of bytes too if it is told (`limited`), and no step makes the problem larger. Which operators
-split together comes out of the prices: a block ends where communication may pay.
+Two neighbours become one variable where that has no more options than one of them, or no more than both and fewer
+neighbours than one. Of their joint options only those are kept that no other one can replace at no more cost,
+whatever all others choose (dead-end elimination, Goldstein's criterion). So the optimum is the same, under every
+limit of bytes too if it is told (`limited`), no step makes more options, and tables of the dynamic program mostly
+shrink. Which operators split together comes out of the prices: a block ends where communication may pay.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Widening:
     # ---- two as one ----
 
     def _united(self, one: int, other: int) -> _Part | None:
-        """The two as one, or None where that has more options than they have."""
+        """The two as one, or None where they are better apart."""
         a, b = self.alive[one], self.alive[other]
         if len(a) * len(b) > JOINT_MOST:
             return None
@@ -169,7 +169,10 @@ class _Widening:
         if len(joint) > COMPARED_MOST:
             return None
         found = self._undominated(joint, {one, other})
-        return found if len(found) <= len(a) + len(b) else None
+        near, there = self._neighbours(one), self._neighbours(other)
+        fewer = len({*near, *there} - {one, other}) < max(len(near), len(there))
+        most = len(a) + len(b) if fewer else max(len(a), len(b))
+        return found if len(found) <= most else None
 
     def _product(self, a: _Part, b: _Part, inside: set[int]) -> _Part:
         """All pairs of options that go together. Tensors that nobody else touches vanish into their costs."""
