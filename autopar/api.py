@@ -325,6 +325,17 @@ class Planner:
         constraints: Constraints | None = None,
     ) -> Plan:
         """The best plan on any of several meshes. Raises ValueError as `plan`, where no mesh has one."""
+        with _uncollected():
+            return self._over(candidates, solver, cost, memory_limit_bytes, constraints)
+
+    def _over(
+        self,
+        candidates: Sequence[Mapping[str, int]],
+        solver: str,
+        cost: str,
+        memory_limit_bytes: float | None,
+        constraints: Constraints | None,
+    ) -> Plan:
         _check_solver(solver)
         planners = {tuple(mesh.items()): self.on(mesh, self.cluster) for mesh in candidates}
 
@@ -340,7 +351,7 @@ class Planner:
 
         def quick(mesh: Mapping[str, int], below: float) -> float:
             on = planners[tuple(mesh.items())]
-            search = on._search("dp", memory_limit_bytes, constraints)
+            search = on.search("dp", memory_limit_bytes, constraints)
             try:
                 return search.run(bounded=False, thorough=False, below=below).score.objective
             except Infeasible:
@@ -390,7 +401,7 @@ class Planner:
             groups = self._timed("blocks", lambda: blocks(self.captured.graph, max(self.space.mesh)))
             allowed = preset(self.space, groups, solver)
         space = self._timed("strategies", lambda: volumes(self.space)) if cost == "volume" else self.space
-        search = self._search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
+        search = self.search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
         if cost == "volume" and solver not in PRESETS:
             search.pins = with_arithmetic_split(space, search.pins)
         found: Found = self._timed("search", lambda: search.run(allowed))
@@ -403,7 +414,7 @@ class Planner:
             return plan
         links, device = self.space.redistributor.links, self.cluster.device
         hiding = replace(self.space, redistributor=Redistributor(self.space.mesh, links, device, HIDDEN))
-        search = self._search(solver, memory_limit_bytes, constraints, hiding)
+        search = self.search(solver, memory_limit_bytes, constraints, hiding)
         try:
             other: Found = self._timed(
                 "search", lambda: search.run(start=found.assignment, bounded=False, thorough=False)
@@ -418,7 +429,7 @@ class Planner:
         logger.info("steps of %.3f and %.3f ms, with what overlaps", plan.seconds * 1e3, second.seconds * 1e3)
         return second if second.seconds < plan.seconds * (1 - 1e-6) else replace(plan, solve_seconds=seconds)
 
-    def _search(
+    def search(
         self,
         solver: str,
         memory_limit_bytes: float | None,

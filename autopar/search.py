@@ -65,6 +65,9 @@ DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
 
 
+Axes = tuple[int, ...]
+"""An axis, or several that choose alike."""
+
 Level = Literal["operator", "block", "cfp"]
 """What a variable of a problem is: an operator, a block that loses nothing (`passes.widen`), or a ParallelBlock as
 the paper has it (`passes.group.block_groups`)."""
@@ -302,7 +305,8 @@ class Search:
             if true <= self.bytes_limit:
                 return best
             self.log(f"estimated to need {self._peak(best):.0f} bytes, and needs {true:.0f}")
-            self.aim = min(self.aim, self.bytes_limit - (true - self._peak(best))) - (true - self.bytes_limit)
+            nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
+            self.aim = nearer - max(true - self.bytes_limit, LIMIT_SLACK / 2 * self.bytes_limit)
         self.aim, self.estimate, self.peaks = self.bytes_limit, self.peak, {}
         return self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
 
@@ -435,11 +439,23 @@ class Search:
                 break
         return kept
 
-    def _axes(self) -> list[int]:
-        """Axes of more than one rank, the slowest first."""
+    def _axes(self) -> list[Axes]:
+        """Axes of more than one rank, each by itself, the slowest first."""
+        return self._slowest_first((axis,) for axis, ranks in enumerate(self.space.mesh) if ranks > 1)
+
+    def _slowest_first(self, groups: Iterable[Axes]) -> list[Axes]:
         links = self.space.redistributor.links
+        return sorted(groups, key=lambda axes: min(links[axis].bytes_per_second for axis in axes))
+
+    def _coarser(self) -> list[list[Axes]]:
+        """The axes of coarser meshes of several: two neighbours are one axis."""
         wide = [axis for axis, ranks in enumerate(self.space.mesh) if ranks > 1]
-        return sorted(wide, key=lambda axis: links[axis].bytes_per_second)
+        if len(wide) < 3:
+            return []
+        found: list[list[Axes]] = []
+        for at in range(len(wide) - 1):
+            found.append([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])])
+        return [self._slowest_first(groups) for groups in found]
 
     def _descend_priced(self, price: float, start: Solved) -> Solved:
         return self._descend(taken(self.space, start.assignment), self._axes(), price)
@@ -460,6 +476,9 @@ class Search:
             ("whole, fastest axis first", whole, axes[::-1]),
             ("batch on every axis", self._batch(), axes),
         ]
+        for groups in self._coarser():
+            label = " ".join("*".join(space.axes[axis] for axis in group) for group in groups)
+            starts.append((f"mesh {label}", taken(space, self._descend(whole, groups).assignment), axes))
         for label, start, order in starts:
             note(self._descend(start, order))
             score = found[-1].score
@@ -498,7 +517,7 @@ class Search:
             chosen[name] = [self._pinned(site, choice)]
         return chosen
 
-    def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[int], price: float = 0.0) -> Solved:
+    def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[Axes], price: float = 0.0) -> Solved:
         current = {name: list(choices) for name, choices in start.items()}
         best: Solved | None = None
         unchanged = 0
@@ -506,8 +525,8 @@ class Search:
         def objective(solved: Solved) -> float:
             return solved.score.objective + price * solved.score.bytes
 
-        for axis in cycle(order):
-            allowed = {name: self._free(self.sites[name], choices, axis) for name, choices in current.items()}
+        for axes in cycle(order):
+            allowed = {name: self._free(self.sites[name], choices, axes) for name, choices in current.items()}
             solved = self.solve(allowed, self.descent, price=price)
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
@@ -519,14 +538,19 @@ class Search:
                 return best
         raise AssertionError("a mesh has axes")
 
-    def _free(self, site: Site, choices: Iterable[SiteChoice], axis: int) -> list[SiteChoice]:
-        """The choices with one axis free."""
+    def _free(self, site: Site, choices: Iterable[SiteChoice], axes: Axes) -> list[SiteChoice]:
+        """The choices with one axis free, or with several that choose alike, as one axis of a coarser mesh."""
         found: dict[SiteChoice, None] = {}
         width = len(self.space.mesh)
+        alike = [c for c in self._offered(site, axes[0]) if all(c in self._offered(site, axis) for axis in axes[1:])]
         for choice in choices:
-            for option in self._offered(site, axis):
+            rest = {axis: choice[axis] for axis in range(width)}
+            for option in alike:
+                parts = {**rest, **dict.fromkeys(axes, option)}
                 for policy in policies(site, self.bytes_limit):
-                    found[(*choice[:axis], option, *choice[axis + 1 : width], *policy)] = None
+                    found[(*parts.values(), *policy)] = None
+            if len(axes) > 1:
+                found[choice] = None
         return [c for c in found if self.space.option(site, c) is not None]
 
 
