@@ -427,7 +427,9 @@ class Planner:
         other = replace(other, score=score, lower_bound=found.lower_bound, seconds=seconds)
         second = self._timed("describe", lambda: self.describe(other, solver, cost, memory_limit_bytes))
         logger.info("steps of %.3f and %.3f ms, with what overlaps", plan.seconds * 1e3, second.seconds * 1e3)
-        return second if second.seconds < plan.seconds * (1 - 1e-6) else replace(plan, solve_seconds=seconds)
+        fits = memory_limit_bytes is None or second.bytes <= memory_limit_bytes
+        quicker = second.seconds < plan.seconds * (1 - 1e-6)
+        return second if fits and quicker else replace(plan, solve_seconds=seconds)
 
     def search(
         self,

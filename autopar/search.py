@@ -210,7 +210,8 @@ class Search:
         below: float = math.inf,
     ) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`; `bounded` asks for a lower bound.
-        Not `thorough`: of one descent, from `start`, and over the memory limit if that costs `below` seconds or more.
+        Not `thorough`: of one descent, from `start`, over the memory limit if that costs `below` seconds or more, or
+        where its peak is more than was estimated.
 
         Raises `Infeasible` where nothing keeps the memory limit.
         """
@@ -229,14 +230,14 @@ class Search:
         if allowed is not None:
             options = allowed
             best = self.solve(options, self.solver)
-            best = self._limited(best, lambda price, _: self.solve(options, self.descent, price=price))
+            best = self._limited(best, lambda price, _: self.solve(options, self.descent, price=price), thorough)
         else:
             first = self._whole() if start is None else taken(space, start)
             best = self._descend_all() if thorough else self._descend(first, self._axes())
             bound = lower_bound_seconds(space) if bounded else 0.0
             self.log(f"lower bound {bound * 1e3:.3f} ms")
             if best.score.objective < below:
-                best = self._limited(best, self._descend_priced)
+                best = self._limited(best, self._descend_priced, thorough)
             best = replace(best, lower_bound=bound)
         return Found(
             assignment=best.assignment,
@@ -294,15 +295,15 @@ class Search:
     def _true_peak(self, found: Solved) -> float:
         return found.score.bytes if self.peak is None else self.peak(found.assignment)
 
-    def _limited(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
-        """The best that keeps the limit, if there is one. Where the answer is over it by more than was estimated, the
-        next one is to be as much below; at last nothing is estimated any more."""
+    def _limited(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved], sure: bool) -> Solved:
+        """The best that keeps the limit, if there is one, as estimated or, if that is to be `sure`, in truth. Where the
+        answer is over it by more than was estimated, the next one is to be as much below; at last nothing is
+        estimated any more."""
         if self.bytes_limit is None:
             return cheapest
         for _ in range(CONFIRMATIONS):
             best = self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
-            true = self._true_peak(best)
-            if true <= self.bytes_limit:
+            if not sure or (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
             self.log(f"estimated to need {self._peak(best):.0f} bytes, and needs {true:.0f}")
             nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
