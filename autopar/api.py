@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from .bound import lower_bound_seconds
 from .cluster import Cluster
 from .clusters import named_cluster
 from .collectives import are_of_gloo
@@ -347,7 +346,7 @@ class Planner:
 
         def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
             made = of(tuple(mesh.items()))
-            return made.objective_seconds, made
+            return made.seconds if cost == "analytical" else made.objective_seconds, made
 
         def quick(mesh: Mapping[str, int], below: float) -> float:
             on = planners[tuple(mesh.items())]
@@ -363,13 +362,7 @@ class Planner:
             except ValueError:
                 return math.inf
 
-        return best_mesh(
-            candidates,
-            lambda mesh: lower_bound_seconds(planners[tuple(mesh.items())].space),
-            preset_seconds if solver in PRESETS else quick,
-            planned,
-            logger.info,
-        )
+        return best_mesh(candidates, preset_seconds if solver in PRESETS else quick, planned, logger.info)
 
     def _timed(self, name: str, function: Callable[[], T]) -> T:
         started = time.perf_counter()

@@ -1,12 +1,13 @@
 """The mesh is chosen too: over all ways to write a number of devices as a product of axes.
 
-Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each mesh has a lower bound
-(`bound`); in its order, every mesh that may still be better than the best plan so far is searched by one descent, and
-the best few of these thoroughly.
+Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each is searched by one descent,
+and the best few of these thoroughly. (Bounds of several axes are too far below the plans to leave a mesh out, and take
+longer than a descent.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -37,35 +38,27 @@ def _products(number: int, most: int) -> Iterator[tuple[int, ...]]:
 
 def best_mesh(
     candidates: Sequence[Mapping[str, int]],
-    bound: Callable[[Mapping[str, int]], float],
     quick: Callable[[Mapping[str, int], float], float],
     thorough: Callable[[Mapping[str, int]], tuple[float, T]],
     report: Callable[[str], None],
 ) -> T:
     """The best that `thorough` finds on the `FINALISTS` meshes that `quick` finds best.
 
-    All three say seconds of a step: `bound` such that no plan on the mesh is faster, `quick` (told what it must be
-    below to matter) those of some plan or infinity, `thorough` those of a better one, with it. Raises what `thorough`
-    raises where no mesh has a plan.
+    Both say seconds of a step: `quick` (told what it must be below to matter) those of some plan or infinity,
+    `thorough` those of a better one, with it. Raises what `thorough` raises where no mesh has a plan.
     """
-    bounds = {tuple(mesh.items()): bound(mesh) for mesh in candidates}
-    found: list[tuple[float, dict[str, int]]] = []
-    for key in sorted(bounds, key=lambda key: bounds[key]):
-        mesh = dict(key)
-        limit = sorted(seconds for seconds, _ in found)[:FINALISTS][-1] if len(found) >= FINALISTS else float("inf")
-        if bounds[key] >= limit:
-            continue
+    found: list[tuple[float, Mapping[str, int]]] = []
+    for mesh in candidates:
+        limit = sorted(seconds for seconds, _ in found)[FINALISTS - 1] if len(found) >= FINALISTS else math.inf
         found.append((quick(mesh, limit), mesh))
-        report(f"mesh {mesh}: {found[-1][0] * 1e3:.3f} ms, bound {bounds[key] * 1e3:.3f} ms")
+        report(f"mesh {dict(mesh)}: {found[-1][0] * 1e3:.3f} ms")
     finalists = sorted(found, key=lambda entry: entry[0])[:FINALISTS]
     error: ValueError | None = None
     results: list[tuple[float, T]] = []
     for _, mesh in finalists:
-        if results and bounds[tuple(mesh.items())] >= min(seconds for seconds, _ in results):
-            continue
         try:
             results.append(thorough(mesh))
-            report(f"mesh {mesh}, thoroughly: {results[-1][0] * 1e3:.3f} ms")
+            report(f"mesh {dict(mesh)}, thoroughly: {results[-1][0] * 1e3:.3f} ms")
         except ValueError as raised:
             error = raised
     if not results:
