@@ -18,7 +18,7 @@ ln -s "$PWD"/autopar/* "$PWD/passes" "$PWD/runtime" build/typing/autopar/
 (cd build/typing && "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar) || failed+=" mypy"
 
 echo "== pytest"
-"$bin/python" -m pytest -n 3 --dist loadfile "$@" || failed+=" pytest"
+"$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
 
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2

@@ -412,8 +412,7 @@ def test_models_with_a_batch_that_ranks_do_not_divide(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_under_random_plans(name: str, mesh: dict[str, int]) -> None:
     made = planner(name, mesh)
-    for seed in range(2):
-        check(name, mesh, bucket(codegen(made.space, plans.random_assignment(made.space, seed))))
+    check(name, mesh, bucket(codegen(made.space, plans.random_assignment(made.space, seed=0))))
 
 
 def spatially(dim: int) -> Force:
