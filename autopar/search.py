@@ -356,8 +356,8 @@ class Search:
     def _smallest(self, tried: Sequence[Solved]) -> Solved:
         """Of all plans that were looked at. Raises `Infeasible` where that, too, is over the limit."""
         assert self.bytes_limit is not None
-        looked_at = [found for found, _ in self.peaks.values()] or tried
-        smallest = min(looked_at, key=self._peak)
+        looked_at = [found for found, _ in self.peaks.values()]
+        smallest = min([*looked_at, *tried], key=self._peak)
         true = self._true_peak(smallest)
         if true > self.bytes_limit:
             error = Infeasible(
