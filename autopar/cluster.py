@@ -9,15 +9,34 @@ groups get of each level. `clusters` has the library and reads files, `collectiv
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from .collectives import ALGORITHMS, Link, Measured, Names, Stage
+from .collectives import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated
+from .graph import TensorMeta
 
 TOPOLOGIES = ("switch", "full", "ring")
+
+
+def operator_key(op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> str:
+    """An operator on the tensors that one rank has, under which its measured seconds are kept."""
+    return f"{op} {', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """What was measured of a device's operators: `seconds` of each, by `operator_key`. `ratios` say of an op how its
+    seconds, of all that were measured, stand to what the device's rates say of them; that of "" is for ops of which
+    nothing was measured. `seconds_per_byte` is of the steps of optimizers, by name: of what they read and write."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+
+    def ratio(self, op: str) -> float:
+        return self.ratios.get(op, self.ratios.get("", 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +44,10 @@ class Device:
     """`flops_per_second` by dtype name ("float32", "bfloat16") at its peak; what is not listed counts as
     the slowest listed. `efficiency` are points (flops of one operator, part of the peak that it
     reaches), interpolated on logarithmic scales and constant beyond the ends. `seconds_per_op` is the
-    fixed cost of running one operator."""
+    fixed cost of running one operator. `memory_bytes_per_link_byte` is what a collective reads and writes in memory
+    for each byte that a rank sends, and takes from operators that run meanwhile; with 0 they do not disturb each other.
+    `operators` is what was measured of single ones, and goes before all that.
+    """
 
     name: str
     flops_per_second: Mapping[str, float]
@@ -33,12 +55,48 @@ class Device:
     memory_bytes_per_second: float
     seconds_per_op: float
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    memory_bytes_per_link_byte: float = 0.0
+    operators: Operators | None = None
+
+    def operator_seconds(
+        self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], flops: float
+    ) -> float:
+        """Seconds of one operator on local shapes: as measured, or by the roofline of its arithmetic and its bytes."""
+        if self.operators is not None:
+            known = self.operators.seconds.get(operator_key(op, inputs, outputs))
+            if known is not None:
+                return known
+        tensors = (*inputs, *outputs)
+        dtype = tensors[0].dtype if tensors else torch.float32
+        return self.roofline_seconds(flops, sum(tensor.bytes for tensor in tensors), dtype) * self.ratio(op)
+
+    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
+        """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
+        arithmetic = self.compute_seconds(flops, dtype) if flops else 0.0
+        return self.seconds_per_op + max(arithmetic, moved_bytes / self.memory_bytes_per_second)
+
+    def ratio(self, op: str) -> float:
+        """By what the roofline is multiplied: what that of other operators was off by."""
+        return 1.0 if self.operators is None else self.operators.ratio(op)
+
+    def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:
+        """Seconds of an operator that moves nothing."""
+        known = None if self.operators is None else self.operators.seconds.get(operator_key(op, inputs, outputs))
+        return self.seconds_per_op if known is None else known
+
+    def optimizer_seconds(self, name: str, moved_bytes: float) -> float:
+        """Seconds of an optimizer's step that reads and writes so many bytes."""
+        measured = self.operators.seconds_per_byte.get(name) if self.operators is not None else None
+        return moved_bytes * (measured if measured is not None else 1.0 / self.memory_bytes_per_second)
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s at the peak."""
+        rates = self.flops_per_second
+        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
 
     def flops(self, dtype: torch.dtype) -> float:
         """FLOP/s of the largest operators."""
-        rates = self.flops_per_second
-        peak = rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
-        return peak * self.efficiency[-1][1]
+        return self.peak_flops(dtype) * self.efficiency[-1][1]
 
     def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
         """Seconds of the arithmetic of one operator."""
@@ -46,13 +104,7 @@ class Device:
 
     def reached(self, flops: float) -> float:
         """The part of its peak that the device reaches on an operator of that size."""
-        points = self.efficiency
-        right = bisect_right(points, flops, key=lambda point: point[0])
-        if right == 0 or right == len(points):
-            return points[max(right - 1, 0)][1]
-        (small, low), (large, high) = points[right - 1], points[right]
-        where = math.log(flops / small) / math.log(large / small)
-        return low * math.exp(where * math.log(high / low))
+        return interpolated(self.efficiency, flops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +136,15 @@ class Level:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first.
-    `algorithms` are those of `collectives` that the communication library has; the cheapest is taken."""
+    `algorithms` are those of `collectives` that the communication library has; the cheapest is taken. `factors` are
+    those of the links of each axis of meshes (by their sizes) on which collectives were measured."""
 
     name: str
     device: Device
     levels: tuple[Level, ...]
     source: str = ""
     algorithms: Names = ALGORITHMS
+    factors: Mapping[tuple[int, ...], tuple[Factors, ...]] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -113,14 +167,16 @@ class Cluster:
                 f"{sizes} = {self.devices} devices: give a smaller mesh, or a cluster with a larger outermost level"
             )
         strides = {axis: math.prod(mesh[inner] for inner in order[k + 1 :]) for k, axis in enumerate(order)}
-        return tuple(self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh)))
+        links = tuple(self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh)))
+        factors = self.factors.get(tuple(mesh), ((),) * len(mesh))
+        return tuple(replace(link, factors=own) for link, own in zip(links, factors, strict=True))
 
     def _link(self, ranks: int, stride: int, all_ranks: int) -> Link:
         """Of groups of `ranks` devices, `stride` apart."""
         stages = []
         launch = 0.0
         below = self.devices
-        for level in self.levels:
+        for number, level in enumerate(self.levels):
             above, below = below, below // level.size
             members, there = _members(ranks, stride, below), _members(ranks, stride, above)
             width = math.ceil(there / members)
@@ -128,7 +184,7 @@ class Cluster:
             if width == 1 and _straddles(ranks, stride, below, min(above, all_ranks)):
                 width, sending = 2, 1
             if width > 1:
-                stages.append(_stage(level, width, members, sending, stride, below))
+                stages.append(_stage(number, level, width, members, sending, stride, below))
                 launch = max(launch, level.launch_seconds)
         return Link(ranks, tuple(stages), launch, self.algorithms)
 
@@ -145,7 +201,7 @@ def _straddles(ranks: int, stride: int, devices: int, among: int) -> bool:
     return 1 < span <= devices < among and devices % span != 0
 
 
-def _stage(level: Level, width: int, members: int, sending: int, stride: int, below: int) -> Stage:
+def _stage(number: int, level: Level, width: int, members: int, sending: int, stride: int, below: int) -> Stage:
     """What one group gets of a level, with the links of `sending` of its devices.
 
     `min(below, stride)` groups leave each child and share what leaves it (Par4D Eq. 10, ATP Eq. 3).
@@ -160,11 +216,12 @@ def _stage(level: Level, width: int, members: int, sending: int, stride: int, be
         neighbours = level.bytes_per_second / sharing / apart
         whole = group / apart if wrapped else neighbours
         alone = min(neighbours, of_one)
+        rate = min(whole, sending * of_one)
         return Stage(
             name=level.name,
             width=width,
             members=members,
-            bytes_per_second=min(whole, sending * of_one),
+            bytes_per_second=rate,
             pair_bytes_per_second=neighbours,
             rank_bytes_per_second=alone,
             latency_seconds=level.latency_seconds,
@@ -172,19 +229,24 @@ def _stage(level: Level, width: int, members: int, sending: int, stride: int, be
             overlap=level.overlap,
             ring=True,
             wrapped=wrapped,
+            level=number,
+            part=min(1.0, rate * sharing * apart / level.group_bytes_per_second),
         )
     everyone, pair = _reach(level, width, apart)
     group = min(group, sending * of_one)
+    rate = min(group, everyone / sharing)
     return Stage(
         name=level.name,
         width=width,
         members=members,
-        bytes_per_second=min(group, everyone / sharing),
+        bytes_per_second=rate,
         pair_bytes_per_second=min(group, pair / sharing),
         rank_bytes_per_second=min(group, of_one, pair / sharing),
         latency_seconds=level.latency_seconds,
         measured=level.measured,
         overlap=level.overlap,
+        level=number,
+        part=min(1.0, rate * sharing / level.group_bytes_per_second),
     )
 
 

@@ -13,7 +13,8 @@ misplaced parenthesis: t_launch + (P - 1) (t_sync + shard / bw) is meant).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -21,6 +22,9 @@ Algorithm = Callable[[int, int, float, float], tuple[float, float]]
 """(rounds, ranks, bytes per second, latency) -> (fixed seconds, seconds a byte)."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
+
+LIKE = {"rotate": "shift", "broadcast": "all_gather", "reduce": "all_reduce"}
+"""Kinds that are not measured, each with one that finds the same links and library."""
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
 """Of a library that has all."""
@@ -47,6 +51,20 @@ SMALLEST_BUCKET_BYTES = 2**18
 
 Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
 """Names of algorithms, or names for each kind of collective."""
+
+
+Factors = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+"""Of kinds of collectives, by size in bytes, ascending: measured seconds over those of the formula."""
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Between two points on logarithmic scales, beyond the ends that of the nearest. Points ascend; there is one."""
+    right = bisect_right(points, at, key=lambda point: point[0])
+    if right == 0 or right == len(points):
+        return points[max(right - 1, 0)][1]
+    (small, low), (large, high) = points[right - 1], points[right]
+    where = math.log(at / small) / math.log(large / small)
+    return low * math.exp(where * math.log(high / low))
 
 
 def are_of_gloo(names: Names) -> bool:
@@ -85,10 +103,12 @@ class Stage:
     wrapped: bool = False
     measured: tuple[Measured, ...] = ()
     overlap: float = 0.0
+    level: int = 0
+    part: float = 1.0
 
     def of_kind(self, kind: str) -> Stage:
         """As a kind of collective finds it."""
-        found = next((m for m in self.measured if m.kind == kind), None)
+        found = next((m for m in self.measured if m.kind == LIKE.get(kind, kind)), None)
         if found is None:
             return self
         return replace(self.widened(found.efficiency), latency_seconds=found.latency_seconds)
@@ -120,6 +140,13 @@ class Link:
     stages: tuple[Stage, ...]
     launch_seconds: float = 0.0
     algorithms: Names = ALGORITHMS
+    factors: Factors = ()
+
+    def factor(self, kind: str, size: float) -> float:
+        """What was measured of collectives of that size, over what the formula says: between two sizes in between on
+        logarithmic scales, beyond the ends that of the nearest."""
+        points = next((points for known, points in self.factors if known == kind), ())
+        return interpolated(points, size) if points else 1.0
 
     def of_kind(self, kind: str) -> Link:
         """As a kind of collective finds it."""
@@ -180,13 +207,14 @@ def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -
 
     `size` is the larger of a rank's input and output in bytes: the whole tensor for all_reduce, the
     gathered one for all_gather, the one to be scattered for reduce_scatter, the local one for
-    all_to_all and for an exchange; a shift is one message, of its operand. `share` scales what does not
+    all_to_all and for an exchange; a shift or rotation is one message, of its operand. `share` scales what does not
     depend on the size: a tensor that travels in a bucket with others pays only its part of it.
     """
     if link.ranks == 1:
         return 0.0
     overlap = link.overlap
-    return min(together(fixed * share, moving * size, overlap) for _, fixed, moving in _candidates(kind, link))
+    seconds = min(together(fixed * share, moving * size, overlap) for _, fixed, moving in _candidates(kind, link))
+    return seconds * link.factor(kind, size) if link.factors else seconds
 
 
 def price(kind: str, size: float, link: Link) -> Price:
@@ -198,15 +226,19 @@ def price(kind: str, size: float, link: Link) -> Price:
 
 def prices(kind: str, size: float, link: Link) -> dict[str, Price]:
     """Every algorithm that these links allow, by name."""
-    return {name: Price(name, fixed, moving * size, link.overlap) for name, fixed, moving in _candidates(kind, link)}
+    factor, overlap = link.factor(kind, size), link.overlap
+    return {
+        name: Price(name, fixed * factor, moving * size * factor, overlap)
+        for name, fixed, moving in _candidates(kind, link)
+    }
 
 
 @cache
 def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
     """(algorithm, fixed seconds, seconds a byte)."""
-    if kind not in KINDS:
+    if kind not in KINDS and kind not in LIKE:
         raise ValueError(f"no collective is called {kind!r}; known: {', '.join(KINDS)}")
-    names = names_of(link.algorithms, kind)
+    names = names_of(link.algorithms, LIKE.get(kind, kind))
     found = [entry for entry in _algorithms(kind, link.of_kind(kind)) if entry[0] in names]
     if not found:
         raise ValueError(f"none of the algorithms {', '.join(names)} does {kind} over {link.ranks} ranks")
@@ -214,8 +246,11 @@ def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
 
 
 def _algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
-    if kind == "shift":
+    if kind in ("shift", "rotate"):
         yield "message", *shift(link)
+        return
+    if kind in ("broadcast", "reduce"):
+        yield "ring", *chain(link)
         return
     if kind == "exchange":
         yield "pairwise", *pairwise(link)
@@ -238,6 +273,42 @@ def _algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
         yield "halving", *hierarchical(recursive_halving, rounds, link)
     if len(link.stages) > 1:
         yield "hierarchical", *hierarchical(ring, rounds, link)
+
+
+@cache
+def loads(kind: str, algorithm: str, link: Link) -> tuple[tuple[int, float], ...]:
+    """(level of the cluster, part of what leaves a child there that all groups of the axis use while their bytes
+    move), of one algorithm. On levels that are not its slowest it uses less than the axis could."""
+    link = link.of_kind(kind)
+    moving = next(seconds for name, _, seconds in _algorithms(kind, link) if name == algorithm)
+    sent = _sent(kind, algorithm, link)
+    return tuple(
+        (stage.level, min(1.0, size / moving / stage.bytes_per_second) * stage.part)
+        for stage, size in zip(link.stages, sent, strict=True)
+        if size
+    )
+
+
+def _sent(kind: str, algorithm: str, link: Link) -> list[float]:
+    """Of each byte, how many a group sends out of one child of each stage."""
+    rounds = 2 if kind == "all_reduce" else 1
+    if algorithm == "message" or kind in ("broadcast", "reduce"):
+        return [1.0] * len(link.stages)
+    if algorithm == "tree":
+        return [2.0] * len(link.stages)
+    if algorithm == "ring":
+        return [rounds * (link.ranks - 1) / link.ranks] * len(link.stages)
+    if algorithm == "bruck":
+        return [math.ceil(math.log2(link.ranks)) / 2]
+    if algorithm == "halving":
+        return [recursive_halving(rounds, stage.width, 1.0, 0.0)[1] for stage in link.stages]
+    exchanged = [_exchanged(stage) * stage.bytes_per_second for stage in link.stages]
+    if algorithm == "hierarchical":
+        return exchanged if kind == "all_to_all" else [ring(rounds, s.width, 1.0, 0.0)[1] for s in link.stages]
+    inside = [1.0]
+    for stage in link.stages:
+        inside.append(inside[-1] / stage.width)
+    return [part * size for part, size in zip(inside, exchanged, strict=False)]
 
 
 def ring(rounds: int, ranks: int, rate: float, latency: float) -> tuple[float, float]:
@@ -330,6 +401,12 @@ def _exchanged(stage: Stage) -> float:
     else:
         load = (w // 2) * (w - w // 2) / w
     return stage.members * load / stage.bytes_per_second
+
+
+def chain(link: Link) -> tuple[float, float]:
+    """(latency, seconds a byte) of a broadcast from one rank to the next, or of a reduction the other way, in packets
+    so small that all links are busy at once: the bytes pass each link once."""
+    return (link.ranks - 1) * link.latency_seconds, 1 / link.bytes_per_second
 
 
 def shift(link: Link) -> tuple[float, float]:

@@ -33,6 +33,14 @@ if ".".join(torch.__version__.split(".")[:2]) not in SERVED:
     )
 
 
+# ---------------------------------------------------------------------------------------------- profiler
+
+
+def is_profiling() -> bool:
+    """Whether a `torch.profiler` records in this process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 # ---------------------------------------------------------------------------------------------- fake tensors
 
 
@@ -82,6 +90,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether it has values."""
+    return tensor.device.type != "meta" and not is_fake(tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

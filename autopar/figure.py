@@ -1,4 +1,4 @@
-"""A comparison as a figure. Needs matplotlib: `pip install 'autopar[figure]'`."""
+"""Comparisons and timelines as figures. Needs matplotlib: `pip install 'autopar[figure]'`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .comparison import Comparison
 from .plan import Plan, bytes_text
+from .timeline import COMPUTE, Timeline
 
 PARTS = ("compute", "exposed communication", "copies", "optimizer")
 
@@ -43,6 +44,63 @@ def draw(comparison: Comparison, path: str | Path) -> None:
     axes.set_xlabel("predicted step, ms (and memory of a rank)")
     axes.set_title(plans[0][1].model)
     figure.legend(loc="outside lower center", ncols=len(PARTS))
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the figure cannot be written to {path}: {error}") from error
+
+
+COLOURS = {
+    "compute": "#9aa5b1",
+    "all_reduce": "#d1495b",
+    "all_gather": "#30638e",
+    "reduce_scatter": "#edae49",
+    "all_to_all": "#66a182",
+    "shift": "#8d6a9f",
+    "exchange": "#2e4057",
+}
+"""Of what stands on the rows of a timeline."""
+
+ZOOM = 12
+"""The lower picture shows one part in so many of the step."""
+
+
+def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
+    """The streams of a rank over the whole step, and over a part of it from where backward begins. The file's ending
+    says its format. Raises ValueError where matplotlib is missing, or there is no such format."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ValueError("a figure needs matplotlib: pip install 'autopar[figure]'") from error
+    streams = [COMPUTE, *(axis for axis in timeline.axes if timeline.busy_seconds(axis))]
+    figure = Figure(figsize=(11, 1.6 + 0.9 * len(streams)), layout="constrained")
+    whole, part = figure.subplots(2, 1)
+    backward = min((e.start_seconds for e in timeline.events if e.backward), default=0.0)
+    ends = {whole: (0.0, timeline.seconds), part: (backward, backward + timeline.seconds / ZOOM)}
+    kinds: dict[str, None] = {}
+    for axes, (first, last) in ends.items():
+        for row, stream in enumerate(streams):
+            by_kind: dict[str, list[tuple[float, float]]] = {}
+            for event in timeline.events:
+                if event.stream == stream and event.start_seconds < last and event.end_seconds > first:
+                    kind = COMPUTE if stream == COMPUTE else event.op.removeprefix("collective.")
+                    by_kind.setdefault(kind, []).append((event.start_seconds * 1e3, event.seconds * 1e3))
+            for kind, spans in by_kind.items():
+                kinds[kind] = None
+                axes.broken_barh(spans, (row - 0.4, 0.8), color=COLOURS[kind], linewidth=0)
+        axes.set_yticks(range(len(streams)), streams)
+        axes.set_ylim(len(streams) - 0.5, -0.5)  # operators on top
+        axes.set_xlim(first * 1e3, max(last, first + 1e-9) * 1e3)
+    whole.axvline(backward * 1e3, color="black", linewidth=0.8)
+    whole.set_title(title or "one step of a rank: forward, then backward")
+    part.set_title(f"from where backward begins, 1/{ZOOM} of the step", fontsize=9)
+    part.set_xlabel("ms; white on the first row: the rank waits")
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
+        loc="outside lower center",
+        ncols=max(1, len(kinds)),
+    )
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

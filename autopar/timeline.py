@@ -3,27 +3,33 @@
 Every rank runs the same program on equal shares, so one rank is simulated for all. It has a stream for its own
 operators, in the program's order, and one for each mesh axis, on which collectives follow each other. A collective
 starts when the program comes to it and the axis is free; a `collective.wait` stands still until it has ended. Operators
-take what their rules count, on local shapes, as in the search; collectives what their links do (`collectives`).
+take what their rules count, on local shapes, as in the search; collectives what their links do (`collectives`), and
+longer while another axis uses the same links (`simulator`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from .cluster import Cluster, Device
-from .collectives import collective_seconds
-from .graph import Node, Ref, overload
+from .cluster import Cluster, Device, operator_key
+from .collectives import loads, price
+from .graph import TensorMeta
+from .liveness import Memory
 from .ops import Call, rule_of
-from .ops.emit import on_meta
+from .ops.emit import call_of
 from .ops.registry import VIEWS
 from .program import Instruction, Program
+from .simulator import Resource, Span, Task, simulate
 
 COMPUTE = "compute"
 """The stream of a rank's own operators; the others have the names of mesh axes."""
+
+MEMORY = "memory"
+"""What operators and collectives share, where a device's `memory_bytes_per_link_byte` is not 0."""
 
 COPIES = frozenset({"aten.contiguous.default", "aten.reshape.default"})
 """Views that lay out anew a value that does not lie in order."""
@@ -34,13 +40,16 @@ FREE = COPIES | set(VIEWS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One instruction on one stream. `backward` says in which half of the step."""
+    """One instruction on one stream; a collective stands on the rank's own, too, while the rank is busy with its start,
+    where that was measured. `alone_seconds` is what it takes if nothing else uses the same links or memory.
+    `backward` says in which half of the step."""
 
     name: str
     op: str
     stream: str
     start_seconds: float
     end_seconds: float
+    alone_seconds: float
     bytes: int
     module: str
     backward: bool
@@ -49,15 +58,53 @@ class Event:
     def seconds(self) -> float:
         return self.end_seconds - self.start_seconds
 
+    @property
+    def label(self) -> str:
+        return f"{self.op} {self.name}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """The rank stands still for a collective, or for those before it on the stream of its axis."""
+
+    label: str
+    stream: str
+    start_seconds: float
+    end_seconds: float
+    backward: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """All collectives of a kind on a mesh axis: what they took, and what of it the rank stood still for."""
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_seconds(self) -> float:
+        return max(0.0, self.seconds - self.exposed_seconds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One forward and backward of one rank, without the optimizer."""
+    """One forward and backward of one rank, without the optimizer. `peak_seconds` is what its arithmetic would take at
+    the device's peak."""
 
     axes: tuple[str, ...]
     events: tuple[Event, ...]
+    stalls: tuple[Stall, ...] = ()
+    peak_seconds: float = 0.0
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return max((event.end_seconds for event in self.events), default=0.0)
 
@@ -66,13 +113,34 @@ class Timeline:
 
     @property
     def communication_seconds(self) -> float:
-        """Of all axes; where two run at once, both count."""
-        return math.fsum(map(self.busy_seconds, self.axes))
+        """Of all axes, each collective as if it were alone on its links."""
+        return math.fsum(event.alone_seconds for event in self.events if event.stream != COMPUTE)
 
     @property
     def exposed_seconds(self) -> float:
         """What the rank stands still for."""
         return max(0.0, self.seconds - self.busy_seconds(COMPUTE))
+
+    @property
+    def utilization(self) -> float:
+        """The part of the device's peak that the step reaches."""
+        return self.peak_seconds / self.seconds if self.seconds else 0.0
+
+    @cached_property
+    def communication(self) -> tuple[Communication, ...]:
+        """By kind and axis, the longest first. What a rank stands still for counts to the collective that is under way
+        on the axis that it waits for; the parts add up to `exposed_seconds`."""
+        totals: dict[tuple[str, str], list[float]] = {}
+        exposed = covered(self.stalls, [event for event in self.events if event.stream != COMPUTE])
+        for event, stood in exposed:
+            total = totals.setdefault((event.op.removeprefix("collective."), event.stream), [0, 0, 0.0, 0.0])
+            for i, more in enumerate((1, event.bytes, event.seconds, stood)):
+                total[i] += more
+        found = (
+            Communication(kind=k, axis=a, count=int(n), bytes=int(size), seconds=seconds, exposed_seconds=stood)
+            for (k, a), (n, size, seconds, stood) in totals.items()
+        )
+        return tuple(sorted(found, key=lambda row: -row.seconds))
 
     def to_chrome(self) -> dict[str, Any]:
         """The trace that chrome://tracing and Perfetto open: microseconds, a thread for each stream."""
@@ -84,56 +152,213 @@ class Timeline:
         spans = [
             {
                 "ph": "X",
-                "name": event.op,
+                "name": event.label,
                 "cat": "backward" if event.backward else "forward",
                 "pid": 0,
                 "tid": threads[event.stream],
                 "ts": event.start_seconds * 1e6,
                 "dur": event.seconds * 1e6,
-                "args": {"value": event.name, "module": event.module, "bytes": event.bytes},
+                "args": {"module": event.module, "bytes": event.bytes, "alone": event.alone_seconds * 1e6},
             }
             for event in self.events
         ]
-        return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
+        waits = [
+            {
+                "ph": "X",
+                "name": stall.label,
+                "cat": "backward" if stall.backward else "forward",
+                "pid": 0,
+                "tid": threads[COMPUTE],
+                "ts": stall.start_seconds * 1e6,
+                "dur": stall.seconds * 1e6,
+                "args": {"axis": stall.stream},
+            }
+            for stall in self.stalls
+        ]
+        return {"traceEvents": names + spans + waits, "displayTimeUnit": "ms"}
 
 
-def timeline(program: Program, cluster: Cluster) -> Timeline:
-    """One step of `program` on a cluster. Raises ValueError where the mesh does not fit the cluster."""
-    links = cluster.links(program.mesh)
-    local = _Local(program, cluster.device)
-    now = 0.0
-    free = [0.0] * len(links)
-    ends: dict[str, float] = {}
-    events: list[Event] = []
+def covered(stalls: tuple[Stall, ...], events: list[Event]) -> Iterator[tuple[Event, float]]:
+    """Each event with the seconds of stalls on its stream that lie within it."""
+    waiting: dict[str, list[Stall]] = {}
+    for stall in stalls:
+        waiting.setdefault(stall.stream, []).append(stall)
+    at = dict.fromkeys(waiting, 0)
+    for event in events:  # of one stream, both follow each other
+        found, stream = 0.0, event.stream
+        own = waiting.get(stream, [])
+        while at.get(stream, 0) < len(own):
+            stall = own[at[stream]]
+            if stall.start_seconds >= event.end_seconds:
+                break
+            start, end = max(stall.start_seconds, event.start_seconds), min(stall.end_seconds, event.end_seconds)
+            found += max(0.0, end - start)
+            if stall.end_seconds > event.end_seconds:
+                break
+            at[stream] += 1
+        yield event, found
 
-    def add(instruction: Instruction, stream: str, start: float, end: float, size: int, backward: bool) -> None:
-        events.append(
-            Event(
-                name=next((name for name in instruction.outputs if name), ""),
-                op=instruction.op,
-                stream=stream,
-                start_seconds=start,
-                end_seconds=end,
-                bytes=size,
-                module=instruction.module,
-                backward=backward,
-            )
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What operators cost and what they make, for timelines of many programs of one device that are much alike."""
+
+    costs: dict[tuple[Any, ...], _Cost] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
+
+
+def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> Timeline:
+    """One step of `program` on a cluster; `known` is what earlier timelines on the same device found out. Raises
+    ValueError where the mesh does not fit the cluster."""
+    return _Writer(program, cluster, known or Known()).timeline()
+
+
+class _Issued(NamedTuple):
+    """A task's instruction, or a wait for one (then `task` is what it waits for)."""
+
+    task: int
+    instruction: Instruction
+    backward: bool
+
+
+class _Writer:
+    """A program as tasks."""
+
+    def __init__(self, program: Program, cluster: Cluster, known: Known) -> None:
+        self.program, self.device = program, cluster.device
+        self.links = cluster.links(program.mesh)
+        self.local = _Local(program, cluster.device, known)
+        self.tasks: list[Task] = []
+        self.order: list[_Issued] = []
+        """What the rank comes to, one after the other."""
+        self.started: dict[str, int] = {}
+        """A collective's result -> its task."""
+        self.barrier: tuple[int, ...] = ()
+        """What has to end before the rank goes on."""
+        self.bytes: list[int] = []
+        self.peak_seconds = 0.0
+        self._priced: dict[tuple[str, int, int], Task] = {}
+
+    def timeline(self) -> Timeline:
+        for backward, instruction in _instructions(self.program):
+            if instruction.op == "collective.wait":
+                self.local.pass_by(instruction)
+                awaited = self.started.get(instruction.inputs[0])
+                if awaited is not None:
+                    self.barrier = (*self.barrier, awaited)
+                    self.order.append(_Issued(awaited, instruction, backward))
+            elif instruction.collective:
+                self.local.pass_by(instruction)
+                if starting := self.local.starting(instruction):
+                    task = Task(stream=COMPUTE, after=self.barrier, fixed_seconds=starting)
+                    self._add(instruction, task, 0, backward)
+                    self.barrier = (len(self.tasks) - 1,)
+                self.started[instruction.outputs[0]] = len(self.tasks)
+                self._add(instruction, self._collective(instruction), self._sent(instruction), backward)
+            else:
+                cost = self.local.cost(instruction)
+                self.peak_seconds += cost.peak_seconds
+                if cost.seconds:
+                    self._add(instruction, self._operator(cost), cost.bytes, backward)
+                    self.barrier = (len(self.tasks) - 1,)
+        spans = simulate(self.tasks)
+        return Timeline(
+            axes=self.program.axes,
+            events=tuple(self._events(spans)),
+            stalls=tuple(self._stalls(spans)),
+            peak_seconds=self.peak_seconds,
         )
 
-    for backward, instruction in _instructions(program):
-        if kind := instruction.collective:
-            axis = instruction.args[-1]
-            size = max(program.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs))
-            start = max(now, free[axis])
-            free[axis] = start + collective_seconds(kind, size, links[axis])
-            ends[instruction.outputs[0]] = free[axis]
-            add(instruction, program.axes[axis], start, free[axis], size, backward)
-        elif instruction.op == "collective.wait":
-            now = max(now, ends.get(instruction.inputs[0], 0.0))
-        elif seconds := local.seconds(instruction):
-            add(instruction, COMPUTE, now, now + seconds, local.bytes(instruction), backward)
-            now += seconds
-    return Timeline(axes=program.axes, events=tuple(events))
+    def _add(self, instruction: Instruction, task: Task, size: int, backward: bool) -> None:
+        self.order.append(_Issued(len(self.tasks), instruction, backward))
+        self.tasks.append(task)
+        self.bytes.append(size)
+
+    def _sent(self, instruction: Instruction) -> int:
+        metas = self.program.metas
+        return max(metas[name].bytes for name in (*instruction.inputs, *instruction.outputs))
+
+    def _collective(self, instruction: Instruction) -> Task:
+        axis, kind = instruction.args[-1], instruction.collective
+        assert kind is not None
+        key = (kind, axis, self._sent(instruction))
+        if key not in self._priced:
+            self._priced[key] = self._priced_task(*key)
+        priced = self._priced[key]
+        return Task(
+            stream=priced.stream,
+            after=self.barrier,
+            fixed_seconds=priced.fixed_seconds,
+            moving_seconds=priced.moving_seconds,
+            least_seconds=priced.least_seconds,
+            uses=priced.uses,
+        )
+
+    def _priced_task(self, kind: str, axis: int, size: int) -> Task:
+        link, stream = self.links[axis], self.program.axes[axis]
+        if link.ranks == 1:
+            return Task(stream=stream)
+        cheapest = price(kind, size, link)
+        uses: dict[Resource, float] = dict(loads(kind, cheapest.algorithm, link))
+        per_byte, memory = self.device.memory_bytes_per_link_byte, self.device.memory_bytes_per_second
+        if per_byte and cheapest.moving:
+            sent = (2 if kind == "all_reduce" else 1) * (link.ranks - 1) / link.ranks * size
+            uses[MEMORY] = min(1.0, per_byte * sent / cheapest.moving / memory)
+        return Task(
+            stream=stream,
+            fixed_seconds=cheapest.fixed * (1.0 - cheapest.overlap),
+            moving_seconds=cheapest.moving,
+            least_seconds=cheapest.fixed,
+            uses=tuple(uses.items()),
+        )
+
+    def _operator(self, cost: _Cost) -> Task:
+        if not (self.device.memory_bytes_per_link_byte and cost.memory):
+            return Task(stream=COMPUTE, after=self.barrier, fixed_seconds=cost.seconds)
+        fixed = min(cost.seconds, self.device.seconds_per_op)
+        return Task(
+            stream=COMPUTE,
+            after=self.barrier,
+            fixed_seconds=fixed,
+            moving_seconds=cost.seconds - fixed,
+            uses=((MEMORY, cost.memory),),
+        )
+
+    def _events(self, spans: list[Span]) -> Iterator[Event]:
+        for task, instruction, backward in self.order:
+            if instruction.op != "collective.wait":
+                yield Event(
+                    name=next((name for name in instruction.outputs if name), ""),
+                    op=instruction.op,
+                    stream=self.tasks[task].stream,
+                    start_seconds=spans[task].start_seconds,
+                    end_seconds=spans[task].end_seconds,
+                    alone_seconds=self.tasks[task].seconds,
+                    bytes=self.bytes[task],
+                    module=instruction.module,
+                    backward=backward,
+                )
+
+    def _stalls(self, spans: list[Span]) -> Iterator[Stall]:
+        """Waits for what has not ended when the rank comes to it; at last for what nobody waits for."""
+        now, last = 0.0, None
+        for issued in self.order:
+            end, stream = spans[issued.task].end_seconds, self.tasks[issued.task].stream
+            if issued.instruction.op == "collective.wait":
+                if end > now:
+                    yield self._stall(issued, stream, now, end)
+                now = max(now, end)
+            elif stream == COMPUTE:
+                now = end
+            elif last is None or end >= spans[last.task].end_seconds:
+                last = issued
+        if last is not None and spans[last.task].end_seconds > now:
+            yield self._stall(last, self.tasks[last.task].stream, now, spans[last.task].end_seconds)
+
+    @staticmethod
+    def _stall(issued: _Issued, stream: str, start: float, end: float) -> Stall:
+        label, backward = issued.instruction.label, issued.backward
+        return Stall(label=label, stream=stream, start_seconds=start, end_seconds=end, backward=backward)
 
 
 def _instructions(program: Program) -> Iterator[tuple[bool, Instruction]]:
@@ -142,70 +367,75 @@ def _instructions(program: Program) -> Iterator[tuple[bool, Instruction]]:
             yield backward, instruction
 
 
-@cache
-def _is_view(op: str) -> bool:
-    """Whether its schema says that its results are, or may be, its operand seen in another way."""
-    returned = [result.alias_info for result in overload(op)._schema.returns]  # type: ignore[attr-defined]
-    return any(alias is not None and not alias.is_write for alias in returned)
+class _Cost(NamedTuple):
+    """Of one operator: seconds, the part of the memory's rate that it uses meanwhile, the bytes that it reads and
+    writes, and the seconds of its arithmetic at the device's peak."""
+
+    seconds: float
+    memory: float
+    bytes: int
+    peak_seconds: float
+
+
+def key_of(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> str:
+    """The `operator_key` of an instruction of a program."""
+    made = [metas[name] for name in instruction.outputs if name]
+    return operator_key(instruction.op, [metas[name] for name in instruction.inputs], made)
 
 
 class _Local:
-    """Seconds of a rank's own operators: a roofline of arithmetic and memory."""
+    """What a rank's own operators cost: a roofline of arithmetic and memory. What only makes a view of memory that is
+    there already moves nothing (`liveness.Memory`)."""
 
-    def __init__(self, program: Program, device: Device) -> None:
-        self.metas, self.device = program.metas, device
+    def __init__(self, program: Program, device: Device, known: Known) -> None:
+        self.program, self.metas, self.device = program, program.metas, device
         self.read = {name for _, instruction in _instructions(program) for name in instruction.inputs}
+        self.memory = Memory(_known=known.made)
+        made = {name for _, instruction in _instructions(program) for name in instruction.outputs}
+        for name in self.read - made:
+            self.memory.give(name, self.metas[name])
         self.read.update(program.saved, (o.name for o in program.outputs if o.name is not None))
-        self.strided: set[str] = set()
-        """Values that do not lie in order: views that move dims, or parts."""
-        self._known: dict[tuple[Any, ...], tuple[bool, float]] = {}
-        self._orders: dict[tuple[Any, ...], tuple[bool, ...]] = {}
+        self._known = known.costs
 
-    def bytes(self, instruction: Instruction) -> int:
-        return sum(self.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs) if name)
+    def pass_by(self, instruction: Instruction) -> None:
+        """A collective makes memory of its own."""
+        for name in instruction.outputs:
+            self.memory.give(name, self.metas[name])
 
-    def seconds(self, instruction: Instruction) -> float:
-        strided = not self.strided.isdisjoint(instruction.inputs)
-        is_view, arithmetic = self._cost(instruction)
-        if is_view and not (strided and instruction.op in COPIES):
-            kept = (False,) * len(instruction.outputs) if strided else self._in_order(instruction)
-            self.strided.update(name for name, fine in zip(instruction.outputs, kept, strict=True) if not fine)
-            return 0.0 if instruction.op in FREE else self.device.seconds_per_op
-        moved = self.bytes(instruction) / self.device.memory_bytes_per_second
-        return self.device.seconds_per_op + max(arithmetic, moved)
+    def starting(self, instruction: Instruction) -> float:
+        """Seconds that the rank itself is busy with the start of a collective, where that was measured."""
+        return self._measured(instruction) or 0.0
 
-    def _cost(self, instruction: Instruction) -> tuple[bool, float]:
-        """Whether it is a view, and the seconds of its arithmetic."""
+    def _measured(self, instruction: Instruction) -> float | None:
+        operators = self.device.operators
+        return None if operators is None else operators.seconds.get(key_of(instruction, self.metas))
+
+    def cost(self, instruction: Instruction) -> _Cost:
+        copies = self.memory.copies(instruction)
         metas = tuple(self.metas[name] for name in instruction.inputs)
         # an op may be told not to make what nobody reads
         wanted = self.read.intersection(instruction.outputs) or instruction.outputs
         made = tuple(self.metas[name] if name and name in wanted else None for name in instruction.outputs)
-        key = (instruction.op, metas, made, instruction.args if instruction.kwargs else None)
+        key = (instruction.op, copies, metas, made, instruction.args if instruction.kwargs else None)
         if key not in self._known:
-            if _is_view(instruction.op):
-                self._known[key] = True, 0.0
-            else:
-                node = Node(
-                    op=instruction.op, args=instruction.args, kwargs=instruction.kwargs, outputs=instruction.outputs
-                )
-                rule = rule_of(Call(node, metas, made))
-                dtypes = [meta.dtype for meta in (*metas, *made) if meta is not None]
-                seconds = self.device.compute_seconds(rule.flops, dtypes[0]) if rule is not None and dtypes else 0.0
-                self._known[key] = rule is not None and rule.moves_nothing, seconds
+            self._known[key] = self._cost(instruction, copies, replace(call_of(instruction, self.metas), outputs=made))
         return self._known[key]
 
-    def _in_order(self, instruction: Instruction) -> tuple[bool, ...]:
-        """Of each result of a view of what lies in order: whether it does, too."""
-        metas = tuple(self.metas[name] for name in instruction.inputs)
-        key = (instruction.op, str(instruction.args), metas)
-        if key not in self._orders:
-
-            def given(value: Any) -> Any:
-                if isinstance(value, Ref):
-                    return self.metas[value.name]
-                return tuple(map(given, value)) if isinstance(value, tuple) else value
-
-            named = tuple((name, given(value)) for name, value in instruction.kwargs)
-            made = on_meta(instruction.op, tuple(map(given, instruction.args)), named)
-            self._orders[key] = tuple(value is None or value.is_contiguous() for value in made)
-        return self._orders[key]
+    def _cost(self, instruction: Instruction, copies: bool, call: Call) -> _Cost:
+        known, ratio = self._measured(instruction), self.device.ratio(instruction.op)
+        seconds_per_op = self.device.seconds_per_op if known is None else known
+        size = sum(self.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs) if name)
+        if not copies:
+            return _Cost(0.0 if instruction.op in FREE and known is None else seconds_per_op, 0.0, size, 0.0)
+        arithmetic = peak = 0.0
+        if instruction.op not in COPIES and (rule := rule_of(call)) is not None:
+            if rule.moves_nothing:
+                return _Cost(seconds_per_op, 0.0, size, 0.0)
+            dtypes = [meta.dtype for meta in (*call.inputs, *call.outputs) if meta is not None]
+            if dtypes and rule.flops:
+                arithmetic = self.device.compute_seconds(rule.flops, dtypes[0])
+                peak = rule.flops / self.device.peak_flops(dtypes[0])
+        moved = size / self.device.memory_bytes_per_second
+        longest = max(arithmetic, moved)
+        seconds = ratio * (seconds_per_op + longest) if known is None else known
+        return _Cost(seconds, moved / longest if longest else 0.0, size, peak)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from autopar.api import Planner
-from autopar.cluster import Cluster, Device, Level
+from autopar.cluster import Cluster, Device, Level, Operators, operator_key
 from autopar.clusters import CLUSTERS
-from autopar.collectives import collective_seconds
+from autopar.collectives import ALGORITHMS, KINDS, collective_seconds, loads, prices
 from autopar.graph import Ref, TensorMeta
+from autopar.passes.account import least_seconds
 from autopar.passes.codegen import codegen
 from autopar.presets import PRESETS
 from autopar.program import Instruction, Program
@@ -23,6 +25,12 @@ from autopar.timeline import COMPUTE, Timeline, timeline
 SIZE = 1000
 OP, REDUCE = 3e-3, 0.01
 """Seconds of an elementwise op of two operands (12 kB at 4 MB/s), and of an all-reduce over two ranks."""
+
+
+@functools.cache
+def captured(name: str) -> Planner:
+    case = models.case(name)
+    return Planner(case.model, {"a": 4}, case.args, case.kwargs, loss_fn=case.loss_fn)
 
 
 def machine(*sizes: int) -> Cluster:
@@ -86,6 +94,78 @@ def test_an_axis_is_one_stream_and_two_axes_are_two() -> None:
     assert two.seconds == pytest.approx(slowest) and two.communication_seconds > slowest
 
 
+def test_two_axes_share_the_links_of_a_level() -> None:
+    """On one level of four, the groups of the outer axis have half of a link each and use all of it, and so do those of
+    the inner axis, whose groups of two have their own: together each takes longer, and both as long as in turn."""
+    lines = ("r = all_reduce x sum 0", "s = all_reduce x sum 1", "v = wait r", "w = wait s")
+    found = timeline(program(*lines, axes="ab"), machine(4))
+    alone = [event.alone_seconds for event in found.events]
+    outer, inner = (collective_seconds("all_reduce", 4 * SIZE, link) for link in machine(4).links((2, 2)))
+    assert alone == pytest.approx([outer, inner])
+    assert [event.seconds for event in found.events] == pytest.approx([outer + inner, 2 * inner])
+    assert found.seconds == pytest.approx(sum(alone))
+    assert found.communication_seconds == pytest.approx(sum(alone))
+    in_turn = timeline(program(lines[0], lines[2], lines[1], lines[3], axes="ab"), machine(4))
+    assert [event.seconds for event in in_turn.events] == pytest.approx(alone)
+
+
+def test_what_an_algorithm_leaves_of_the_links_of_a_level() -> None:
+    """Over all of 2 x 4 devices with 25 GB/s out of a node and 100 GB/s out of a device: a ring fills the slowest level
+    and leaves three quarters of the other; level by level they take turns, 1 / 25 on one and 1.5 / 100 on the other."""
+    levels = (
+        Level(name="net", size=2, bytes_per_second=25e9, group_bytes_per_second=25e9, latency_seconds=0.0),
+        Level(name="node", size=4, bytes_per_second=100e9, group_bytes_per_second=100e9, latency_seconds=0.0),
+    )
+    (link,) = replace(machine(2), levels=levels, algorithms=ALGORITHMS).links((8,))
+    assert loads("all_reduce", "ring", link) == ((0, 1.0), (1, 0.25))
+    between, within = 1 / 25, 1.5 / 100
+    expected = ((0, pytest.approx(between / (between + within))), (1, pytest.approx(within / (between + within))))
+    assert loads("all_reduce", "hierarchical", link) == expected
+    for kind in KINDS:
+        for name, price in prices(kind, 1e6, link).items():
+            assert price.moving and all(0 < part <= 1 for _, part in loads(kind, name, link)), (kind, name)
+
+
+def test_a_collective_and_an_operator_share_memory_where_the_device_says_so() -> None:
+    """An all-reduce over two ranks sends its bytes once. With two bytes of memory for each, at a tenth of the memory's
+    rate, it takes 0.2 of what the operator, which waits for memory alone, needs: both slow down to 1 / 1.2."""
+    lines = ("r = all_reduce x sum 0", "y = add.Tensor x x", "w = wait r")
+    on = machine(2)
+    shared = replace(on, device=replace(on.device, memory_bytes_per_link_byte=2.0))
+    found = timeline(program(*lines), shared)
+    reduce, add = found.events
+    assert add.seconds == pytest.approx(1.2 * OP)
+    assert reduce.seconds == pytest.approx(REDUCE + 0.2 * OP)
+    assert timeline(program(*lines), on).seconds == pytest.approx(REDUCE)
+
+
+def test_a_rank_may_be_busy_with_the_start_of_a_collective() -> None:
+    lines = ("y = add.Tensor x x", "r = all_reduce y sum 0", "w = wait r")
+    on, vector = machine(2), TensorMeta((SIZE,), torch.float32)
+    known = Operators(seconds={operator_key("collective.all_reduce", [vector], [vector]): OP})
+    found = timeline(program(*lines), replace(on, device=replace(on.device, operators=known)))
+    assert [(e.op, e.stream) for e in found.events][1:] == [("collective.all_reduce", s) for s in (COMPUTE, "a")]
+    assert found.events[2].start_seconds == pytest.approx(2 * OP)
+    assert found.exposed_seconds == pytest.approx(sum(stall.seconds for stall in found.stalls)) == pytest.approx(REDUCE)
+
+
+def test_what_is_exposed_adds_up_over_kinds_and_axes() -> None:
+    """Of the first all-reduce the rank waits for all but an operator; the second, behind it on the axis, is hidden but
+    for what is left after two more."""
+    lines = (
+        *("r = all_reduce x sum 0", "s = all_reduce x sum 0", "y = add.Tensor x x", "v = wait r"),
+        *("z = add.Tensor y v", "u = add.Tensor y z", "w = wait s"),
+    )
+    found = timeline(program(*lines), machine(2))
+    assert [stall.seconds for stall in found.stalls] == pytest.approx([REDUCE - OP, REDUCE - 2 * OP])
+    (row,) = found.communication
+    assert (row.kind, row.axis, row.count, row.bytes) == ("all_reduce", "a", 2, 2 * 4 * SIZE)
+    assert row.exposed_seconds == pytest.approx(found.exposed_seconds) == pytest.approx(2 * REDUCE - 3 * OP)
+    assert row.hidden_seconds == pytest.approx(3 * OP)
+    waited = timeline(program("r = all_reduce x sum 0", "s = all_reduce x sum 0", "y = add.Tensor x x"), machine(2))
+    assert waited.communication[0].exposed_seconds == pytest.approx(2 * REDUCE - OP)
+
+
 def test_what_a_view_moved_is_laid_out_once_it_must_be() -> None:
     """Of [10, 100]: transposed, then in a row, which copies; in a row as it lies; a column, and a row."""
     given = program("p = t.default x", "q = reshape.default p 1000", "r = reshape.default x 1000")
@@ -115,11 +195,14 @@ def test_the_parts_are_those_that_the_search_prices(preset: str, mesh: dict[str,
         pytest.skip(f"not on this mesh: {error}")
     plain = codegen(planner.space, planner.assignment(plan))
     found = timeline(plain, cluster)
+    assert sum(row.exposed_seconds for row in found.communication) == pytest.approx(found.exposed_seconds)
     links = cluster.links(tuple(mesh.values()))
     issued = sum(collective_seconds(k, size, links[list(mesh).index(a)]) for k, a, size in plain.collectives())
     assert found.communication_seconds == pytest.approx(issued)
     assert found.communication_seconds == pytest.approx(plan.account.communication_seconds, rel=1e-6)
     bucketed = timeline(planner.program(plan), cluster)
+    assert sum(row.exposed_seconds for row in bucketed.communication) == pytest.approx(bucketed.exposed_seconds)
+    assert 0 < bucketed.utilization < 1
     local_seconds = plan.account.compute_seconds + plan.account.copy_seconds
     assert found.busy_seconds(COMPUTE) == pytest.approx(local_seconds, rel=0.3)
     travelling = sum(size for _, _, size in plain.collectives())
@@ -130,10 +213,52 @@ def test_the_parts_are_those_that_the_search_prices(preset: str, mesh: dict[str,
     assert bucketed.seconds <= bucketed.busy_seconds(COMPUTE) + bucketed.communication_seconds
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh", "cluster", "part"),
+    [
+        ("gpt2 untied", {"a": 4}, "dgx-h100", None),
+        ("gpt2 untied", {"dp": 2, "tp": 2}, "dgx-h100", None),
+        ("gpt2 untied", {"dp": 2, "tp": 2}, "local", None),
+        ("mlp with loss_fn", {"dp": 2, "tp": 2}, "a100-pcie", None),
+        ("mlp with loss_fn", {"a": 4}, "local", 0.9),
+    ],
+)
+def test_no_preset_has_a_shorter_step_than_the_free_plan(
+    name: str, mesh: dict[str, int], cluster: str, part: float | None
+) -> None:
+    """With what overlaps; and under a limit, of a part of what the fastest plan needs."""
+    planner = captured(name).on(mesh, cluster)
+    free = planner.plan()
+    limit = None if part is None else part * free.bytes
+    if limit is not None:
+        free = planner.plan(memory_limit_bytes=limit)
+        assert free.bytes <= limit
+    steps = {}
+    for preset in PRESETS:
+        try:
+            made = planner.plan(solver=preset, memory_limit_bytes=limit)
+        except ValueError:
+            continue
+        steps[preset] = made.seconds
+        assert made.seconds >= least_seconds(planner.space, planner.assignment(made))
+    assert steps and free.seconds <= min(steps.values()) * (1 + 1e-6), steps
+    assert free.seconds == timeline(planner.program(free), planner.cluster).seconds + free.account.optimizer_seconds
+
+
+def test_what_is_kept_off_an_axis_is_kept_off_it_in_every_candidate() -> None:
+    """A preset wins without constraints; with them, no plan breaks them."""
+    planner = captured("gpt2 untied").on({"dp": 2, "tp": 2}, "dgx-h100")
+    plan = planner.plan(constraints={"transformer.h.*": {"tp": "R"}})
+    layers = [p for name, p in plan.parameters.items() if name.startswith("transformer.h.")]
+    assert layers and all(p.at_rest[1] == "R" for p in layers)
+
+
 def test_the_trace_has_a_thread_for_each_stream() -> None:
     found: Timeline = timeline(program("r = all_reduce x sum 0", "y = add.Tensor x x", "w = wait r"), machine(2))
     trace = json.loads(json.dumps(found.to_chrome()))
     assert {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"} == {COMPUTE, "a"}
     spans = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "X"}
-    assert spans["collective.all_reduce"]["dur"] == pytest.approx(REDUCE * 1e6)
-    assert spans["aten.add.Tensor"]["tid"] != spans["collective.all_reduce"]["tid"]
+    assert spans["collective.all_reduce r"]["dur"] == pytest.approx(REDUCE * 1e6)
+    assert spans["aten.add.Tensor y"]["tid"] != spans["collective.all_reduce r"]["tid"]
+    assert spans["collective.wait r"]["tid"] == spans["aten.add.Tensor y"]["tid"]
+    assert spans["collective.wait r"]["dur"] == pytest.approx((REDUCE - OP) * 1e6)

@@ -33,8 +33,8 @@ BASIC_OF: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`kind` is text, count, rate (above 0), seconds (0 or more), part (above 0, at most 1), share (from 0 to 1),
-    links (a rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
+    """`kind` is text, count, rate (above 0), seconds or amount (0 or more), part (above 0, at most 1), share (from 0
+    to 1), links (a rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
     latencies (one, or a table of them by kind of collective). `write` is an example."""
 
     kind: str
@@ -59,6 +59,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "memory_bytes_per_second": Key("rate", "memory_bytes_per_second = 2.0e12"),
         "memory_efficiency": Key("part", "memory_efficiency = 0.8", required=False),
         "seconds_per_op": Key("seconds", "seconds_per_op = 4e-6"),
+        "memory_bytes_per_link_byte": Key("amount", "memory_bytes_per_link_byte = 2", required=False),
     },
     "level": {
         "name": Key("text", 'name = "network"', figure=False),
@@ -208,6 +209,7 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "count": lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
     "rate": _is_rate,
     "seconds": lambda value: _is_number(value) and value >= 0,
+    "amount": lambda value: _is_number(value) and value >= 0,
     "part": lambda value: _is_rate(value) and value <= 1,
     "share": lambda value: _is_number(value) and 0 <= value <= 1,
     "links": lambda value: _is_rate(value) or _is_matrix(value),
@@ -224,6 +226,7 @@ _MEANING = {
     "count": "a whole number above 0",
     "rate": "a number above 0",
     "seconds": "a number of seconds, 0 or more",
+    "amount": "a number, 0 or more",
     "part": "a part above 0 and at most 1",
     "share": "a part from 0 to 1",
     "links": "a number above 0, or a symmetric matrix of them with 0 where there is no link",
@@ -245,6 +248,7 @@ def _device(table: _Table) -> Device:
         memory_bytes_per_second=float(table["memory_bytes_per_second"]) * table.get("memory_efficiency", 1.0),
         seconds_per_op=float(table["seconds_per_op"]),
         efficiency=tuple((float(size), float(part)) for size, part in table.get("efficiency", [[1.0, 1.0]])),
+        memory_bytes_per_link_byte=float(table.get("memory_bytes_per_link_byte", 0.0)),
     )
 
 

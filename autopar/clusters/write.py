@@ -32,7 +32,7 @@ def _names(cluster: Cluster) -> object:
 
 
 def _device(device: Device) -> dict[str, object]:
-    return {
+    found: dict[str, object] = {
         "name": device.name,
         "flops_per_second": dict(device.flops_per_second),
         "efficiency": [list(point) for point in device.efficiency],
@@ -40,6 +40,9 @@ def _device(device: Device) -> dict[str, object]:
         "memory_bytes_per_second": device.memory_bytes_per_second,
         "seconds_per_op": device.seconds_per_op,
     }
+    if device.memory_bytes_per_link_byte:
+        found["memory_bytes_per_link_byte"] = device.memory_bytes_per_link_byte
+    return found
 
 
 def _level(level: Level) -> dict[str, object]:
