@@ -270,10 +270,22 @@ def settled(layout: Layout) -> Layout:
 @cache
 def valid_shape(shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> Shape:
     """How much of what the rank at `coordinate` holds is not padding."""
-    local = list(shape)
-    for dim in {p.dim for p in layout if isinstance(p, Split)}:
-        local[dim] = int(_owned(padded_shape(shape, layout), layout, mesh, coordinate, dim)[: shape[dim]].sum())
-    return tuple(local)
+    return tuple(_valid(size, dim, layout, mesh, coordinate) for dim, size in enumerate(shape))
+
+
+def _valid(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> int:
+    """How many of the first `size` indices of a dim a rank holds: digit by digit, the outermost first."""
+    found = digits_of(layout, dim, lambda axis: mesh[axis])
+    digits = [(stride, mesh[axis], coordinate[axis]) for stride, axis in found if mesh[axis] > 1]
+    count, rest = 0, size
+    for number, (stride, ranks, index) in enumerate(digits):
+        inner = stride // math.prod(ranks for _, ranks, _ in digits[number + 1 :])
+        periods, rest = divmod(rest, stride * ranks)
+        blocks, rest = divmod(rest, stride)
+        count += (periods + (index < blocks)) * inner
+        if index != blocks:
+            return count
+    return count + rest
 
 
 @cache
@@ -282,15 +294,24 @@ def is_chunked(shape: Shape, layout: Layout, mesh: Shape) -> bool:
     takes uneven shards to be. True for even layouts."""
     if is_even(shape, layout):
         return True
-    for coordinate in product(*map(range, mesh)):
-        rest = list(shape)
-        for placement, ranks, index in zip(layout, mesh, coordinate, strict=True):
-            if isinstance(placement, Split):
-                each = -(-rest[placement.dim] // ranks)
-                rest[placement.dim] = min(each, max(0, rest[placement.dim] - index * each))
-        if tuple(rest) != valid_shape(shape, layout, mesh, coordinate):
+    padded = padded_shape(shape, layout)
+    if not all(_is_outermost_left(padded, layout, mesh, axis) for axis in range(len(mesh))):
+        return False
+    return all(_is_chunked(size, dim, layout, mesh) for dim, size in enumerate(shape) if padded[dim] != size)
+
+
+def _is_chunked(size: int, dim: int, layout: Layout, mesh: Shape) -> bool:
+    splits = [axis for axis, p in enumerate(layout) if isinstance(p, Split) and p.dim == dim]
+    coordinate = [0] * len(mesh)
+    for indices in product(*(range(mesh[axis]) for axis in splits)):
+        left = size
+        for axis, index in zip(splits, indices, strict=True):
+            each = -(-left // mesh[axis])
+            left = min(each, max(0, left - index * each))
+            coordinate[axis] = index
+        if left != _valid(size, dim, layout, mesh, tuple(coordinate)):
             return False
-    return all(_is_outermost_left(padded_shape(shape, layout), layout, mesh, axis) for axis in range(len(mesh)))
+    return True
 
 
 def _is_outermost_left(padded: Shape, layout: Layout, mesh: Shape, axis: int) -> bool:

@@ -33,8 +33,11 @@ OWN_MEMORY = frozenset(
         "collective.all_gather",
         "collective.all_reduce",
         "collective.all_to_all",
+        "collective.broadcast",
         "collective.exchange",
+        "collective.reduce",
         "collective.reduce_scatter",
+        "collective.rotate",
         "collective.shift",
     }
 )
@@ -163,15 +166,21 @@ class Memory:
         elif instruction.collective:
             self._collective(program, line, by_parts)
         else:
-            for name, made in zip(instruction.outputs, self._local(instruction), strict=True):
-                if made is None:
-                    continue
-                if not name:
-                    self.unnamed[id(instruction)] = self.unnamed.get(id(instruction), 0) + made.bytes
-                else:
-                    self.placed[name] = made.placed
-                    viewed = None if made.of is None else self.storages[instruction.inputs[made.of]]
-                    self.storages[name] = viewed or (self.new(made.bytes),)
+            self.copies(instruction)
+
+    def copies(self, instruction: Instruction) -> bool:
+        """What a local op makes, and whether any of it lies in memory of its own: not only seen in another way."""
+        results = self._local(instruction)
+        for name, made in zip(instruction.outputs, results, strict=True):
+            if made is None:
+                continue
+            if not name:
+                self.unnamed[id(instruction)] = self.unnamed.get(id(instruction), 0) + made.bytes
+            else:
+                self.placed[name] = made.placed
+                viewed = None if made.of is None else self.storages[instruction.inputs[made.of]]
+                self.storages[name] = viewed or (self.new(made.bytes),)
+        return any(made is not None and made.of is None for made in results)
 
     def _collective(self, program: Program, line: Line, by_parts: bool) -> None:
         instruction = line.instruction

@@ -57,7 +57,7 @@ def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping
     for coordinate in sorted(ranks):
         groups.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), []).append(ranks[coordinate])
     n = mesh[axis]
-    for group in groups.values():
+    for others, group in groups.items():
         given = [values[source] for values in group]
         assert all(x.is_contiguous() for x in given), f"{instruction}: a collective's input must be contiguous"
         assert len(given) == n > 1, f"{instruction}: mesh axis {axis} has {len(given)} ranks"
@@ -74,6 +74,17 @@ def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping
         elif kind == "shift":
             sources = [i - instruction.args[1] for i in range(n)]
             made = [given[i].clone() if 0 <= i < n else torch.zeros_like(given[0]) for i in sources]
+        elif kind == "rotate":
+            turn = instruction.args[1]
+            if isinstance(turn, RankIndex):
+                assert all(term != axis for term, _ in turn.terms), f"{instruction}: the offset differs within a group"
+                turn = turn.at((*others[:axis], 0, *others[axis:]))
+            made = [given[(i - turn) % n].clone() for i in range(n)]
+        elif kind == "broadcast":
+            made = [given[instruction.args[1]].clone() for _ in group]
+        elif kind == "reduce":
+            whole, root = _reduce(given, instruction.args[1]), instruction.args[2]
+            made = [whole.clone() if i == root else torch.zeros_like(whole) for i in range(n)]
         elif kind == "exchange":
             sizes = [values[instruction.args[1].name].tolist() for values in group]
             parts = [x.split(put) for x, (put, _) in zip(given, sizes, strict=True)]

@@ -15,7 +15,10 @@ from typing import Any
 from .graph import InputRole, OutputRole, Ref, TensorMeta, overload, references
 from .layout import Layout, describe
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange"),
+    *("rotate", "broadcast", "reduce"),
+)
 """The collectives, as ops `collective.<kind>`:
 
 all_reduce(x, reduction, axis)      elementwise, same shape
@@ -27,6 +30,10 @@ shift(x, offset, axis)              what the rank `offset` places before this on
                                     on ranks without such a one
 exchange(x, sizes, axis)            along dim 0, n chunks of any lengths: sizes[0] are those of the chunks that
                                     this rank has for each other, sizes[1] of those that it gets from each
+rotate(x, offset, axis)             what the rank `offset` places before this one has, around in a circle: same shape;
+                                    the offset may be a `RankIndex` that is the same for all ranks of the axis
+broadcast(x, root, axis)            what the rank `root` has, same shape
+reduce(x, reduction, root, axis)    elementwise, same shape, on the rank `root`; zeros on the others
 wait(x)                             the finished value of any of them
 
 `axis` is the index of a mesh axis. The input of all but `wait` is contiguous.
@@ -68,6 +75,12 @@ class Instruction:
     def collective(self) -> str | None:
         kind = self.op.removeprefix("collective.")
         return kind if kind != self.op and kind in COLLECTIVES else None
+
+    @property
+    def label(self) -> str:
+        """The op, and the value that it makes or, of a wait, waits for: what it is called in traces."""
+        values = self.inputs if self.op == "collective.wait" else self.outputs
+        return " ".join([self.op, *[name for name in values if name][:1]])
 
 
 def names_no_device(instruction: Instruction) -> bool:
@@ -124,6 +137,11 @@ class Program:
     def digest(self) -> str:
         """The same on two ranks if and only if they would run the same program."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient."""
+        return frozenset(o.target for o in self.outputs if o.role == "gradient" and o.name is not None)
 
     def collectives(self) -> list[tuple[str, str, int]]:
         """(kind, axis name, bytes of the larger of what goes in and comes out) of each, in order."""

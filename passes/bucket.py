@@ -10,7 +10,7 @@ Four kinds of collectives are told apart:
 - *reductions*, in backward, that only gradients depend on: started as soon as a bucket is full,
   finished at the end, or, where a second mesh axis follows, when the next bucket has been started;
 - *gathers* of parameters as they rest, in forward and again in backward: bucketed in the order of
-  first use and started ahead of it, with at most `limit_bytes` in flight that are not yet used;
+  first use and started ahead of it, with at most `ahead_bytes` in flight that are not yet used;
 - small all-reduces in forward (all latency), several parts of a loss, say: those that do not depend on each other
   travel where the last of them stands;
 - all others stay where they are, and are waited for just before their first reader.
@@ -50,18 +50,21 @@ def bucket(
     *,
     limit_bytes: int = LIMIT_BYTES,
     alone_bytes: int = ALONE_BYTES,
+    ahead_bytes: int | None = None,
 ) -> Program:
     """The program with its parameter and gradient collectives in buckets, and each wait just before
     the first reader.
 
     A bucket on mesh axis `a` holds at most `bucket_bytes[a]` (of the larger of what goes in and comes out), and
     `limit_bytes` in any case; a collective of `alone_bytes` or more is in no bucket, but starts and ends as one would.
+    Gathers that are started and not yet read have at most `ahead_bytes` (`limit_bytes` if not given), or are two.
     """
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     made = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
     gradients = [o.name for o in program.outputs if o.name is not None and o.role == "gradient"]
     limits = tuple(min(limit_bytes, size) for size in bucket_bytes or (limit_bytes,) * len(program.mesh))
-    writer = _Writer(program.mesh, dict(program.metas), limits, limit_bytes, min(alone_bytes, limit_bytes))
+    alone = min(alone_bytes, limit_bytes)
+    writer = _Writer(program.mesh, dict(program.metas), limits, limit_bytes, alone, ahead_bytes or limit_bytes)
     forward = writer.gather(writer.together(program.forward, program.uneven), parameters, [*made, *program.saved])
     backward = writer.gather(program.backward, parameters, gradients)
     backward = writer.reduce(backward, gradients)
@@ -106,6 +109,7 @@ class _Writer:
     bucket_bytes: tuple[int, ...]
     limit_bytes: int
     alone_bytes: int
+    ahead_bytes: int
     written: list[Instruction] = field(default_factory=list)
     count: int = 0
 
@@ -335,7 +339,7 @@ class _Lazy:
     def schedule(self) -> list[tuple[int, _Bucket]]:
         """(index of the instruction before which it starts, bucket), in the order of starting.
 
-        A bucket starts as early as `limit_bytes` hold it and all that are started and not yet read;
+        A bucket starts as early as `ahead_bytes` hold it and all that are started and not yet read;
         at the latest when the bucket before it is first read.
         """
         needed = self._needed()
@@ -352,7 +356,7 @@ class _Lazy:
             joints.sort(key=lambda j: need[id(j)])
             for number, joint in enumerate(joints):
                 ahead, first = joint.bytes, number - 1
-                while first >= 0 and ahead + joints[first].bytes <= self.writer.limit_bytes:
+                while first >= 0 and ahead + joints[first].bytes <= self.writer.ahead_bytes:
                     ahead += joints[first].bytes
                     first -= 1
                 time = need[id(joints[first])] if first >= 0 else 0

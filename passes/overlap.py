@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..program import Instruction, Program
-from .bucket import WAIT
+from .bucket import LAYOUT, WAIT
 
 logger = logging.getLogger("autopar")
 
@@ -22,18 +22,19 @@ logger = logging.getLogger("autopar")
 def overlap(program: Program) -> Program:
     """The program with the same instructions, each half in an order in which collectives start no later. Values are
     the same bit for bit."""
-    forward, backward = (_lifted(half) for half in (program.forward, program.backward))
+    parameters = {i.name for i in program.inputs if i.role == "parameter"}
+    forward, backward = (_lifted(half, parameters) for half in (program.forward, program.backward))
     moved = sum(a is not b for a, b in zip((*forward, *backward), (*program.forward, *program.backward), strict=True))
     if moved:
         logger.info("overlap: %d of %d instructions moved", moved, len(forward) + len(backward))
     return replace(program, forward=tuple(forward), backward=tuple(backward))
 
 
-def _lifted(instructions: Sequence[Instruction]) -> list[Instruction]:
+def _lifted(instructions: Sequence[Instruction], parameters: set[str]) -> list[Instruction]:
     """In stretches that end with a collective that is soon waited for: what it needs, itself, and the rest."""
     written: list[Instruction] = []
     stretch: list[Instruction] = []
-    urgent = _urgent(instructions)
+    urgent = _urgent(instructions, parameters)
     for instruction in instructions:
         stretch.append(instruction)
         if instruction.outputs[0] in urgent:
@@ -45,13 +46,14 @@ def _lifted(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _needed(stretch: Sequence[Instruction]) -> set[int]:
-    """By identity: the collectives among these instructions, which keep their order, and what they depend on. Nothing
-    is waited for sooner: where they depend on a wait, what stands before it is needed, too."""
-    reads: set[str] = set()
+    """By identity: the collective that these instructions end with, and what it depends on. Others stay where they are:
+    a gather that is started ahead of its reader is not started further ahead. Nothing is waited for sooner: where the
+    collective depends on a wait, what stands before it is needed, too."""
+    reads = set(stretch[-1].outputs)
     needed: set[int] = set()
     for position in reversed(range(len(stretch))):
         instruction = stretch[position]
-        if instruction.collective or not reads.isdisjoint(instruction.outputs):
+        if not reads.isdisjoint(instruction.outputs):
             if instruction.op == WAIT:
                 return needed | {id(i) for i in stretch[: position + 1]}
             needed.add(id(instruction))
@@ -59,13 +61,20 @@ def _needed(stretch: Sequence[Instruction]) -> set[int]:
     return needed
 
 
-def _urgent(instructions: Sequence[Instruction]) -> set[str]:
-    """Results of the collectives that are waited for before another one starts."""
+def _urgent(instructions: Sequence[Instruction], parameters: set[str]) -> set[str]:
+    """Results of the collectives that are waited for before another one starts or is waited for. Gathers of parameters,
+    which wait for nothing, start when `bucket` says."""
     urgent = set()
+    ready = set(parameters)
     started: str | None = None
     for instruction in instructions:
+        is_ready = bool(instruction.inputs) and ready.issuperset(instruction.inputs)
+        if is_ready and (instruction.collective or instruction.op == WAIT or instruction.op in LAYOUT):
+            ready.update(instruction.outputs)
         if instruction.collective:
-            started = instruction.outputs[0]
-        elif instruction.op == WAIT and started == instruction.inputs[0]:
-            urgent.add(started)
+            started = None if is_ready else instruction.outputs[0]
+        elif instruction.op == WAIT:
+            if started == instruction.inputs[0]:
+                urgent.add(started)
+            started = None
     return urgent

@@ -1,7 +1,7 @@
 """Shorten: an assignment of fewer copies, from whose program the memory of the whole is told.
 
-Of each run of copies that decide alike, `KEPT` are kept. The middle one stands for those that are missing: what
-it leaves behind in forward and in backward, each of them leaves too.
+Of each run of copies that decide alike, a few are kept (`KEPT`, or what is asked for). The middle one stands for those
+that are missing: what it leaves behind in forward and in backward, each of them leaves too.
 """
 
 from __future__ import annotations
@@ -96,20 +96,19 @@ def _left(placed: Sequence[tuple[str, Place, Moment]], place: Place) -> tuple[fl
 
 def _held(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[float, float]:
     """Bytes of a copy's parameters with their states, and of their gradients."""
-    trained = {o.target for o in program.outputs if o.role == "gradient" and o.name is not None}
     static = gradients = 0.0
     for i in program.inputs:
         if i.name in own:
             numel = math.prod(local_shape(i.meta.shape, i.layout, program.mesh))
             static += numel * i.meta.dtype.itemsize
-            if i.target in trained:
+            if i.target in program.trained:
                 static += optimizer.bytes(numel, i.meta.dtype)
                 gradients += numel * i.meta.dtype.itemsize
     return static, gradients
 
 
-def shortened(space: Space, assignment: Assignment) -> Short | None:
-    """With `KEPT` copies of each run of copies alike; None where that leaves none out."""
+def shortened(space: Space, assignment: Assignment, most: int = KEPT) -> Short | None:
+    """With at most so many copies of each run of copies alike; None where that leaves none out."""
     kept: list[list[int]] = []
     missing: list[Missing] = []
     for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True)):
@@ -119,12 +118,12 @@ def shortened(space: Space, assignment: Assignment) -> Short | None:
         here: list[int] = []
         for _, run in groupby(range(repeat.count), key=lambda k: id(ids[k])):
             same = list(run)
-            if len(same) > KEPT:
-                middle = KEPT // 2
+            if len(same) > most:
+                middle = most // 2
                 missing.append(
-                    Missing((number, len(here) + middle), len(same) - KEPT, frozenset(repeat.own[same[middle]]))
+                    Missing((number, len(here) + middle), len(same) - most, frozenset(repeat.own[same[middle]]))
                 )
-                same = [*same[: middle + 1], *same[middle + 1 - KEPT :]]
+                same = [*same[: middle + 1], *same[len(same) - (most - middle - 1) :]]
             here += same
         kept.append(here)
     if not missing:

@@ -2,6 +2,8 @@
 
 The source is straight-line code: one call an instruction, each value deleted right after its last
 use, so that what is alive is what the program says is alive and nothing is looked up at run time.
+While a profiler is active, the same source runs with each call marked by its instruction's label, as in
+simulated traces (`autopar.trace`).
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import builtins
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from autopar import randomness
-from autopar.compat import all_gather_single, reduce_scatter_single
+from autopar.compat import all_gather_single, is_profiling, reduce_scatter_single
 from autopar.graph import Ref, overload
 from autopar.liveness import lifetimes
 from autopar.ops import bounds, experts
@@ -50,6 +54,9 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
     },
 }
 """Functions that call the same overload with the same arguments for less: 0.8 us instead of 1.4."""
+
+MARK = "mark"
+"""What a marked source calls `record_function`."""
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -176,6 +183,44 @@ def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
     return received, Messages(works, x)
 
 
+def rotate(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
+    rank, ranks = dist.get_rank(group), group.size()
+    if offset % ranks == 0:
+        return x.clone(memory_format=torch.contiguous_format), Messages((), x)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    messages = [
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + offset) % ranks),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - offset) % ranks),
+    ]
+    return received, Messages(dist.batch_isend_irecv(messages), x)
+
+
+def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> Pending:
+    received = x.clone(memory_format=torch.contiguous_format)
+    work = dist.broadcast(received, group=group, group_src=root, async_op=True)
+    assert work is not None
+    return received, work
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A reduction under way of which this rank gets nothing: its buffer holds what happened to pass."""
+
+    work: Waited
+    target: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.target.zero_()
+
+
+def reduce(x: torch.Tensor, reduction: str, root: int, group: dist.ProcessGroup) -> Pending:
+    reduced = x.clone(memory_format=torch.contiguous_format)
+    work = dist.reduce(reduced, op=REDUCTIONS[reduction], group=group, group_dst=root, async_op=True)
+    assert work is not None
+    return reduced, work if dist.get_rank(group) == root else Elsewhere(work, reduced)
+
+
 def exchange(x: torch.Tensor, sizes: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     put, got = sizes.tolist()
     exchanged = x.new_empty((sum(got), *x.shape[1:]))
@@ -224,10 +269,10 @@ def compile(
         if given != size:
             raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {given}")
         coordinate.append(0 if group is None else dist.get_rank(group))
-    return _Writer(program, tuple(coordinate), tuple(process_groups), device).executable()
+    return Writer(program, tuple(coordinate), tuple(process_groups), device).executable()
 
 
-class _Writer:
+class Writer:
     """Writes the source; `bound` are the objects that it refers to by name."""
 
     def __init__(
@@ -250,19 +295,31 @@ class _Writer:
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
         gradients = [o.name for o in program.outputs if o.role == "gradient"]
 
-        lines = self.function("forward", given, program.forward, (*made, *saved), 1)
-        lines.append(f"    return {self.tuple(made)}, {self.tuple(saved)}")
-        lines.append("")
-        lines += self.function("backward", [*saved, *tangents], program.backward, gradients, len(lines) + 1)
-        lines.append(f"    return {self.tuple(gradients)}")
-        source = "\n".join(lines) + "\n"
+        def written(marked: bool) -> str:
+            lines = self.function("forward", given, program.forward, (*made, *saved), 1, marked)
+            lines.append(f"    return {self.tuple(made)}, {self.tuple(saved)}")
+            lines.append("")
+            lines += self.function("backward", [*saved, *tangents], program.backward, gradients, len(lines) + 1, marked)
+            lines.append(f"    return {self.tuple(gradients)}")
+            return "\n".join(lines) + "\n"
 
-        scope = dict(self.bound)
-        exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
+        def functions(source: str) -> dict[str, Callable[[list[torch.Tensor]], Any]]:
+            scope = {**self.bound, MARK: record_function}
+            exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
+            return {name: located(scope[name], program, self.groups, self.lines) for name in ("forward", "backward")}
+
+        source = written(False)
+        plain = functions(source)
+        profiled = cache(lambda: functions(written(True)))
         without_autograd = torch.no_grad()
 
         def runs(name: str) -> Callable[[list[torch.Tensor]], Any]:
-            return without_autograd(located(scope[name], program, self.groups, self.lines))
+            function = plain[name]
+
+            def run(arguments: list[torch.Tensor]) -> Any:
+                return profiled()[name](arguments) if is_profiling() else function(arguments)
+
+            return without_autograd(run)
 
         return Executable(
             program=program,
@@ -279,8 +336,10 @@ class _Writer:
         instructions: tuple[Instruction, ...],
         results: Iterable[str | None],
         first: int,
+        marked: bool,
     ) -> list[str]:
-        """The lines of a function up to its return, of which the first is line `first` of the source."""
+        """The lines of a function up to its return, of which the first is line `first` of the source. `marked` ones are
+        the same lines, with each call under its instruction's label."""
         unused, steps = lifetimes(arguments, instructions, results)
         lines = [f"def {name}(arguments):"]
         if arguments:
@@ -290,7 +349,8 @@ class _Writer:
             lines.append(f"    del {', '.join(map(self.local, unused))}")
         for step in steps:
             self.lines[first + len(lines)] = step.instruction
-            lines.append("    " + self.call(step.instruction, step.in_place))
+            mark = f"with {MARK}({step.instruction.label!r}): " if marked else ""
+            lines.append("    " + mark + self.call(step.instruction, step.in_place))
             dead = [self.local(name) for name in step.dead]
             dead += ["_"] if "" in step.instruction.outputs else []
             if dead:
@@ -329,6 +389,10 @@ class _Writer:
             return f"{self.bind(kind, shift)}({x}, {instruction.args[1]}, {group})"
         if kind == "exchange":
             return f"{self.bind(kind, exchange)}({x}, {self.value(instruction.args[1])}, {group})"
+        if kind in ("rotate", "broadcast", "reduce"):
+            by_rank: dict[str, Callable[..., Pending]] = {"rotate": rotate, "broadcast": broadcast, "reduce": reduce}
+            given = ", ".join(map(self.value, instruction.args[1:-1]))
+            return f"{self.bind(kind, by_rank[kind])}({x}, {given}, {group})"
         return f"{self.bind(kind, {'all_gather': all_gather, 'all_to_all': all_to_all}[kind])}({x}, {group})"
 
     def value(self, value: Any) -> str:

@@ -7,13 +7,13 @@ Costs, codegen and the oracle run the same expansion, so that what is priced and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ..graph import Ref, TensorMeta, map_references, overload
+from ..graph import Node, Ref, TensorMeta, map_references, overload
 from ..layout import Layout, Shape, local_shape, padded_shape
 from ..program import Instruction, RankIndex
 from . import expand, localize
@@ -28,6 +28,18 @@ class Emission:
     instructions: tuple[Instruction, ...]
     metas: Mapping[str, TensorMeta]
     results: tuple[str | None, ...]
+
+
+def call_of(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> Call:
+    """An operator of a program, on local shapes. Its outputs are None where they have no name, and where its
+    `output_mask` leaves them out."""
+    node = Node(op=instruction.op, args=instruction.args, kwargs=instruction.kwargs, outputs=instruction.outputs)
+    made = tuple(metas[name] if name else None for name in instruction.outputs)
+    call = Call(node, tuple(metas[name] for name in instruction.inputs), made)
+    if all(parameter.name != "output_mask" for parameter in parameters(instruction.op)):
+        return call
+    mask = call.argument("output_mask")
+    return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(made, mask, strict=True)))
 
 
 class LocalEmitter:

@@ -1,0 +1,273 @@
+"""Adopt: a lowering is taken where the simulated step gets shorter, and nowhere else.
+
+A lowering names places of a program, and for each several ways to write it in parts (`passes/parts.py`). A place is
+looked at where the timeline stands still for its collective. Each way is tried on one of the places that are alike (the
+same layer, again and again), in a window of instructions around it; the quickest is then written at all of them, and
+kept if the whole step is quicker, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..cluster import Cluster
+from ..collectives import collective_seconds
+from ..graph import TensorMeta
+from ..layout import Split
+from ..program import Instruction, Program
+from ..timeline import COMPUTE, Known, Timeline, covered, timeline
+from .parts import Metas, Refused, in_parts, spread
+
+logger = logging.getLogger("autopar")
+
+AROUND = 30
+"""Instructions before and after a place that are simulated with it."""
+LEAST_GAIN = 1e-2
+"""What is saved at least, of a window's seconds and of the step's: parts cost what a timeline does not know of."""
+LEAST_SHARE = 2e-3
+"""Of the step's seconds: what the rank stands still for at places that are alike, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A stretch in parts: instructions that may belong to it, by position, and a cut that starts from a value."""
+
+    members: tuple[int, ...]
+    seed: str
+    cut: Split
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.members[0], self.members[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a lowering may be taken: its first collective, by the name of its result, and the ways to write it."""
+
+    collective: str
+    ways: tuple[Way, ...]
+
+
+Places = Callable[[Sequence[Instruction], Metas], Iterator[Place]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The number of a way among those of a place, in how many parts, and what that is worth."""
+
+    way: int
+    parts: int
+    gain: float = 0.0
+
+
+def adopt(
+    program: Program, cluster: Cluster, places: Places, parts: Sequence[int], label: str, known: Known | None = None
+) -> Program:
+    """The program with the lowering wherever it makes the step on `cluster` shorter, in as many `parts` as are best.
+    `known` is what earlier timelines on the same device found out."""
+    known = known or Known()
+    told = timeline(program, cluster, known)
+    links = cluster.links(program.mesh)
+    kinds = {i.outputs[0]: i for i in (*program.forward, *program.backward) if i.collective}
+    # one collective more takes its latencies at least: what can be hidden is what lies above them
+    worth = {
+        name: (seconds - least) / told.seconds
+        for name, seconds in stood_still(told).items()
+        if seconds > (least := collective_seconds(kinds[name].collective or "", 0.0, links[kinds[name].args[-1]]))
+    }
+    if sum(worth.values()) < LEAST_GAIN:
+        return program
+
+    def quickest(lowering: _Lowering, place: Place, trial: Trial) -> Chosen | None:
+        return lowering.quickest(place, trial, parts, lambda made: timeline(made, cluster, known).seconds)
+
+    lowering = _Lowering(program, places, label, worth, quickest)
+    made = lowering.program()
+    if not lowering.count:
+        return program
+    seconds = timeline(made, cluster, known).seconds
+    logger.info("%s: %d places, step of %.3f -> %.3f ms", label, lowering.count, told.seconds * 1e3, seconds * 1e3)
+    return made if seconds < told.seconds * (1 - LEAST_GAIN) else program
+
+
+def everywhere(program: Program, places: Places, parts: int, label: str) -> Program:
+    """The program with the lowering wherever it can be taken, in so many parts, quicker or not: what a user compares.
+    One part is the program as it is."""
+    if parts == 1:
+        return program
+
+    def widest(lowering: _Lowering, place: Place, trial: Trial) -> Chosen | None:
+        """The way that has most collectives in parts."""
+        found = []
+        for number in range(len(place.ways)):
+            made = lowering.tried(place, trial, Chosen(number, parts))
+            if made is not None:
+                found.append(Chosen(number, parts, float(len(made.collectives()))))
+        return max(found, key=lambda chosen: chosen.gain, default=None)
+
+    return _Lowering(program, places, label, None, widest).program()
+
+
+def reasons(program: Program, places: Places, parts: int, label: str) -> dict[str, str]:
+    """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
+    found: dict[str, str] = {}
+    for half, _ in halves_of(program):
+        for place in places(half, program.metas):
+            why = []
+            for way in place.ways:
+                first, last = way.span
+                window, metas = half[first : last + 1], dict(program.metas)
+                try:
+                    region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
+                    in_parts(window, metas, region, frozenset(), label)
+                except Refused as refused:
+                    why.append(str(refused))
+            if len(why) == len(place.ways):
+                found[place.collective] = "; ".join(dict.fromkeys(why))
+    return found
+
+
+def stood_still(told: Timeline) -> dict[str, float]:
+    """Seconds for which the rank stands still for each collective, under way meanwhile on the axis waited for."""
+    communication = [event for event in told.events if event.stream != COMPUTE]
+    return {event.name: seconds for event, seconds in covered(told.stalls, communication) if seconds > 0}
+
+
+def halves_of(program: Program) -> Iterator[tuple[Sequence[Instruction], frozenset[str]]]:
+    """Each half, with what is read after it."""
+    made = [(o.role, o.name) for o in program.outputs if o.name is not None]
+    out = {name for role, name in made if role != "gradient"}
+    yield program.forward, frozenset(out | set(program.saved))
+    yield program.backward, frozenset(name for role, name in made if role == "gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A window of a half, from position `offset`, and what is read after it."""
+
+    window: Sequence[Instruction]
+    offset: int
+    kept: frozenset[str]
+
+
+def _apart(chosen: Sequence[tuple[Place, Chosen]]) -> list[tuple[Place, Chosen]]:
+    """Of places that lie in each other the one that gains most, in the order of the program."""
+    taken: list[tuple[int, int]] = []
+    kept = []
+    for place, best in sorted(chosen, key=lambda item: -item[1].gain):
+        first, last = place.ways[best.way].span
+        at = bisect(taken, (first, last))
+        if (at == 0 or taken[at - 1][1] < first) and (at == len(taken) or last < taken[at][0]):
+            taken.insert(at, (first, last))
+            kept.append((place, best))
+    return sorted(kept, key=lambda item: item[0].ways[item[1].way].span)
+
+
+class _Lowering:
+    """`wanted` are the collectives whose places are looked at, with the part of the step that is stood still for each
+    (None: all); `choose` says how a place is written."""
+
+    def __init__(
+        self,
+        program: Program,
+        places: Places,
+        label: str,
+        wanted: Mapping[str, float] | None,
+        choose: Callable[[_Lowering, Place, Trial], Chosen | None],
+    ) -> None:
+        self.given, self.places, self.label, self.wanted, self.choose = program, places, label, wanted, choose
+        self.metas: dict[str, TensorMeta] = dict(program.metas)
+        self.count = 0
+
+    def program(self) -> Program:
+        forward, backward = (tuple(self._half(half, later)) for half, later in halves_of(self.given))
+        return replace(self.given, forward=forward, backward=backward, metas=self.metas)
+
+    def _half(self, half: Sequence[Instruction], later: frozenset[str]) -> list[Instruction]:
+        last_read = {name: position for position, i in enumerate(half) for name in i.inputs}
+
+        def trial(first: int, last: int) -> Trial:
+            window = half[first : last + 1]
+            made = {name for i in window for name in i.outputs if name}
+            kept = frozenset(name for name in made if name in later or last_read.get(name, -1) > last)
+            return Trial(window, first, kept)
+
+        alike: dict[object, list[Place]] = {}
+        for place in self.places(half, self.metas):
+            if self.wanted is None or place.collective in self.wanted:
+                alike.setdefault(self._key(half, place), []).append(place)
+        chosen: list[tuple[Place, Chosen]] = []
+        for group in alike.values():
+            if self.wanted is not None and sum(self.wanted[place.collective] for place in group) < LEAST_SHARE:
+                continue
+            one = group[len(group) // 2]
+            first = max(0, min(way.members[0] for way in one.ways) - AROUND)
+            last = min(len(half), max(way.members[-1] for way in one.ways) + AROUND + 1) - 1
+            best = self.choose(self, one, trial(first, last))
+            if best is not None:
+                chosen += [(place, best) for place in group]
+        written = list(half)
+        # from the end, so that positions before stay what they are
+        for place, best in reversed(_apart(chosen)):
+            first, last = place.ways[best.way].span
+            if (made := self.write(place, trial(first, last), best, self.metas)) is not None:
+                written[first : last + 1] = made
+                self.count += 1
+        return written
+
+    def _key(self, half: Sequence[Instruction], place: Place) -> object:
+        """What places that are alike have in common."""
+
+        def form(position: int) -> tuple[object, ...]:
+            values = (*half[position].inputs, *half[position].outputs)
+            return (half[position].op, *(self.metas[name] for name in values if name))
+
+        return tuple((way.cut, *map(form, way.members)) for way in place.ways)
+
+    def write(
+        self, place: Place, trial: Trial, chosen: Chosen, metas: dict[str, TensorMeta]
+    ) -> list[Instruction] | None:
+        """The window of a trial with a place in parts, or None where that cannot be."""
+        way = place.ways[chosen.way]
+        members = [m - trial.offset for m in way.members]
+        try:
+            region = spread(trial.window, metas, members, way.seed, way.cut, chosen.parts)
+            return in_parts(trial.window, metas, region, trial.kept, self.label)
+        except Refused:
+            return None
+
+    def tried(self, place: Place, trial: Trial, chosen: Chosen) -> Program | None:
+        """The window as a program of its own, in parts."""
+        metas = dict(self.metas)
+        made = self.write(place, trial, chosen, metas)
+        return None if made is None else self._alone(made, trial, metas)
+
+    def _alone(self, window: Sequence[Instruction], trial: Trial, metas: dict[str, TensorMeta]) -> Program:
+        saved = tuple(sorted(trial.kept))
+        return replace(self.given, forward=tuple(window), backward=(), saved=saved, outputs=(), metas=metas)
+
+    def quickest(
+        self, place: Place, trial: Trial, parts: Sequence[int], seconds: Callable[[Program], float]
+    ) -> Chosen | None:
+        """All ways in the fewest parts that they can, and the best of them in more."""
+
+        def priced(chosen: Chosen) -> list[tuple[float, Chosen]]:
+            made = self.tried(place, trial, chosen)
+            return [] if made is None else [(seconds(made), chosen)]
+
+        found: list[tuple[float, Chosen]] = []
+        for number in range(len(place.ways)):
+            found += next(filter(None, (priced(Chosen(number, n)) for n in parts)), [])
+        if not found:
+            return None
+        best = min(found, key=lambda item: item[0])[1]
+        for n in parts:
+            if n > best.parts:
+                found += priced(Chosen(best.way, n))
+        least, best = min(found, key=lambda item: item[0])
+        before = seconds(self._alone(trial.window, trial, self.metas))
+        return replace(best, gain=before - least) if least < before * (1 - LEAST_GAIN) else None

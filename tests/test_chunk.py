@@ -1,0 +1,72 @@
+"""Stretches in chunks of the batch: equal in value, and shorter where they are taken."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from test_bucket import program
+
+from autopar.clusters import named_cluster
+from autopar.passes.bucket import bucket
+from autopar.passes.chunk import chunk, chunked, why_whole
+from autopar.passes.codegen import codegen
+from autopar.passes.overlap import overlap
+from autopar.program import Program
+from autopar.runtime.simulate import simulate_step
+from autopar.timeline import timeline
+
+
+def block(rows: int, width: int = 4) -> Program:
+    """relu(relu(sum of x) w), summed over ranks, each with its own w: a stretch between two all-reduces."""
+    text = """a = collective.all_reduce x sum 0
+        b = collective.wait a
+        c = aten.relu.default b
+        d = aten.mm.default c w
+        e = collective.all_reduce d sum 0
+        f = collective.wait e
+        g = aten.relu.default f"""
+    shapes = {**dict.fromkeys("xabcdefg", (rows, width)), "w": (width, width)}
+    return program(text, shapes, parameters=("w",), outputs=("g",))
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_of_a_stretch_make_the_same(chunks: int) -> None:
+    given = block(8)
+    made = chunked(given, chunks)
+    assert [i.op for i in made.forward].count("collective.all_reduce") == 2 * chunks
+    x, w = torch.randn(8, 4), torch.randn(8, 4)
+    step, expected = (simulate_step(p, {"w": w}, {"x": x}) for p in (made, given))
+    torch.testing.assert_close(step.outputs["g"], expected.outputs["g"])
+    assert all("_chunk" in i.outputs[0] for i in made.forward if i.collective)
+
+
+def test_a_collective_of_one_chunk_is_under_the_product_of_another() -> None:
+    order = [i.outputs[0] for i in chunked(block(8), 2).forward if i.collective or "mm" in i.op or "wait" in i.op]
+    early = ["a_chunk0", "b_chunk0", "a_chunk1", "d_chunk0", "e_chunk0"]
+    assert order == [*early, "b_chunk1", "d_chunk1", "e_chunk1", "f_chunk0", "f_chunk1"]
+
+
+def test_uneven_batches_are_left_alone_by_name() -> None:
+    given = block(7, 3)
+    assert chunked(given, 2) == given
+    assert "dim 0 of x, 7 long, is not to be cut in 2 equal parts" in why_whole(given, 2)["a"]
+
+
+def test_chunks_are_taken_where_the_step_gets_shorter_and_only_there() -> None:
+    cluster = named_cluster("a100-pcie")
+    small, large = block(8), block(32768, 8192)
+    assert chunk(small, cluster) is small
+    taken = chunk(large, cluster)
+    assert timeline(taken, cluster).seconds < 0.9 * timeline(large, cluster).seconds
+
+
+@pytest.mark.parametrize(("name", "solver"), [("llama", "megatron")])
+def test_models_compute_the_same(name: str, solver: str) -> None:
+    planner = models.planners(models.case)(name, {"a": 4})
+    plain = codegen(planner.space, planner.assignment(planner.plan(solver=solver, cost="serial")))
+    given = overlap(bucket(plain))
+    made = chunked(given, 2)
+    assert len(made.collectives()) > len(given.collectives())
+    step, expected = (models.simulated(p, planner.captured, models.case(name)) for p in (made, given))
+    models.assert_same(step, expected)
