@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from .cluster import Cluster, Device, Level
 from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, price, together
+
+Axis = TypeVar("Axis", bound=Hashable)
 
 LEVELS = ("racks", "nodes", "ranks")
 """Names of levels, the last one the innermost."""
@@ -27,6 +29,17 @@ OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SMALLEST_PART = 0.25
 LEAST_BYTES = 1 << 20
 """What moves as much is bound by rates, not by latencies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Generic[Axis]):
+    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis. `alone`: in one of its
+    groups only."""
+
+    kind: str
+    axis: Axis
+    bytes: int
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +95,14 @@ class Measurements:
                 ),
             }
         )
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper one."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 # --- the fit

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +24,12 @@ def process_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, ...]:
 def axis_name(mesh: DeviceMesh, axis: int) -> str:
     """The name of a mesh axis, or its number."""
     return mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank computes."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:

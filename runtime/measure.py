@@ -12,19 +12,15 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.calibration import Compute, Measurements, Sample
+from autopar.calibration import Axis, Case, Compute, Measurements, Sample, quartiles
 
 from .execute import Pending, all_gather, all_reduce_in_place, all_to_all, exchange, reduce_scatter, shift, wait
-
-Axis = TypeVar("Axis", bound=Hashable)
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 7
@@ -57,17 +53,6 @@ MATMULS = (
     (1024, 1024, 1024),
 )
 """Rows, and features in and out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case(Generic[Axis]):
-    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis. `alone`: in one of its
-    groups only."""
-
-    kind: str
-    axis: Axis
-    bytes: int
-    alone: bool = False
 
 
 Report = Callable[[float, str], None]
@@ -174,7 +159,7 @@ def _collectives(
             bytes=case.bytes,
             alone=case.alone,
             seconds=statistics.median(seconds),
-            quartiles=_quartiles(seconds),
+            quartiles=quartiles(seconds),
         )
         for case, seconds in found.items()
     )
@@ -218,13 +203,6 @@ def _rounds(
             else:
                 repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
     return found
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
 
 
 def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor, repeats: int) -> float:

@@ -6,7 +6,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
-from autopar.compat import is_fake, local_tensor, make_dtensor, storage_span
-from autopar.layout import Layout, Partial, Replicate, Shape, describe, is_chunked, local_shape, pad, valid_shape
+from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
+from autopar.layout import Layout, Partial, Replicate, describe, is_chunked, local_shape, pad, valid_shape
 from autopar.passes.capture import Captured
 from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.randomness import keys
 
-from .agree import all_equal, coordinate_of, exchange, process_groups, raise_together
+from .agree import all_equal, coordinate_of, device_of, exchange, process_groups, raise_together
 from .execute import Executable, compile
-from .placements import is_gatherable, is_strided, local_slice, placements_of, unpadded
+from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -208,10 +207,7 @@ class _State:
     def __init__(self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
-        kind = mesh.device_type
-        self.device = (
-            torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device(kind)
-        )
+        self.device = device_of(mesh)
         self.groups = process_groups(mesh)
         self.executable = compile(program, self.groups, device=self.device)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
@@ -301,7 +297,7 @@ class _State:
     def shard(self, name: str, whole: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         """The parameter of this name as a DTensor, from its whole value, in memory of its own."""
         layout, mesh = self.layout(name), self.program.mesh
-        if not _is_real(whole):
+        if not is_real(whole):
             held = valid_shape(tuple(whole.shape), layout, mesh, self.coordinate)
             local = torch.empty(held, dtype=whole.dtype, device="meta")
         else:
@@ -311,7 +307,7 @@ class _State:
             if storage.data_ptr() == whole.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
                 local = local.clone(memory_format=torch.contiguous_format)
         placements = placements_of(layout, tuple(whole.shape), mesh)
-        stride = _contiguous_stride(tuple(whole.shape))
+        stride = contiguous_stride(tuple(whole.shape))
         return make_dtensor(local, self.mesh, placements, whole.shape, stride).requires_grad_(requires_grad)
 
     def distribute(self, model: nn.Module | None, values: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -325,7 +321,7 @@ class _State:
         try:
             for name, value in values:
                 made[name] = self.part(name, value)
-                if not isinstance(value, DTensor) and _is_real(value):
+                if not isinstance(value, DTensor) and is_real(value):
                     digests[name] = _digest(value)
         except Exception as caught:
             error = caught
@@ -351,7 +347,7 @@ class _State:
             return self._redistributed(name, value, present.requires_grad)
         if isinstance(present, nn.Parameter):
             return self.shard(name, value, present.requires_grad)
-        if _is_real(value):
+        if is_real(value):
             return value.detach().to(self.device, copy=True)
         return torch.empty_like(value, device="meta")
 
@@ -362,7 +358,7 @@ class _State:
         wanted = placements_of(self.layout(name), shape, self.program.mesh)
         with torch.no_grad():
             local = self._placed(value, self.layout(name)).clone(memory_format=torch.contiguous_format)
-        made = make_dtensor(local, self.mesh, wanted, value.shape, _contiguous_stride(shape))
+        made = make_dtensor(local, self.mesh, wanted, value.shape, contiguous_stride(shape))
         return made.requires_grad_(requires_grad)
 
     def _placed(self, value: DTensor, layout: Layout) -> torch.Tensor:
@@ -476,7 +472,7 @@ class _State:
         assert value.meta is not None
         shape = value.meta.shape
         local = unpadded(local, shape, value.layout, self.program.mesh, self.coordinate)
-        return make_dtensor(local, self.mesh, self.placements(value), torch.Size(shape), _contiguous_stride(shape))
+        return make_dtensor(local, self.mesh, self.placements(value), torch.Size(shape), contiguous_stride(shape))
 
     def tangent(self, i: ProgramInput, gradient: torch.Tensor | None) -> torch.Tensor:
         """What the backward half reads, from what autograd brings."""
@@ -621,15 +617,6 @@ class _Step(torch.autograd.Function):
 def _state(module: nn.Module) -> _State:
     state: _State = vars(module)["_state"]
     return state
-
-
-@cache
-def _contiguous_stride(shape: Shape) -> Shape:
-    return torch.empty(shape, device="meta").stride()
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "meta" and not is_fake(tensor)
 
 
 def _is_whole(layout: Layout) -> bool:

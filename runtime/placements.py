@@ -67,6 +67,12 @@ def is_gatherable(layout: Layout, shape: Shape, mesh: Shape) -> bool:
     return True
 
 
+@cache
+def contiguous_stride(shape: Shape) -> Shape:
+    """Of a tensor in row-major order."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def is_strided(placements: Sequence[Placement]) -> bool:
     """Whether any of them is torch's strided shard."""
     return any(not isinstance(p, Shard | TorchReplicate | TorchPartial) for p in placements)

@@ -1,0 +1,208 @@
+"""The search that measures: of all plans, those that may be the best (CFP 4.2, 4.3)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from .plan import Plan
+from .presets import PRESETS
+from .profiles import ProgramRow
+from .profiling import Costs, Measure, Order, segment_programs, structure
+from .program import Program
+from .timeline import timeline
+
+if TYPE_CHECKING:
+    from .api import Planner
+    from .constraints import Constraints
+
+logger = logging.getLogger("autopar")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+WORTHLESS = 1.1
+"""A program is stopped when it is slower by so much than the best could be."""
+
+ROUNDS = 12
+"""Of planning anew with what was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What a search measured. `programs` is CFP's Eq. 7 for the model; `measured` of them were, `known` were in the
+    database already, `pruned` were candidates that could not win. `phases` are seconds (CFP Fig. 12): of
+    analysis (planning), compilation, measuring, composition."""
+
+    programs: int
+    measured: int
+    known: int
+    abandoned: int
+    pruned: int
+    phases: Mapping[str, float]
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
+        return (
+            f"{self.programs} segment programs (CFP Eq. 7), {self.measured} measured ({self.abandoned} of them stopped "
+            f"early), {self.known} known before, {self.pruned} candidates left out that could not win; {phases}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A plan with its whole program and its segment program; two with the same `key` are measured once."""
+
+    plan: Plan
+    program: Program
+    segment: Program
+    key: str
+
+
+@dataclass
+class Candidates:
+    """Looks for the best plan by measuring the segment programs of those that may be the best.
+
+    Candidates are the solver's plans under the costs known so far, solved again after each measurement, and the
+    presets. The one predicted best is measured next. A candidate may win while its prediction, less what predictions
+    were off by so far, is below the best measured one. The end is reached when none may.
+    """
+
+    planner: Planner
+    costs: Costs
+    measure: Measure
+    solver: str
+    memory_limit_bytes: float | None
+    constraints: Constraints | None
+    cost: str
+    report: Callable[[float, str], None] = lambda part, what: None
+
+    def run(self) -> tuple[Plan, Profiled]:
+        """The best plan, and what it took to find it. Raises ValueError as `plan`."""
+        self.costs = replace(self.costs, programs=(), collectives=frozenset())
+        self.phases = dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0)
+        self.counts = dict.fromkeys(("measured", "known", "abandoned"), 0)
+        self.off = 0.0
+        """The most by which a prediction was too high, of what was measured."""
+        programs: int = self._timed("analysis", self._programs)
+        found = {c.key: c for c in self._timed("analysis", self._first)}
+        seconds = self._timed("compose", self._seconds, found.values())
+        done: dict[str, Candidate] = {}
+        pruned = 0
+        for number in range(ROUNDS):
+            best = min((seconds[key] for key in done), default=math.inf)
+            left = sorted((key for key in found if key not in done), key=seconds.__getitem__)
+            may = [key for key in left if seconds[key] * (1 - self.off) < best]
+            pruned = len(left) - len(may)
+            if not may:
+                break
+            key, predicted = may[0], seconds[may[0]]
+            row = self._measured(found[key], predicted, best, number, len(may))
+            done[key] = found[key]
+            seconds = self._timed("compose", self._seconds, found.values())
+            self.off = max(self.off, 1 - seconds[key] / predicted)
+            logger.info(
+                "%s plan: predicted %.1f ms, composed of what was measured %.1f ms; segment program %.1f ms in %d runs",
+                done[key].plan.solver, predicted * 1e3, seconds[key] * 1e3, row.seconds * 1e3, row.runs,
+            )  # fmt: skip
+            nearest = done[min(done, key=seconds.__getitem__)]
+            new: dict[str, Candidate] = {}
+            for other in self._timed("analysis", self._nearby, nearest):
+                if other.key not in found:
+                    new.setdefault(other.key, other)
+            found |= new
+            seconds |= self._timed("compose", self._seconds, new.values())
+        best_of_all = done[min(done, key=seconds.__getitem__)]
+        told = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
+        logger.info("%s", told)
+        plan = self._timed("compose", lambda: self.planner.profiled(self.costs).again(best_of_all.plan))
+        return replace(plan, cost=self.cost), told
+
+    def _timed(self, phase: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        began = time.perf_counter()
+        result = function(*args, **kwargs)
+        self.phases[phase] += time.perf_counter() - began
+        return result
+
+    def _programs(self) -> int:
+        planner = self.planner
+        return segment_programs(planner.captured.graph, planner.segments, planner.space.mesh)
+
+    def _candidate(self, plan: Plan) -> Candidate:
+        planner = self.planner
+        assignment = planner.assignment(plan)
+        segment = planner.segment_program(assignment, plan.bucket_bytes)
+        whole = planner.written(assignment, plan.bucket_bytes)
+        return Candidate(plan=plan, program=whole, segment=segment, key=structure(segment))
+
+    def _first(self) -> list[Candidate]:
+        """The solver's plan, and the presets'."""
+        plans = []
+        for name in dict.fromkeys((self.solver, *(PRESETS if self.solver not in PRESETS else ()))):
+            try:
+                plan = self.planner.plan(
+                    solver=name, memory_limit_bytes=self.memory_limit_bytes, constraints=self.constraints
+                )
+                plans.append(plan)
+            except ValueError as error:
+                if name == self.solver:
+                    raise
+                logger.info("%s is no candidate: %s", name, error)
+        return [self._candidate(plan) for plan in plans if self._fits(plan)]
+
+    def _nearby(self, start: Candidate) -> list[Candidate]:
+        """What the solver finds from there with the costs known now."""
+        if self.solver in PRESETS:
+            return []
+        plans = self.planner.profiled(self.costs).nearby(
+            start.plan, solver=self.solver, memory_limit_bytes=self.memory_limit_bytes, constraints=self.constraints
+        )
+        return [self._candidate(plan) for plan in plans if self._fits(plan)]
+
+    def _fits(self, plan: Plan) -> bool:
+        return self.memory_limit_bytes is None or plan.bytes <= self.memory_limit_bytes
+
+    def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
+        """Of a step of each, by its key, as far as is known now."""
+        cluster = self.costs.measured(self.planner.space.mesh)
+        mesh, optimizer = self.planner.space.mesh, self.planner.optimizer.name
+        return {
+            c.key: timeline(c.program, cluster).seconds * self.costs.correction(c.key, mesh)
+            + cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
+            for c in candidates
+        }
+
+    def _measured(self, candidate: Candidate, predicted: float, best: float, number: int, left: int) -> ProgramRow:
+        """What a candidate's segment program takes, which is measured if it was not before."""
+        plan, program = candidate.plan, candidate.segment
+        row = self.costs.row(candidate.key, program.mesh)
+        if row is None:
+            cluster, ratio = self.costs.measured(program.mesh), self.costs.correction(candidate.key, program.mesh)
+            than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
+            self.report(number / ROUNDS, f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left")
+            order = Order(
+                program=program,
+                cases=self.costs.unmeasured(program),
+                limit_seconds=WORTHLESS * timeline(program, cluster).seconds * ratio * best / predicted,
+            )
+            found = self._timed("measure", self.measure, order)
+            self.phases["measure"] -= found.compile_seconds
+            self.phases["compile"] += found.compile_seconds
+            about = {
+                "model": plan.model,
+                "mesh": ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
+                "label": plan.solver,
+                "fingerprint": self.planner.fingerprints,
+            }
+            optimizer, moved = self.planner.optimizer.name, self.planner.moved_bytes(program)
+            row = self._timed("compose", self.costs.keep, program, found, optimizer, moved, about)
+            self.counts["measured"] += 1
+            self.counts["abandoned"] += found.abandoned
+        else:
+            self.counts["known"] += 1
+        self.costs = self.costs.also(program)
+        return row

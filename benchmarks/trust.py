@@ -1,0 +1,305 @@
+"""How far predictions are to be trusted: `sudo python benchmarks/trust.py [MODEL ...] [--shape 2x2] [--json
+trust.json]`.
+
+In a lab (`autopar lab`, needs root), for each model: plans of the solver and of the presets on three meshes, at least
+20 that differ, each with its step as predicted by four models of cost and as measured, all in the same ranks and in
+turn:
+
+- *analytical*: the links' nominal rates, and the library's file of a machine like this;
+- *calibrated*: the cluster file that `autopar calibrate` wrote for the lab's shape;
+- *hybrid*: operators measured on one process alone, links from the calibrated file;
+- *profiled*: segment programs, operators and collectives measured by the ranks (`docs/profiling.md`).
+
+Printed are Spearman's rank correlation and the root of the mean squared error over the mean measured step; the plan
+that is best by each model, beside the best of all measured; what `parallelize(cost="profiled")` measured to choose one
+on the first mesh, by phase, in steps of the model; and that plan beside the same written by hand with DDP, FSDP2 and
+`parallelize_module`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).parent)
+
+from lab import CELLS, VOCABULARY, Cell, _Averaged, by_hand, calibrated, model_of, spearman, steps_of  # noqa: E402
+
+from autopar import lab  # noqa: E402
+
+TIMEOUT_SECONDS = 1700.0
+SIZES = {"hidden": 256, "layers": 4, "batch": 8, "sequence": 128}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "GPT-2": {"family": "GPT-2"},
+    "Llama": {},
+    "BERT": {"family": "BERT"},
+    "Mixtral": {"experts": 4, "layers": 2},
+}
+SHAPES = {"2x2": CELLS["small model"], "flat": CELLS["flat"]}
+KINDS = ("analytical", "calibrated", "hybrid", "profiled")
+MESHES = ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4})
+RUNS, WARM_UPS = 6, 2
+
+
+def cell_of(model: str, shape: str) -> Cell:
+    return replace(SHAPES[shape], **{**SIZES, **MODELS[model]})
+
+
+def nominal(cell: Cell) -> Any:
+    """What is known of a lab without measuring: its rates, and the library's idea of a machine."""
+    from autopar.cluster import Level
+    from autopar.clusters import named_cluster
+
+    local = named_cluster("local")
+    levels = tuple(
+        Level(
+            name=f"level {number}",
+            size=links.size,
+            bytes_per_second=links.bytes_per_second,
+            group_bytes_per_second=links.bytes_per_second,
+            latency_seconds=local.levels[-1].latency_seconds,
+        )
+        for number, links in enumerate(cell.links().levels)
+    )
+    return replace(local, name="nominal", levels=levels)
+
+
+def batch_of(cell: Cell) -> dict[str, Any]:
+    import torch
+
+    ids = torch.randint(0, VOCABULARY, (cell.batch, cell.sequence), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def plans_of(planner: Any) -> dict[str, Any]:
+    """Plans that differ, of the solver under several prices and of every preset."""
+    from autopar.presets import PRESETS
+
+    found: dict[str, Any] = {}
+    for name, options in (
+        ("free", {}),
+        ("volume", {"cost": "volume"}),
+        *((preset, {"solver": preset}) for preset in PRESETS),
+    ):
+        try:
+            found[name] = planner.plan(**options)
+        except ValueError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+    return found
+
+
+def alone(cell: Cell, file: str, plans: Mapping[str, Any], path: str) -> dict[str, float]:
+    """What hybrid costs say of each plan: measured by this one process."""
+    import torch
+
+    from autopar.api import Planner
+    from autopar.plan import Plan
+    from autopar.profiles import Profiles
+    from autopar.profiling import Costs, Order
+    from autopar.runtime.profiler import bench_alone
+
+    torch.set_num_threads(1)
+    planners = {}
+    first = Planner(model_of(cell), MESHES[0], (), batch_of(cell), cluster=file, optimizer="sgd")
+    bench = bench_alone("cpu", first.known, "sgd")
+    costs = Costs(profiles=Profiles(path), machine=bench.machine, cluster=first.cluster, with_links=False)
+    made = {}
+    for key, data in plans.items():
+        plan = Plan.from_json(data)
+        mesh = tuple(plan.mesh.items())
+        on = planners.setdefault(mesh, first.on(dict(plan.mesh), file))
+        assignment = on.assignment(plan)
+        segment = on.segment_program(assignment, plan.bucket_bytes)
+        found = bench.measured(Order(program=segment, runs=RUNS, warm_ups=WARM_UPS))
+        costs.keep(segment, found, "sgd", on.moved_bytes(segment), dict(model="", mesh="", label="", fingerprint=""))
+        made[key] = on, plan
+    return {key: on.profiled(costs).again(plan).seconds for key, (on, plan) in made.items()}
+
+
+def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> dict[str, Any]:
+    """On one rank: steps of every plan, and what was predicted."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autopar.api import Planner, profiled
+    from autopar.profiles import Profiles
+    from autopar.profiling import Costs, Order, structure
+    from autopar.runtime.agree import on_first_rank
+    from autopar.runtime.module import ParallelModule
+    from autopar.runtime.profiler import bench_of
+
+    cell = Cell(**cell_fields)
+    torch.set_num_threads(1)
+    batch = batch_of(cell)
+    meshes = [(mesh, init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))) for mesh in MESHES]
+    first = Planner(model_of(cell), MESHES[0], (), batch, cluster=file, optimizer="sgd", profiles=path)
+    rough = nominal(cell)
+
+    # what a user's one call does, on an empty database
+    began = time.perf_counter()
+    chosen, told = profiled(first, meshes[0][1])
+    took = time.perf_counter() - began
+
+    plans: dict[str, tuple[Any, Any, Any]] = {"chosen on dp 2 x tp 2": (first, meshes[0][1], chosen)}
+    kept: set[str] = {structure(first.segment_program(first.assignment(chosen), chosen.bucket_bytes))}
+    predicted: dict[str, dict[str, float]] = {}
+    profiling = time.perf_counter()
+    for mesh, device_mesh in meshes:
+        planner = first.on(mesh, file)
+        planned = on_first_rank(lambda planner=planner: plans_of(planner), device_mesh)
+        for name, plan in planned.items():
+            segment = planner.segment_program(planner.assignment(plan), plan.bucket_bytes)
+            if structure(segment) not in kept:
+                kept.add(structure(segment))
+                key = f"{name} on {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
+                plans[key] = planner, device_mesh, plan
+    machine = bench_of(meshes[0][1], first.known, "sgd").machine
+    for planner, device_mesh, plan in plans.values():
+        costs = Costs(profiles=Profiles(path), machine=machine, cluster=planner.cluster, with_links=True)
+        segment = planner.segment_program(planner.assignment(plan), plan.bucket_bytes)
+        known = on_first_rank(partial(costs.row, structure(segment), segment.mesh), device_mesh)
+        if known is None:
+            cases = on_first_rank(partial(costs.unmeasured, segment), device_mesh)
+            order = Order(program=segment, cases=cases, runs=RUNS, warm_ups=WARM_UPS)
+            found = bench_of(device_mesh, first.known, "sgd").measured(order)
+            if dist.get_rank() == 0:
+                about = dict(model=plan.model, mesh=str(plan.mesh), label=plan.solver, fingerprint="")
+                costs.keep(segment, found, "sgd", planner.moved_bytes(segment), about)
+    profiling = time.perf_counter() - profiling
+    modules: dict[str, Any] = {}
+    for key, (planner, device_mesh, plan) in plans.items():
+        modules[key] = ParallelModule(model_of(cell), first.captured, planner.program(plan), plan, device_mesh)
+    if dist.get_rank() == 0:
+        for mesh in MESHES:
+            costs = Costs(profiles=Profiles(path), machine=machine, cluster=first.cluster, with_links=True)
+            planners = {
+                "analytical": first.on(mesh, rough),
+                "calibrated": first.on(mesh, file),
+                "profiled": first.on(mesh, file).profiled(costs),
+            }
+            for key, (_, _, plan) in plans.items():
+                if list(plan.mesh.items()) == list(mesh.items()):
+                    predicted[key] = {kind: on.again(plan).seconds for kind, on in planners.items()}
+    hand = {name: made for name, made in by_hand(cell, batch).items()}
+    inputs = {**dict.fromkeys(modules, batch), **{name: given for name, (_, given) in hand.items()}}
+    made = {**modules, **{name: module for name, (module, _) in hand.items()}}
+    optimizers = {name: torch.optim.SGD(module.parameters(), lr=1e-3) for name, module in made.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds + 1):  # the first is warm-up
+        for name, module in made.items():
+            dist.barrier()
+            began = time.perf_counter()
+            module(**inputs[name]).loss.backward()
+            if isinstance(module, _Averaged):
+                module.reduce()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    return {
+        "seconds": seconds,
+        "predicted": predicted,
+        "by_hand": list(hand),
+        "plans": {key: plan.to_json() for key, (_, _, plan) in plans.items()} if dist.get_rank() == 0 else {},
+        "search": {**asdict(told), "seconds": took, "text": str(told)},
+        "profiling": profiling,
+    }
+
+
+def error(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """The root of the mean squared error, over the mean measured step."""
+    mean = statistics.fmean(measured)
+    return math.sqrt(statistics.fmean((p - m) ** 2 for p, m in zip(predicted, measured, strict=True))) / mean
+
+
+def report(name: str, cell: Cell, found: list[dict[str, Any]], hybrid: Mapping[str, float]) -> dict[str, Any]:
+    predicted, hand = found[0]["predicted"], found[0]["by_hand"]
+    for key, seconds in hybrid.items():
+        predicted[key]["hybrid"] = seconds
+    steps = steps_of(found)
+    medians = {plan: statistics.median(times) for plan, times in steps.items()}
+    ours = sorted(predicted, key=lambda plan: medians[plan])
+    print(f"\n{name}: hidden {cell.hidden}, {cell.layers} layers, {cell.batch} x {cell.sequence}, {cell.links()}")
+    print(f"{'plan':<34} {'measured ms':>12} " + " ".join(f"{kind:>11}" for kind in KINDS))
+    for plan in ours:
+        print(f"{plan:<34} {medians[plan] * 1e3:12.0f} " + " ".join(f"{predicted[plan][k] * 1e3:11.0f}" for k in KINDS))
+    measured = [medians[plan] for plan in ours]
+    rows: dict[str, Any] = {}
+    best = ours[0]
+    print(f"{len(ours)} plans; best measured: {best}, {medians[best] * 1e3:.0f} ms")
+    for kind in KINDS:
+        told = [predicted[plan][kind] for plan in ours]
+        scale = sum(p * m for p, m in zip(told, measured, strict=True)) / sum(p * p for p in told)
+        choice = min(ours, key=lambda plan: predicted[plan][kind])
+        rows[kind] = {
+            "spearman": spearman(told, measured),
+            "error": error(told, measured),
+            "scaled": error([scale * p for p in told], measured),
+            "choice": choice,
+            "over_best": medians[choice] / medians[best],
+        }
+        r = rows[kind]
+        print(
+            f"  {kind:<11} Spearman {r['spearman']:.3f}, RMSE / mean {r['error']:.3f} ({r['scaled']:.3f} with the "
+            f"best scale), "
+            f"chooses {choice}: {r['over_best']:.3f} of the best"
+        )
+    chosen = medians["chosen on dp 2 x tp 2"]
+    hand_best = min(hand, key=lambda plan: medians[plan])
+    ratio = statistics.median(a / b for a, b in zip(steps["chosen on dp 2 x tp 2"], steps[hand_best], strict=True))
+    print(
+        "by hand: " + ", ".join(f"{plan} {medians[plan] * 1e3:.0f}" for plan in sorted(hand, key=lambda p: medians[p]))
+    )
+    print(f"chosen / best by hand ({hand_best}): {ratio:.2f}")
+    search = found[0]["search"]
+    print(f"choosing: {search['text']}")
+    print(
+        f"  {search['seconds']:.0f} s in all, {search['seconds'] / chosen:.0f} steps; measuring alone "
+        f"{search['phases']['measure'] / chosen:.0f} steps",
+        flush=True,
+    )
+    return {
+        "cell": asdict(cell),
+        "steps": steps,
+        "predicted": predicted,
+        "models": rows,
+        "ratio": ratio,
+        "search": search,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all without one")
+    parser.add_argument("--shape", choices=SHAPES, default="2x2")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calibrate", action="store_true", help="measure the shape anew first")
+    parser.add_argument("--json", type=Path, default=Path("trust.json"))
+    options = parser.parse_args()
+    if unknown := sorted(set(options.models) - set(MODELS)):
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(MODELS)}")
+    results = {}
+    for number, name in enumerate(options.models or MODELS):
+        cell = cell_of(name, options.shape)
+        file = calibrated(cell, options.calibrate and number == 0)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (asdict(cell), file, options.rounds, str(Path(folder) / "profiles.sqlite"))
+            found = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
+            hybrid = alone(cell, file, found[0]["plans"], str(Path(folder) / "alone.sqlite"))
+        results[f"{name} {options.shape}"] = report(name, cell, found, hybrid)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
