@@ -6,6 +6,7 @@ from .clusters import CLUSTERS, read_cluster
 from .ops.oracle import check_rule
 from .ops.registry import register_rule
 from .plan import Plan
+from .simulation import Simulation, simulate
 
 __all__ = [
     "CLUSTERS",
@@ -14,10 +15,12 @@ __all__ = [
     "Device",
     "Level",
     "Plan",
+    "Simulation",
     "check_rule",
     "compare",
     "parallelize",
     "plan",
     "read_cluster",
     "register_rule",
+    "simulate",
 ]

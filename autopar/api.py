@@ -10,44 +10,50 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from .cluster import Cluster
+from .candidates import Candidates, Profiled
+from .cluster import Cluster, Device
 from .clusters import named_cluster
 from .collectives import are_of_gloo
 from .comparison import Comparison
 from .constraints import Constraints, pins
-from .layout import REPLICATE, Layout, Split
+from .layout import REPLICATE, Layout, Split, local_shape
 from .memory import Peak, moments, peak
 from .meshes import best_mesh, meshes
 from .ops import rule_of
 from .ops.routing import in_token_order
 from .optimizers import Optimizer, named_optimizer
-from .passes.account import account, parameter_layouts
-from .passes.blocks import blocks
-from .passes.bucket import LIMIT_BYTES, bucket
+from .passes.account import account, least_seconds, parameter_layouts
+from .passes.blocks import Blocks, blocks
+from .passes.bucket import LIMIT_BYTES
 from .passes.capture import Captured
+from .passes.chunk import chunk
 from .passes.codegen import codegen
 from .passes.compact import compact
-from .passes.overlap import overlap
-from .passes.problem import Assignment, parse_choice, str_choice
+from .passes.prefetch import prefetch
+from .passes.problem import Allowed, Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
-from .passes.segments import Segments, segments
+from .passes.segments import Segments, fingerprint, segments
 from .passes.shorten import shortened
+from .passes.slice import slice_products
 from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
 from .problem import Infeasible, Score
+from .profiles import Profiles
+from .profiling import KEPT, Costs, Measure, real_tensors, structure
 from .program import Program
 from .redistribute import Redistributor
 from .search import Found, Search, unique_sites
-from .solve import SOLVERS
-from .timeline import timeline
+from .solve import EXACT, SOLVERS
+from .timeline import Known, timeline
 from .volume import volumes, with_arithmetic_split
 
 if TYPE_CHECKING:
@@ -59,15 +65,20 @@ logger = logging.getLogger("autopar")
 
 T = TypeVar("T")
 
-COSTS = ("analytical", "serial", "volume")
-"""Of two plans, one as if nothing overlapped and one as if most of what travels in buckets did, the one with the
-shorter timeline; or the first; or the plan with the fewest bytes on links (`volume`)."""
+COSTS = ("analytical", "serial", "volume", "hybrid", "profiled")
+"""Of the cheapest plan as if nothing overlapped, the cheapest as if most of what travels in buckets did, and the
+presets' plans, the one with the shortest timeline; or the first; or the plan with the fewest bytes on links
+(`volume`); or the analytical one with operators that were measured on this device, or with operators, collectives and
+segment programs that were measured on the ranks (`profiling`)."""
 
 HIDDEN = 0.8
 """The part of what travels in buckets that the second plan takes to pass while the rank computes."""
 
 WORTH = 0.02
-"""A second plan is looked for where communication has at least this part of the first one's step."""
+"""A second search is made where communication has at least this part of the first one's step."""
+
+LEAST_GAIN = 1e-6
+"""Relative gain for which another plan is taken."""
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
@@ -89,6 +100,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    profiles: str | Path | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
 
@@ -97,9 +109,11 @@ def plan(
     inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
     is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
     "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `presets`). `cost` is "serial", the cheapest plan as if
-    nothing overlapped, or "analytical": that one, or the cheapest with most of what travels in buckets hidden,
-    whichever has the shorter step on its timeline (`timeline`), or "volume", the plan with the fewest bytes on links
-    as Alpa counts them (`volume`). `cluster` is a name or a `Cluster`;
+    nothing overlapped, or "analytical": that one, the cheapest with most of what travels in buckets hidden, or that of
+    a preset, whichever has the shortest step on its timeline (`timeline`), or "volume", the plan with the fewest bytes
+    on links as Alpa counts them (`volume`), or "hybrid", as "analytical" with operators measured on this device, and
+    kept in the database `profiles` (a file; the user's own if not given; see `profiling`). `cluster` is a name or a
+    `Cluster`;
     `memory_limit_bytes` bounds the predicted peak of what a rank holds during a training step, of which the states of
     the `optimizer` are a part: "adamw", "adamw_fp32" (float32 moments, and float32 weights beside narrower ones),
     "sgd", "sgd_momentum", or a number of bytes per element of a parameter. `constraints` pins placements of parameters
@@ -109,17 +123,16 @@ def plan(
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
     if isinstance(mesh_shape, Mapping):
-        return Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer).plan(
-            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
-        )
+        return Planner(
+            model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, profiles=profiles
+        ).plan(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
     machine = named_cluster(cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
-    planner = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer)
-    return planner.over(
-        candidates, solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
-    )
+    return Planner(
+        model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer, profiles=profiles
+    ).over(candidates, solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
 
 
 def compare(
@@ -184,14 +197,16 @@ def parallelize(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    profiles: str | Path | None = None,
     plan: Plan | None = None,
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
     To be called by every rank of the mesh, with the same model and the same global example inputs.
     The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then
-    write the same program. Arguments as for `autopar.plan`. A model on meta must be given values
-    with `materialize` before its first step.
+    write the same program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among
+    which the first one chooses, as far as the database `profiles` does not know them (see `profiling`). A model on meta
+    must be given values with `materialize` before its first step.
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
@@ -212,6 +227,7 @@ def parallelize(
             cluster=cluster,
             optimizer=optimizer,
             device_type=device_type,
+            profiles=profiles,
         )
         if plan is not None:
             planner.check(plan)
@@ -221,7 +237,9 @@ def parallelize(
     assert planner is not None
     given = None if plan is None else plan.digest
     all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
-    if plan is None:
+    if plan is None and cost == "profiled":
+        plan, _ = profiled(planner, mesh, solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+    elif plan is None:
         made = planner.plan
         plan = on_first_rank(
             lambda: made(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints),
@@ -237,6 +255,52 @@ def parallelize(
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster)
     return ParallelModule(model, planner.captured, program, plan, mesh, again)
+
+
+def profiled(
+    planner: Planner,
+    mesh: DeviceMesh | None,
+    *,
+    solver: str = "dp",
+    memory_limit_bytes: float | None = None,
+    constraints: Constraints | None = None,
+    report: Callable[[float, str], None] = lambda part, what: None,
+) -> tuple[Plan, Profiled]:
+    """The plan that is best by what the ranks of a mesh measure, and what that took. To be called by all of them.
+    Without a mesh, by operators that this process measures on its device, and links as the cluster says (hybrid).
+
+    The first rank keeps what is measured in the planner's database, and tells `report` the part of the rounds that is
+    done, and what is measured next. Raises ValueError, on every rank, as `plan`, and where the database is none.
+    """
+    from .runtime.profiler import bench_alone, bench_of, lead
+
+    optimizer = planner.optimizer.name
+    bench = (
+        bench_alone(planner.kind_of_device, planner.known, optimizer)
+        if mesh is None
+        else bench_of(mesh, planner.known, optimizer)
+    )
+
+    def search(measure: Measure) -> tuple[Plan, Profiled]:
+        profiles = Profiles(planner.profiles)
+        with _uncollected():
+            return Candidates(
+                planner=planner,
+                costs=Costs(
+                    profiles=profiles, machine=bench.machine, cluster=planner.cluster, with_links=mesh is not None
+                ),
+                measure=measure,
+                solver=solver,
+                memory_limit_bytes=memory_limit_bytes,
+                constraints=constraints,
+                cost="hybrid" if mesh is None else "profiled",
+                report=report,
+            ).run()
+
+    if mesh is None:
+        return search(bench.measured)
+    found: tuple[Plan, Profiled] = lead(bench, search)
+    return found
 
 
 def mesh_of(mesh: DeviceMesh) -> dict[str, int]:
@@ -264,6 +328,7 @@ class Planner:
         cluster: str | Cluster | None = None,
         optimizer: str | float | Optimizer = "adamw",
         device_type: str | None = None,
+        profiles: str | Path | None = None,
     ) -> None:
         _check_mesh(mesh_shape)
         self.mesh = dict(mesh_shape)
@@ -271,15 +336,26 @@ class Planner:
         self.device_type = device_type
         self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
         """Of one search, by the identity of the assignment."""
+        self.operators: list[tuple[Device, Known]] = []
         self.latest: tuple[Assignment, int, Program] | None = None
         """The last program that was written to see what memory it needs, with its largest bucket."""
+        self.profiles = profiles
+        """The database of what is measured; the user's own if None."""
+        self.costs: Costs | None = None
+        """Where programs that were measured are found, if this planner's prices are measured ones."""
+        self.presets: dict[str, Allowed] = {}
+        """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
+        self.blocks: list[Blocks] = []
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
+        self.lowered_for = self.cluster
+        """Whose timeline decides how programs are lowered: measured prices do not change the program of a plan."""
         self.seconds: dict[str, float] = {}
         """Seconds that each step took, for the benchmarks."""
         self.captured: Captured = self._timed(
             "capture", lambda: capture_stamped(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
         )
+        self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         graph = in_token_order(seeds(self.captured.graph), rule_of)
         self.captured = replace(self.captured, graph=graph)
         if names := self.captured.without_gradient:
@@ -310,9 +386,67 @@ class Planner:
         _check_mesh(mesh_shape)
         other = copy(self)
         other.mesh, other.cluster, other.seconds, other.peaks = dict(mesh_shape), named_cluster(cluster), {}, {}
-        other.latest = None
+        other.latest, other.lowered_for, other.operators = None, other.cluster, []
+        other.presets, other.blocks = {}, []
         other.space = other._space()
         return other
+
+    def profiled(self, costs: Costs) -> Planner:
+        """A planner with what was measured as prices."""
+        other = self.on(self.mesh, costs.measured(self.space.mesh))
+        other.costs, other.lowered_for = costs, self.lowered_for
+        return other
+
+    def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
+        """The program by which an assignment is measured: of few copies of each of its segments."""
+        short = shortened(self.space, assignment, KEPT)
+        if short is None:
+            return self.written(assignment, bucket_bytes)
+        return self._lowered(codegen(short.space, short.assignment), bucket_bytes)
+
+    def nearby(
+        self,
+        plan: Plan,
+        *,
+        solver: str,
+        memory_limit_bytes: float | None = None,
+        constraints: Constraints | None = None,
+    ) -> list[Plan]:
+        """What one descent from a plan finds with the prices of this planner, as if nothing overlapped and as if most
+        of what travels in buckets did."""
+        start = self.assignment(plan)
+        found: list[Plan] = []
+        for hidden in (0.0, HIDDEN):
+            search = self.search(solver, memory_limit_bytes, constraints, self._hiding(hidden))
+            try:
+                other = self._priced(search.run(start=start, bounded=False, thorough=False))
+            except Infeasible as error:
+                logger.info("nothing near: %s", error)
+                continue
+            found.append(self.describe(replace(other, lower_bound=0.0), solver, "analytical"))
+        return found
+
+    def again(self, plan: Plan) -> Plan:
+        """A plan with the prices of this planner."""
+        assignment = self.assignment(plan)
+        self.peaks = {id(assignment): (assignment, plan.bucket_bytes, plan.peak)}
+        priced = account(self.space, assignment)
+        score = Score(seconds=priced.seconds, bytes=priced.bytes)
+        found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds, solves=0)
+        return self.describe(found, plan.solver, plan.cost)
+
+    def moved_bytes(self, program: Program) -> int:
+        """Read and written by a step of the optimizer."""
+        return sum(
+            self.optimizer.moved_bytes(math.prod(local_shape(i.meta.shape, i.layout, program.mesh)), i.meta.dtype)
+            for i in program.inputs
+            if i.role == "parameter" and i.target in program.trained
+        )
+
+    @property
+    def fingerprints(self) -> str:
+        """Of the model's repeated segments."""
+        return " ".join(fingerprint(self.captured.graph, repeat.copies[0]) for repeat in self.segments.repeats)
 
     def over(
         self,
@@ -346,7 +480,7 @@ class Planner:
 
         def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
             made = of(tuple(mesh.items()))
-            return made.seconds if cost == "analytical" else made.objective_seconds, made
+            return made.objective_seconds if cost in ("serial", "volume") else made.seconds, made
 
         def quick(mesh: Mapping[str, int], below: float) -> float:
             on = planners[tuple(mesh.items())]
@@ -380,49 +514,126 @@ class Planner:
     ) -> Plan:
         """Raises ValueError for an unknown solver or cost, for constraints that cannot be, and where nothing keeps the
         limit."""
+        if cost == "hybrid":
+            return profiled(self, None, solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)[
+                0
+            ]
         with _uncollected():
             return self._plan(solver, cost, memory_limit_bytes, constraints)
 
     def _plan(self, solver: str, cost: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Plan:
         _check_solver(solver)
+        if cost == "profiled":
+            raise ValueError(
+                "profiled costs are measured by the ranks: give cost='profiled' to parallelize(), or run autopar "
+                "profile under torchrun or autopar lab; on one device, cost='hybrid' measures operators alone"
+            )
         if cost not in COSTS:
             raise ValueError(f"unknown cost {cost!r}; known: {', '.join(COSTS)}")
         if memory_limit_bytes is not None and not memory_limit_bytes > 0:
             raise ValueError(f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, or None")
         allowed = None
         if solver in PRESETS:
-            groups = self._timed("blocks", lambda: blocks(self.captured.graph, max(self.space.mesh)))
-            allowed = preset(self.space, groups, solver)
+            allowed = self._timed("preset", lambda: self.preset(solver))
         space = self._timed("strategies", lambda: volumes(self.space)) if cost == "volume" else self.space
         search = self.search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
         if cost == "volume" and solver not in PRESETS:
             search.pins = with_arithmetic_split(space, search.pins)
-        found: Found = self._timed("search", lambda: search.run(allowed))
+        measured = space.cluster.device.operators is not None  # bounds hold for rooflines alone
+        found: Found = self._timed("search", lambda: search.run(allowed, bounded=not measured))
         if space is not self.space:
             logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
-            score = Score(seconds=account(self.space, found.assignment).seconds, bytes=found.score.bytes)
-            found = replace(found, score=score, lower_bound=0.0)
+            found = replace(self._priced(found), lower_bound=0.0)
         plan = self._timed("describe", lambda: self.describe(found, solver, cost, memory_limit_bytes))
-        if solver in PRESETS or cost != "analytical" or plan.account.communication_seconds < WORTH * plan.seconds:
+        if solver in PRESETS or cost != "analytical":
             return plan
+        return self._with_overlap(found, plan, memory_limit_bytes, constraints)
+
+    def _with_overlap(self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
+        """The plan, or another one with a shorter step on its timeline: of a second search, in which most of what
+        travels in buckets is hidden, or of a preset, of which some hide what no price foretells."""
+        others = self._timed("others", lambda: list(self._others(found, plan, limit, constraints)))
+        best, seconds, seen = plan, found.seconds, [found.assignment]
+        for name, other in sorted(others, key=lambda item: item[1].score.objective):
+            seconds += other.seconds
+            if least_seconds(self.space, other.assignment) >= best.seconds:
+                continue
+            if name in PRESETS and limit is not None:
+                try:
+                    search = self.search("dp", limit, constraints)
+                    other = self._timed("others", partial(search.run, self.preset(name), bounded=False))
+                except Infeasible as error:
+                    logger.info("no plan by %s: %s", name, error)
+                    continue
+                other = self._priced(other)
+                seconds += other.seconds
+            if other.assignment in seen:
+                continue
+            seen.append(other.assignment)
+            step = self._timed("steps", partial(self._step_seconds, other.assignment, limit))
+            if step < best.seconds * (1 - LEAST_GAIN):
+                logger.info("%s: a step of %.3f ms instead of %.3f", name, step * 1e3, best.seconds * 1e3)
+                best = self._timed("describe", partial(self.describe, other, plan.solver, plan.cost, limit))
+        return replace(best, lower_bound_seconds=found.lower_bound, solve_seconds=seconds)
+
+    def _others(
+        self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None
+    ) -> Iterator[tuple[str, Found]]:
+        """What a search with "hidden buckets" finds from what was `found`, and what the presets leave, without a limit
+        yet; at the prices of the first search."""
+        if plan.account.communication_seconds >= WORTH * plan.seconds:
+            search = self.search(plan.solver, limit, constraints, self._hiding(HIDDEN))
+            try:
+                yield "hidden buckets", self._priced(search.run(start=found.assignment, bounded=False, thorough=False))
+            except Infeasible as error:
+                logger.info("no plan where most of what travels in buckets is hidden: %s", error)
+        search = self.search("dp", None, constraints)
+        tried: list[Allowed] = []
+        for name in PRESETS if plan.solver in EXACT else ():
+            try:
+                allowed = self.preset(name)
+                if allowed not in tried:
+                    tried.append(allowed)
+                    yield name, self._priced(search.run(allowed, bounded=False))
+            except ValueError as error:
+                logger.info("no plan by %s: %s", name, error)
+
+    def _hiding(self, part: float) -> Space:
+        """The space with a part of what travels in buckets at no price."""
         links, device = self.space.redistributor.links, self.cluster.device
-        hiding = replace(self.space, redistributor=Redistributor(self.space.mesh, links, device, HIDDEN))
-        search = self.search(solver, memory_limit_bytes, constraints, hiding)
-        try:
-            other: Found = self._timed(
-                "search", lambda: search.run(start=found.assignment, bounded=False, thorough=False)
-            )
-        except Infeasible as error:
-            logger.info("no plan where most of what travels in buckets is hidden: %s", error)
-            return plan
-        score = Score(seconds=account(self.space, other.assignment).seconds, bytes=other.score.bytes)
-        seconds = found.seconds + other.seconds
-        other = replace(other, score=score, lower_bound=found.lower_bound, seconds=seconds)
-        second = self._timed("describe", lambda: self.describe(other, solver, cost, memory_limit_bytes))
-        logger.info("steps of %.3f and %.3f ms, with what overlaps", plan.seconds * 1e3, second.seconds * 1e3)
-        fits = memory_limit_bytes is None or second.bytes <= memory_limit_bytes
-        quicker = second.seconds < plan.seconds * (1 - 1e-6)
-        return second if fits and quicker else replace(plan, solve_seconds=seconds)
+        return replace(self.space, redistributor=Redistributor(self.space.mesh, links, device, part))
+
+    def _priced(self, found: Found) -> Found:
+        """At the prices of the space, in which nothing is hidden."""
+        score = Score(seconds=account(self.space, found.assignment).seconds, bytes=found.score.bytes)
+        return replace(found, score=score)
+
+    def _step_seconds(self, assignment: Assignment, limit: float | None) -> float:
+        """The step of an assignment on its timeline, infinite where that is over the limit."""
+        bucket_bytes = BUCKETS[0]
+        if limit is not None:
+            bucket_bytes, most = self.peak(assignment, limit)
+            if most.bytes > limit:
+                return math.inf
+        step = timeline(self.written(assignment, bucket_bytes), self.cluster, self._operators(self.cluster.device))
+        return (
+            step.seconds * self._correction(assignment, bucket_bytes)
+            + account(self.space, assignment).optimizer_seconds
+        )
+
+    def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
+        """By what a timeline is multiplied: what measured programs took over theirs."""
+        if self.costs is None or not self.costs.with_links:
+            return 1.0
+        return self.costs.correction(structure(self.segment_program(assignment, bucket_bytes)), self.space.mesh)
+
+    def preset(self, name: str) -> Allowed:
+        """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
+        if name not in self.presets:
+            if not self.blocks:
+                self.blocks.append(blocks(self.captured.graph, max(self.space.mesh)))
+            self.presets[name] = preset(self.space, self.blocks[0], name)
+        return self.presets[name]
 
     def search(
         self,
@@ -463,14 +674,14 @@ class Planner:
         least = math.inf
         for size in BUCKETS:
             bucketed = self._lowered(program, size)
-            found = moments(bucketed, self.optimizer, self._kind_of_device)
+            found = moments(bucketed, self.optimizer, self.kind_of_device)
             least = min(least, short.most(found, bucketed, self.optimizer))
             if _is_settled(least, size, memory_limit_bytes):
                 break
         return least
 
     @property
-    def _kind_of_device(self) -> str:
+    def kind_of_device(self) -> str:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
     def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
@@ -479,7 +690,7 @@ class Planner:
         for size in BUCKETS:
             bucketed = self._lowered(program, size)
             self.latest = assignment, size, bucketed
-            found = peak(bucketed, self.optimizer, self._kind_of_device)
+            found = peak(bucketed, self.optimizer, self.kind_of_device)
             yield size, found
             if _is_settled(found.bytes, size, memory_limit_bytes):
                 return
@@ -489,7 +700,9 @@ class Planner:
         space, assignment = self.space, found.assignment
         bucket_bytes, most = self.peak(assignment, memory_limit_bytes)
         priced = account(space, assignment)
-        step = self._timed("timeline", lambda: timeline(self.written(assignment, bucket_bytes), self.cluster))
+        written, known = self.written(assignment, bucket_bytes), self._operators(self.cluster.device)
+        step = self._timed("timeline", lambda: timeline(written, self.cluster, known))
+        ratio = self._correction(assignment, bucket_bytes)
         return Plan(
             model=self.model_name,
             graph=graph_digest(self.captured.graph),
@@ -520,8 +733,8 @@ class Planner:
             account=priced,
             peak=most,
             bucket_bytes=bucket_bytes,
-            seconds=step.seconds + priced.optimizer_seconds,
-            exposed_seconds=step.exposed_seconds,
+            seconds=step.seconds * ratio + priced.optimizer_seconds,
+            exposed_seconds=step.exposed_seconds * ratio,
             objective_seconds=found.score.objective,
             lower_bound_seconds=found.lower_bound,
             solve_seconds=found.seconds,
@@ -614,10 +827,27 @@ class Planner:
         if self.latest is not None and self.latest[0] is assignment and self.latest[1] == bucket_bytes:
             return self.latest[2]
         program = self._timed("codegen", lambda: codegen(self.space, assignment))
-        return self._timed("bucket", lambda: self._lowered(program, bucket_bytes))
+        lowered = self._timed("bucket", lambda: self._lowered(program, bucket_bytes))
+        self.latest = assignment, bucket_bytes, lowered
+        return lowered
 
     def _lowered(self, program: Program, limit_bytes: int) -> Program:
-        return compact(overlap(bucket(program, self.space.redistributor.bucket_bytes, limit_bytes=limit_bytes)))
+        """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts, nor
+        on gloo, whose transfers take the processors that compute: parts that hid them there took longer."""
+        cluster, known = self.lowered_for, self._operators(self.lowered_for.device)
+        sizes = self.space.redistributor.bucket_bytes
+        lowered = prefetch(program, cluster, sizes, limit_bytes=limit_bytes, known=known)
+        if limit_bytes >= LIMIT_BYTES and not are_of_gloo(cluster.algorithms):
+            lowered = chunk(slice_products(lowered, cluster, known), cluster, known)
+        return compact(lowered)
+
+    def _operators(self, device: Device) -> Known:
+        """What timelines found out about a device's operators."""
+        for other, known in self.operators:
+            if other is device:
+                return known
+        self.operators.append((device, Known()))
+        return self.operators[-1][1]
 
 
 def _is_settled(peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:

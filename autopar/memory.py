@@ -122,11 +122,10 @@ class _Step:
         return Peak(**self.found, at=self._place())
 
     def _optimizer_bytes(self) -> int:
-        trained = {o.target for o in self.program.outputs if o.role == "gradient" and o.name is not None}
         metas = [
             (i.meta.dtype, self.memory.bytes[self.memory.storages[i.name][0]] // i.meta.dtype.itemsize)
             for i in self.program.inputs
-            if i.role == "parameter" and i.target in trained
+            if i.role == "parameter" and i.target in self.program.trained
         ]
         return sum(self.optimizer.bytes(numel, dtype) for dtype, numel in metas)
 

@@ -37,6 +37,9 @@ POOL_ROUNDS = 3
 GAIN = 1e-6
 """Relative improvement below which a descent or a pool counts as standing still."""
 
+HOPELESS = 1.3
+"""A descent that is so many times above what matters when every axis was free once is not gone on with."""
+
 PRICE_MOST = 1e5
 """Prices of memory are tried up to this many times (seconds of the cheapest plan / its bytes)."""
 
@@ -94,8 +97,9 @@ class Solved:
     lower_bound: float
 
 
-Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None]
-"""The options allowed to each site, the solver, the price of memory and its limit: all that a solve depends on."""
+Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool]
+"""The options allowed to each site, the solver, the price of memory, its limit, and whether a bound is asked for: all
+that a solve depends on."""
 
 
 def unique_sites(space: Space) -> dict[str, Site]:
@@ -157,23 +161,31 @@ class Search:
             found = blocks(space.graph, max(space.mesh), merge=False)
             self.groups = [block_groups(space, region, found) for region in space.regions()]
 
-    def solve(self, allowed: Allowed, solver: str, *, price: float = 0.0, bytes_limit: float | None = None) -> Solved:
-        """The exact optimum of seconds + price * bytes over the allowed options.
+    def solve(
+        self,
+        allowed: Allowed,
+        solver: str,
+        *,
+        price: float = 0.0,
+        bytes_limit: float | None = None,
+        bounded: bool = True,
+    ) -> Solved:
+        """The exact optimum of seconds + price * bytes over the allowed options. Not `bounded`: without a lower bound.
 
         What is too wide for elimination under a limit is solved as an integer program.
         """
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
-        question = (options, solver, price, bytes_limit)
+        question = (options, solver, price, bytes_limit, bounded)
         if question not in self.solved:
-            self.solved[question] = self._solve(allowed, solver, price, bytes_limit)
+            self.solved[question] = self._solve(allowed, solver, price, bytes_limit, bounded)
         return self.solved[question]
 
-    def _solve(self, allowed: Allowed, solver: str, price: float, bytes_limit: float | None) -> Solved:
+    def _solve(self, allowed: Allowed, solver: str, price: float, bytes_limit: float | None, bounded: bool) -> Solved:
         problem, decoder = self.builder.build(allowed)
         self.solves += 1
         weighed = priced(problem, price) if price else problem
         if self.level == "operator":
-            solution = self._solution(weighed, solver, bytes_limit)
+            solution = self._solution(weighed, solver, bytes_limit, bounded)
             choice = solution.choice
         else:
             limited = bytes_limit is not None
@@ -183,18 +195,18 @@ class Search:
                 grouped = group(weighed, self.groups[0], self.groups[1:], limited=limited)
             if grouped.divided:
                 self.log(f"divided, for fewer options: {', '.join(grouped.divided)}")
-            solution = self._solution(grouped.problem, solver, bytes_limit)
+            solution = self._solution(grouped.problem, solver, bytes_limit, bounded)
             choice = grouped.expand(solution.choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
 
-    def _solution(self, problem: Problem, solver: str, bytes_limit: float | None) -> Solution:
+    def _solution(self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool) -> Solution:
         try:
-            return solve(problem, solver, bytes_limit=bytes_limit)
+            return solve(problem, solver, bytes_limit=bytes_limit, bounded=bounded)
         except TooWide as error:
             self.log(f"{error}; without dominated options:")
         presolved = group(problem, (), [()] * len(problem.repeats), limited=bytes_limit is not None)
         try:
-            solution = solve(presolved.problem, solver, bytes_limit=bytes_limit)
+            solution = solve(presolved.problem, solver, bytes_limit=bytes_limit, bounded=bounded)
         except TooWide as error:
             self.log(f"{error}; as an integer program")
             solution = solve(presolved.problem, "ilp", bytes_limit=bytes_limit)
@@ -210,8 +222,8 @@ class Search:
         below: float = math.inf,
     ) -> Found:
         """The best assignment that was found, of the whole space or of `allowed`; `bounded` asks for a lower bound.
-        Not `thorough`: of one descent, from `start`, over the memory limit if that costs `below` seconds or more, or
-        where its peak is more than was estimated.
+        Not `thorough`: of one descent, from `start`, which is cut short, or over the memory limit, if that costs
+        `below` seconds or more, and over it where its peak is more than was estimated.
 
         Raises `Infeasible` where nothing keeps the memory limit.
         """
@@ -229,11 +241,11 @@ class Search:
                 allowed = {n: joint(space, self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
         if allowed is not None:
             options = allowed
-            best = self.solve(options, self.solver)
+            best = self.solve(options, self.solver, bounded=bounded)
             best = self._limited(best, lambda price, _: self.solve(options, self.descent, price=price), thorough)
         else:
             first = self._whole() if start is None else taken(space, start)
-            best = self._descend_all() if thorough else self._descend(first, self._axes())
+            best = self._descend_all() if thorough else self._descend(first, self._axes(), below=below)
             bound = lower_bound_seconds(space) if bounded else 0.0
             self.log(f"lower bound {bound * 1e3:.3f} ms")
             if best.score.objective < below:
@@ -487,7 +499,7 @@ class Search:
         for _ in range(POOL_ROUNDS):
             previous = min(solved.score.objective for solved in found)
             size = sum(map(len, pool.values()))
-            note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver))
+            note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False))
             self.log(f"pool of {size} options: {found[-1].score.seconds * 1e3:.3f} ms")
             if found[-1].score.objective >= previous * (1 - GAIN):
                 break
@@ -518,7 +530,14 @@ class Search:
             chosen[name] = [self._pinned(site, choice)]
         return chosen
 
-    def _descend(self, start: Mapping[str, Iterable[SiteChoice]], order: list[Axes], price: float = 0.0) -> Solved:
+    def _descend(
+        self,
+        start: Mapping[str, Iterable[SiteChoice]],
+        order: list[Axes],
+        price: float = 0.0,
+        below: float = math.inf,
+    ) -> Solved:
+        """Axis after axis until nothing improves, or, where that is `HOPELESS` times `below`, once."""
         current = {name: list(choices) for name, choices in start.items()}
         best: Solved | None = None
         unchanged = 0
@@ -526,9 +545,9 @@ class Search:
         def objective(solved: Solved) -> float:
             return solved.score.objective + price * solved.score.bytes
 
-        for axes in cycle(order):
+        for number, axes in enumerate(cycle(order), 1):
             allowed = {name: self._free(self.sites[name], choices, axes) for name, choices in current.items()}
-            solved = self.solve(allowed, self.descent, price=price)
+            solved = self.solve(allowed, self.descent, price=price, bounded=False)
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - GAIN):
@@ -536,6 +555,8 @@ class Search:
             unchanged += 1
             if unchanged == len(order):
                 # every other axis was tried since the last gain, from what is now fixed
+                return best
+            if number == len(order) and objective(best) > HOPELESS * below:
                 return best
         raise AssertionError("a mesh has axes")
 

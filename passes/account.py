@@ -71,6 +71,16 @@ class Account:
 
 def account(space: Space, assignment: Assignment) -> Account:
     """What the objective is made of."""
+    return _tally(space, assignment).account()
+
+
+def least_seconds(space: Space, assignment: Assignment) -> float:
+    """What overlap does not shorten: operators follow each other, and so do collectives on one axis; what forward moves
+    of activations is waited for, and the optimizer comes last."""
+    return _tally(space, assignment).least_seconds
+
+
+def _tally(space: Space, assignment: Assignment) -> _Tally:
     total = _Tally(space)
     total.region(space.rest, assignment.rest, 1)
     for number, (region, copies) in enumerate(zip(space.bodies, assignment.copies, strict=True)):
@@ -80,7 +90,7 @@ def account(space: Space, assignment: Assignment) -> Account:
             same[key:] = [(copy, 1 + (same[key][1] if key < len(same) else 0)), *same[key + 1 :]]
         for (decisions, again), count in same:
             total.region(region, decisions, count, again)
-    return total.account()
+    return total
 
 
 def recomputation(space: Space, region: Region, decisions: Decisions) -> tuple[float, float]:
@@ -98,8 +108,17 @@ class _Tally:
     def __init__(self, space: Space) -> None:
         self.space, self.builder = space, ProblemBuilder(space)
         self.compute = self.copies = self.communication = self.optimizer = 0.0
+        self.waited = 0.0
+        """Seconds of collectives of activations in forward."""
         self.parameters = self.gradients = self.states = self.activations = 0
         self.kinds: dict[tuple[str, str], list[float]] = {}
+
+    @property
+    def least_seconds(self) -> float:
+        on_axis: dict[str, float] = {}
+        for (_, axis), (_, _, seconds) in self.kinds.items():
+            on_axis[axis] = on_axis.get(axis, 0.0) + seconds
+        return self.optimizer + max(self.compute + self.copies + self.waited, *on_axis.values(), 0.0)
 
     def region(self, region: Region, decisions: Decisions, count: int, again: bool = False) -> None:
         twice = remade(region) if again else frozenset()
@@ -151,6 +170,7 @@ class _Tally:
                 axis = instruction.args[-1]
                 seconds = collective_seconds(kind, size, self.space.redistributor.links[axis])
                 self._collective(kind, axis, count, size, seconds)
+                self.waited += 0.0 if site.backward else count * seconds
                 inside += seconds
         self.compute += count * (option.seconds - inside)
 
@@ -183,12 +203,14 @@ class _Tally:
             acquired = redistributor.acquire(meta.shape, meta.dtype, produced, layouts, bucketed)
             if acquired is None:
                 raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
-            for step in (step for item in acquired for step in item.route.steps):
+            early = {layout for _, layout, late in readers if not late and not (bucketed or site.backward)}
+            for layout, step in ((item.layout, step) for item in acquired for step in item.route.steps):
                 whole = redistributor.step_seconds(step, bucketed)
                 moving = redistributor.link_seconds(step, bucketed)
                 self.copies += count * (whole - moving)
                 if step.kind in COLLECTIVES:
                     self._collective(step.kind, step.axis, count, step.bytes, moving)
+                    self.waited += count * moving if layout in early else 0.0
         wanted = [(layout, late and (is_parameter or policy == REGATHER)) for _, layout, late in readers]
         kept = not site.backward and any(late for _, _, late in readers)
         cost = self.builder.cost(

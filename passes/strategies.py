@@ -727,7 +727,8 @@ def _stored_option(space: Space, site: Site, choice: SiteChoice) -> Option | Non
         size = float(numel * dtype.itemsize)
         if site.reads:
             size += numel * dtype.itemsize + space.optimizer.bytes(numel, dtype)
-            seconds = space.optimizer.moved_bytes(numel, dtype) / space.cluster.device.memory_bytes_per_second
+            moved = space.optimizer.moved_bytes(numel, dtype)
+            seconds = space.cluster.device.optimizer_seconds(space.optimizer.name, moved)
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
 
 
@@ -897,16 +898,19 @@ def _op_seconds(
     if rule is not None and (expands(rule, splits) or fillings(call, rule, operands, site.zeros)):
         emission = local_program(call, rule, splits, operands, results, space.mesh, site.zeros)
         return emission_seconds(space, emission, call, rule, choice)
-    inputs, outputs = local_shapes(call, operands, results, space.mesh)
-    if rule is not None and rule.moves_nothing:
+    if rule is not None and rule.moves_nothing and device.operators is None:
         return device.seconds_per_op
-    moved = sum(math.prod(s) * m.dtype.itemsize for s, m in zip(inputs, call.inputs, strict=True))
-    moved += sum(
-        math.prod(s) * m.dtype.itemsize for s, m in zip(outputs, call.outputs, strict=True) if s is not None and m
-    )
+    inputs, outputs = local_shapes(call, operands, results, space.mesh)
+    read = [TensorMeta(shape, m.dtype) for shape, m in zip(inputs, call.inputs, strict=True)]
+    made = [
+        TensorMeta(shape, m.dtype)
+        for shape, m in zip(outputs, call.outputs, strict=True)
+        if shape is not None and m is not None
+    ]
+    if rule is not None and rule.moves_nothing:
+        return device.view_seconds(call.node.op, read, made)
     flops = _local_flops(space, rule, choice) if rule is not None else 0.0
-    dtype = call.inputs[0].dtype if call.inputs else next(m.dtype for m in call.outputs if m is not None)
-    return device.seconds_per_op + max(device.compute_seconds(flops, dtype), moved / device.memory_bytes_per_second)
+    return device.operator_seconds(call.node.op, read, made, flops)
 
 
 def _local_flops(space: Space, rule: OpRule, choice: SiteChoice) -> float:
@@ -926,14 +930,14 @@ def emission_seconds(space: Space, emission: Emission, call: Call, rule: OpRule,
     flops = _local_flops(space, rule, choice) / max(1, len(itself))
     seconds = 0.0
     for instruction in emission.instructions:
-        sizes = [emission.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs) if name]
+        read = [emission.metas[name] for name in instruction.inputs]
+        made = [emission.metas[name] for name in instruction.outputs if name]
         if kind := instruction.collective:
-            seconds += collective_seconds(kind, max(sizes), space.redistributor.links[instruction.args[-1]])
+            largest = max(meta.bytes for meta in (*read, *made))
+            seconds += collective_seconds(kind, largest, space.redistributor.links[instruction.args[-1]])
         elif instruction.op != "collective.wait":
-            busy = sum(sizes) / device.memory_bytes_per_second
-            if instruction.op == call.node.op:
-                busy = max(busy, device.compute_seconds(flops, call.inputs[0].dtype))
-            seconds += device.seconds_per_op + busy
+            own = flops if instruction.op == call.node.op else 0.0
+            seconds += device.operator_seconds(instruction.op, read, made, own)
     return seconds
 
 

@@ -163,6 +163,38 @@ def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int, monkeypatch: 
     assert sum(o <= 1 + relax.STANDING_GAP for o in over) >= 0.9 * len(over)
 
 
+@pytest.mark.parametrize("count", [7, 8, 13, 40])
+def test_a_folded_repeat_costs_what_it_does_written_out(count: int) -> None:
+    """Two copies at each end choose for themselves, and a pair between them comes again and again; what cannot be a
+    pair is a copy more."""
+    over = []
+    for seed in range(15):
+        short = random_problem(random.Random(seed), depth=2, most=5, blocked=0.0)
+        problem = dataclasses.replace(
+            short, repeats=tuple(dataclasses.replace(repeat, count=count) for repeat in short.repeats)
+        )
+        expanded = expand(problem, folded=True)
+        found = solve(expanded.problem, "dp")
+        choice = expanded.layout.choice(found.choice.options)
+        assert evaluate(problem, choice).objective == pytest.approx(found.score.objective)
+        assert all(len({id(copy) for copy in copies}) <= min(count, 7) for copies in choice.repeats)
+        over.append(found.score.objective / solve(problem, "dp").score.objective)
+    assert min(over) >= 1 - 1e-9
+    assert sum(o <= 1 + 1e-9 for o in over) >= 0.9 * len(over) and max(over) <= 1.01
+
+
+def test_without_a_bound_what_is_too_wide_is_solved_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As well as written out, and nothing is claimed about it."""
+    problem = random_problem(random.Random(3), depth=2, most=9, blocked=0.0)
+    problem = dataclasses.replace(problem, repeats=tuple(dataclasses.replace(r, count=20) for r in problem.repeats))
+    exact = solve(problem, "dp").score.objective
+    monkeypatch.setattr(elimination, "MAX_TABLE_ENTRIES", Library().largest(problem) - 1)
+    bounded, quick = solve(problem, "dp"), solve(problem, "dp", bounded=False)
+    assert problem.repeats and exact <= quick.score.objective * (1 + 1e-9)
+    assert quick.score.objective <= bounded.score.objective * (1 + relax.STANDING_GAP)
+    assert quick.lower_bound == 0.0 < bounded.lower_bound
+
+
 def test_the_dynamic_program_says_the_gap_of_what_it_cannot_eliminate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random problem, told that its widest table is too large."""
     rng = random.Random(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import machines, plans
+from . import machines, plans, profiles
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -14,6 +14,7 @@ app = typer.Typer(
 )
 plans.add(app)
 machines.add(app)
+profiles.add(app)
 
 
 def main() -> None:

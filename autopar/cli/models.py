@@ -85,7 +85,10 @@ def _hugging_face(name: str, settings: Mapping[str, Any], batch: int, sequence: 
             size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
             pixels = torch.zeros(batch, config.num_channels, *size, dtype=dtype)
             return Loaded(model=model, kwargs={"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)})
-        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    # real ones: where programs are measured, routers send tokens where they would
+    tokens = torch.randint(
+        config.get_text_config().vocab_size, (batch, sequence), generator=torch.Generator().manual_seed(0)
+    )
     return Loaded(model=model, kwargs={"input_ids": tokens, "labels": tokens})
 
 

@@ -1,4 +1,4 @@
-"""Commands about plans: plan, compare, show."""
+"""Commands about plans: plan, compare, simulate, show."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import typer
 from ..api import COSTS, compare
 from ..api import plan as planned
 from ..comparison import Comparison
-from ..figure import draw
+from ..figure import draw, draw_timeline
 from ..optimizers import OPTIMIZERS
 from ..plan import Plan
 from ..presets import PRESETS
+from ..simulation import simulate
 from ..solve import SOLVERS
+from ..trace import merged
 from .common import notes, progress, reports_bad_input
 from .models import load, parsed
 
@@ -50,8 +52,10 @@ KNOWN = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
 
 
 def add(app: typer.Typer) -> None:
-    for name, command in (("plan", plan_command), ("compare", compare_command), ("show", show_command)):
-        app.command(name, rich_help_panel="Plans")(command)
+    app.command("plan", rich_help_panel="Plans")(plan_command)
+    app.command("compare", rich_help_panel="Plans")(compare_command)
+    app.command("simulate", rich_help_panel="Plans")(simulate_command)
+    app.command("show", rich_help_panel="Plans")(show_command)
 
 
 @reports_bad_input
@@ -150,13 +154,69 @@ def _fail_without_plan(found: Comparison) -> None:
 
 
 @reports_bad_input
-def show_command(path: Annotated[Path, typer.Argument(help="What plan --out wrote.")], as_json: AsJson = False) -> None:
-    """Print a saved plan."""
+def simulate_command(
+    model: Model,
+    mesh: Annotated[str | None, typer.Option(help="Axes and sizes, such as dp=2,tp=4; the plan's with --plan.")] = None,
+    batch: Batch = 8,
+    sequence: Length = 128,
+    settings: Settings = None,
+    dtype: Dtype = "float32",
+    cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file; the plan's with --plan.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="What plan --out wrote, for the same model.")] = None,
+    solver: Annotated[str, typer.Option(help=KNOWN)] = "dp",
+    memory_limit: Limit = None,
+    optimizer: Kept = "adamw",
+    pin: Pins = None,
+    trace: Annotated[Path | None, typer.Option(help="Where to write the timeline, for Perfetto.")] = None,
+    real: Annotated[
+        Path | None,
+        typer.Option(help="With --trace: what torch.profiler exported of a real step, to be put beside it."),
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Where to draw the timeline, such as step.svg.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a step of a plan takes on a cluster, when each operator and collective runs, and what hides.
+
+    Example: autopar simulate hf:LlamaConfig --mesh dp=8,tp=8 --cluster dgx-h100 --dtype bfloat16 --trace step.json
+    """
+    given = None if plan is None else _loaded(plan)
+    if given is None and mesh is None:
+        raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
+    if real is not None and trace is None:
+        raise ValueError("--real goes with --trace: say where to write both as one trace")
+    loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    with working():
+        found = simulate(
+            loaded.model,
+            dict(given.mesh) if mesh is None and given is not None else mesh_shape(mesh or ""),
+            loaded.args,
+            loaded.kwargs,
+            plan=given,
+            loss_fn=loaded.loss_fn,
+            solver=solver,
+            cluster=given.cluster if cluster is None and given is not None else cluster,
+            memory_limit_bytes=byte_count(memory_limit),
+            optimizer=optimizer_of(optimizer),
+            constraints=constraints(pin or []),
+        )
+    if trace is not None:
+        trace.write_text(json.dumps(found.timeline.to_chrome() if real is None else merged(found.timeline, real)))
+    if figure is not None:
+        draw_timeline(found.timeline, figure, f"{found.plan.model} on {found.plan.cluster}, by {found.plan.solver}")
+    typer.echo(json.dumps(found.to_json()) if as_json else found)
+
+
+def _loaded(path: Path) -> Plan:
     try:
-        plan = Plan.load(path)
+        return Plan.load(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give the path of a plan that plan --out wrote") from error
-    _print(plan, as_json)
+
+
+@reports_bad_input
+def show_command(path: Annotated[Path, typer.Argument(help="What plan --out wrote.")], as_json: AsJson = False) -> None:
+    """Print a saved plan."""
+    _print(_loaded(path), as_json)
 
 
 def _print(plan: Plan, as_json: bool) -> None:

@@ -33,11 +33,14 @@ __all__ = [
 ]
 
 
-def solve(problem: Problem, solver: str = "dp", *, bytes_limit: float | None = None) -> Solution:
-    """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given.
+def solve(problem: Problem, solver: str = "dp", *, bytes_limit: float | None = None, bounded: bool = True) -> Solution:
+    """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given. Not
+    `bounded`: no lower bound is asked for, which may save time (`solve_dp`).
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; the solvers are {', '.join(SOLVERS)}")
+    if solver == "dp":
+        return solve_dp(problem, bytes_limit=bytes_limit, bounded=bounded)
     return SOLVERS[solver](problem, bytes_limit=bytes_limit)

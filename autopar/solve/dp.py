@@ -24,7 +24,7 @@ LIMITED_GAP = 1e-4
 """Relative gap under a memory limit at which problems too large to be solved exactly are done."""
 
 
-def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
+def solve_dp(problem: Problem, *, bytes_limit: float | None = None, bounded: bool = True) -> Solution:
     """Minimise seconds + tie-break * bytes, subject to bytes <= bytes_limit, by min-sum variable elimination.
 
     Variables: one per op, group, parameter or border, each with its options. A tensor is a table over
@@ -41,7 +41,9 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
     `fronts.ALL_STATES` joint options and no front needed thinning; elsewhere choices between two supported
     prices within one copy can be missed, and `lower_bound` is the Lagrangian bound: the gap is honest, not 0.
 
-    Where elimination needs too large a table, message passing (`relax`) gives a choice and a bound, mostly equal.
+    Where elimination needs too large a table, message passing (`relax`) gives a choice and a bound, mostly equal. Not
+    `bounded`: it gives a choice alone, of those in which the middle of a repeat comes again and again, in a fraction of
+    the time, and `lower_bound` is 0.
 
     Raises `Infeasible` where no choice is feasible, `TooWide` where tables are too large and there is a limit.
     """
@@ -54,7 +56,7 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
     except TooWide:
         if bytes_limit is not None:
             raise
-        choice, bound = relaxed(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
+        choice, bound = _relaxed(problem, bounded)
         found, exact = Found(choice=choice, score=evaluate(problem, choice), price=0.0), False
     if bytes_limit is not None and found.score.bytes > bytes_limit:
         found, bound, exact = _limited(problem, library, found, bytes_limit)
@@ -66,6 +68,16 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
         solver="dp",
         seconds_to_solve=time.perf_counter() - start,
     )
+
+
+def _relaxed(problem: Problem, bounded: bool) -> tuple[Choice, float]:
+    weights = 1.0, TIE_BREAK_SECONDS_PER_BYTE
+    if not bounded:
+        try:
+            return relaxed(problem, weights, folded=True)[0], 0.0
+        except TooWide:  # nothing that comes again will do
+            pass
+    return relaxed(problem, weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

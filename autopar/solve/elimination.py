@@ -92,10 +92,14 @@ def network(problem: Problem, borders: Iterable[int]) -> Network:
     """
     rows = tensor_rows(problem)
     border_set = set(borders)
+    rows_of: list[list[list[Row]]] = [[] for _ in problem.variables]
+    for row in rows:
+        for index, of_options in row.items():
+            rows_of[index].append(of_options)
     options = tuple(
         np.arange(len(variable.options))
         if index in border_set
-        else undominated(variable.seconds, variable.bytes, [row[index] for row in rows if index in row])
+        else undominated(variable.seconds, variable.bytes, rows_of[index])
         for index, variable in enumerate(problem.variables)
     )
     sizes = [len(kept) for kept in options]

@@ -1,10 +1,14 @@
-"""A problem without repeats: every copy written out."""
+"""A problem without repeats: every copy written out, or the middle ones of each repeat as one pair that comes again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autopar.problem import Choice, Problem, Tensor, Variable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +20,15 @@ class Layout:
 
     def choice(self, options: tuple[int, ...]) -> Choice:
         """The choice for the original problem, from the options of the expanded one."""
-        return Choice(
-            options=tuple(options[v] for v in self.variables),
-            repeats=tuple(tuple(copy.choice(options) for copy in copies) for copies in self.repeats),
-        )
+        repeats = (_once_each(copies, lambda copy: copy.choice(options)) for copies in self.repeats)
+        return Choice(options=tuple(options[v] for v in self.variables), repeats=tuple(repeats))
+
+
+def _once_each(copies: Sequence[Layout], function: Callable[[Layout], T]) -> tuple[T, ...]:
+    """A function of each copy; what comes again is one object, before and after."""
+    found = {id(copy): copy for copy in copies}
+    results = {key: function(copy) for key, copy in found.items()}
+    return tuple(results[id(copy)] for copy in copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +37,19 @@ class Expanded:
     layout: Layout
 
 
-def expand(problem: Problem) -> Expanded:
-    """Write every copy of every repeat out; joined border variables become one, which costs what they cost together."""
+ENDS = 2
+"""Copies at each end of a folded repeat that choose for themselves."""
+
+PERIOD = 2
+"""Copies between them that come again and again: layers may alternate."""
+
+
+def expand(problem: Problem, *, folded: bool = False) -> Expanded:
+    """Write every copy of every repeat out; joined border variables become one, which costs what they cost together.
+
+    `folded`: of a repeat with many copies, those between its ends are a few that come again, and are written out once,
+    at what all of them cost. That leaves fewer choices, and each costs what it does in `problem`.
+    """
     fresh: list[Variable] = []
     tensors: list[Tensor] = []
     joined: list[int] = []
@@ -39,19 +59,24 @@ def expand(problem: Problem) -> Expanded:
             v = joined[v]
         return v
 
-    def add(part: Problem, prefix: str) -> Layout:
+    def join(border: Sequence[int], other: Sequence[int]) -> None:
+        for here, there in zip(border, other, strict=True):
+            joined[root(there)] = root(here)
+
+    def add(part: Problem, prefix: str, times: int) -> Layout:
         variables = tuple(range(len(fresh), len(fresh) + len(part.variables)))
         joined.extend(variables)
         for variable in part.variables:
+            seconds, size = ([times * cost for cost in costs] for costs in (variable.seconds, variable.bytes))
             fresh.append(
                 Variable(
-                    name=prefix + variable.name,
-                    options=variable.options,
-                    seconds=variable.seconds,
-                    bytes=variable.bytes,
+                    name=prefix + variable.name, options=variable.options, seconds=tuple(seconds), bytes=tuple(size)
                 )
             )
         for tensor in part.tensors:
+            costs = tensor.costs
+            if times > 1:
+                costs = {state: (times * seconds, times * size) for state, (seconds, size) in costs.items()}
             tensors.append(
                 Tensor(
                     name=prefix + tensor.name,
@@ -59,25 +84,32 @@ def expand(problem: Problem) -> Expanded:
                     produced=tensor.produced,
                     consumers=tuple(variables[c] for c in tensor.consumers),
                     wanted=tensor.wanted,
-                    costs=tensor.costs,
+                    costs=costs,
                 )
             )
         repeats = []
         for repeat in part.repeats:
             border = [variables[v] for v in repeat.left]
-            copies = []
-            for k in range(repeat.count):
-                copy = add(repeat.body, f"{prefix}{repeat.name}[{k}].")
-                for here, there in zip(border, (copy.variables[v] for v in repeat.body_left), strict=True):
-                    joined[root(there)] = root(here)
-                border = [copy.variables[v] for v in repeat.body_right]
-                copies.append(copy)
-            for here, there in zip(border, (variables[v] for v in repeat.right), strict=True):
-                joined[root(here)] = root(there)
+            copies: list[Layout] = []
+            again = (repeat.count - 2 * ENDS) // PERIOD if folded else 0
+            while len(copies) < repeat.count:
+                at = len(copies)
+                comes_again = again > 1 and at == ENDS
+                first = border
+                few = []
+                for k in range(at, at + (PERIOD if comes_again else 1)):
+                    copy = add(repeat.body, f"{prefix}{repeat.name}[{k}].", times * (again if comes_again else 1))
+                    join(border, [copy.variables[v] for v in repeat.body_left])
+                    border = [copy.variables[v] for v in repeat.body_right]
+                    few.append(copy)
+                if comes_again:
+                    join(first, border)
+                copies += few * (again if comes_again else 1)
+            join([variables[v] for v in repeat.right], border)
             repeats.append(tuple(copies))
         return Layout(variables=variables, repeats=tuple(repeats))
 
-    layout = add(problem, "")
+    layout = add(problem, "", 1)
     members: dict[int, list[int]] = {}
     for v in range(len(fresh)):
         members.setdefault(root(v), []).append(v)
@@ -86,7 +118,7 @@ def expand(problem: Problem) -> Expanded:
     def placed(part: Layout) -> Layout:
         return Layout(
             variables=tuple(place[v] for v in part.variables),
-            repeats=tuple(tuple(placed(copy) for copy in copies) for copies in part.repeats),
+            repeats=tuple(_once_each(copies, placed) for copies in part.repeats),
         )
 
     return Expanded(

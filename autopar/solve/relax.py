@@ -121,12 +121,13 @@ def lower_bound(problem: Problem, weights: tuple[float, float], sweeps: int = SW
     return bound
 
 
-def relaxed(problem: Problem, weights: tuple[float, float]) -> tuple[Choice, float]:
+def relaxed(problem: Problem, weights: tuple[float, float], *, folded: bool = False) -> tuple[Choice, float]:
     """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
 
-    Repeats are written out. Raises `TooWide` where no choice was found.
+    Repeats are written out, or `folded` (`expand`): the bound is then that of choices in which the middle of a repeat
+    comes again and again. Raises `TooWide` where no choice was found.
     """
-    expanded = expand(problem)
+    expanded = expand(problem, folded=folded)
     found = network(expanded.problem, ())
     live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
     steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), SMALL_ENTRIES)
