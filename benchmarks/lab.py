@@ -47,6 +47,8 @@ class Cell:
     sequence: int
     experts: int = 0
     """Of each layer, two for each token; 0: no mixture."""
+    family: str = "Llama"
+    """Or GPT-2, or BERT."""
 
     def links(self) -> lab.Shape:
         return (
@@ -75,9 +77,37 @@ VOCABULARY, HEADS, KEY_VALUE_HEADS = 512, 8, 4
 def model_of(cell: Cell) -> Any:
     """The same weights wherever it is made."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
 
     torch.manual_seed(0)
+    if cell.family == "GPT-2":
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY, n_embd=cell.hidden, n_layer=cell.layers, n_head=HEADS, use_cache=False, **off
+            )
+        )
+    if cell.family == "BERT":
+        return BertForMaskedLM(
+            BertConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=cell.hidden,
+                intermediate_size=4 * cell.hidden,
+                num_hidden_layers=cell.layers,
+                num_attention_heads=HEADS,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": cell.hidden,
@@ -94,7 +124,28 @@ def model_of(cell: Cell) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
+STYLES = {
+    "Llama": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+        ("self_attn.o_proj", "mlp.down_proj"),
+    ),
+    "BERT": (
+        ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+        ("attention.output.dense", "output.dense"),
+    ),
+}
+"""Linear layers that `parallelize_module` splits by column and by row. (GPT-2's are no `nn.Linear`: it refuses
+them.)"""
+
 OUTER, INNER = "outer", "inner"
+
+
+def layers_of(model: Any) -> Any:
+    """A model's layers."""
+    for path in ("model.layers", "transformer.h", "bert.encoder.layer"):
+        if path.split(".")[0] in dict(model.named_children()):
+            return model.get_submodule(path)
+    raise AssertionError(type(model))
 
 
 def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -115,15 +166,14 @@ def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mappin
 
     def tensor_parallel(mesh: Any) -> Any:
         model = model_of(cell)
-        column = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-        styles: dict[str, Any] = dict.fromkeys(column, ColwiseParallel)
-        styles |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel)
-        for layer in model.model.layers:
+        column, row = STYLES[cell.family]
+        styles: dict[str, Any] = {name: ColwiseParallel for name in column} | {name: RowwiseParallel for name in row}
+        for layer in layers_of(model):
             parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
         return model
 
     def sharded(model: Any, mesh: Any) -> Any:
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
@@ -131,10 +181,10 @@ def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mappin
         "DDP": (DistributedDataParallel(model_of(cell)), part(world, rank)),
         "FSDP2": (sharded(model_of(cell), flat), part(world, rank)),
     }
-    if cell.experts:
+    if cell.experts or cell.family not in STYLES:
         return made
     outer_part, inner_part = part(world // inner, rank // inner), part(inner, rank % inner)
-    if KEY_VALUE_HEADS % world == 0:
+    if KEY_VALUE_HEADS % world == 0 or cell.family == "BERT":
         made["TP"] = (tensor_parallel(flat), batch)
     # replicated parameters of data parallel ranks, as `replicate` of a two-dimensional mesh: FSDP2 without sharding
     made["FSDP x TP"] = (sharded(tensor_parallel(grid[INNER]), grid[OUTER]), outer_part)
@@ -238,8 +288,9 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
 
 def collectives(module: Any, file: str, rounds: int) -> list[dict[str, Any]]:
     """Each kind, axis and size of a program's collectives: how many, and predicted and measured seconds of one."""
+    from autopar.calibration import Case
     from autopar.collectives import collective_seconds
-    from autopar.runtime.measure import Case, collectives_seconds
+    from autopar.runtime.measure import collectives_seconds
 
     counts = Counter(module.program.collectives())
     links = dict(zip(module.mesh.mesh_dim_names, named_cluster(file).links(tuple(module.mesh.shape)), strict=True))
@@ -275,13 +326,18 @@ def calibrated(cell: Cell, again: bool) -> str:
     return str(file)
 
 
-def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Prints a cell's table; returns it."""
-    predicted, hand = found[0]["predicted"], found[0]["by_hand"]
-    steps = {
+def steps_of(found: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Of each plan, what each of its steps took on its slowest rank, from what ranks measured."""
+    return {
         plan: [max(times) for times in zip(*(rank["seconds"][plan] for rank in found), strict=True)]
         for plan in found[0]["seconds"]
     }
+
+
+def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prints a cell's table; returns it."""
+    predicted, hand = found[0]["predicted"], found[0]["by_hand"]
+    steps = steps_of(found)
     medians = {plan: statistics.median(times) for plan, times in steps.items()}
     best = min(hand, key=lambda plan: medians[plan])
     ratio = statistics.median(a / b for a, b in zip(steps["free"], steps[best], strict=True))

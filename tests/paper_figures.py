@@ -290,6 +290,14 @@ def dataflow_gain(hidden: int) -> tuple[float, float]:
     return without, chosen
 
 
+MESHSLICE_TEXT: Mapping[str, Mapping[str, float]] = {
+    "GPT-3": {"MeshSlice": 0.674, "over Wang": 0.138, "end to end": 0.120, "lost": 0.168},
+    "Megatron-NLG": {"MeshSlice": 0.822, "over Wang": 0.260, "end to end": 0.234, "lost": 0.058},
+}
+"""What 5.1.1 and Table 2 say of Fig. 9 on 256 chips: utilization of the FC layers, how much faster than Wang these are,
+and the whole layer, and how much of its efficiency MeshSlice loses from 16 chips on. All else is bars without numbers.
+"""
+
 # ------------------------------------------------------------------------------------------------- CFP
 
 

@@ -238,13 +238,13 @@ def check(made: Planner, program: Program, name: str, implementation: str, layer
 @of_runs
 def test_presets(name: str, implementation: str, mesh: dict[str, int], solver: str) -> None:
     made = planner(name, implementation, mesh)
-    check(made, made.program(made.plan(solver=solver)), name, implementation)
+    check(made, made.program(made.plan(solver=solver, cost="serial")), name, implementation)
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("mixtral", "grouped_mm"), ("qwen3_moe", "batched_mm")])
 def test_the_solvers_plan(name: str, implementation: str) -> None:
     made = planner(name, implementation, LINE)
-    check(made, made.program(made.plan(solver="dp")), name, implementation)
+    check(made, made.program(made.plan(solver="dp", cost="serial")), name, implementation)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -297,7 +297,7 @@ def test_experts_with_biases(implementation: str) -> None:
     ops = [node.op for node in made.space.graph.nodes]
     assert ops.count(MM) == 4 and ops.count(MM_WEIGHT) == 2 and not any(".sort" in op or "grouped" in op for op in ops)
     for assignment in (
-        *(made.assignment(made.plan(solver=solver)) for solver in ("fsdp", "megatron")),
+        *(made.assignment(made.plan(solver=solver, cost="serial")) for solver in ("fsdp", "megatron")),
         *(by_expert(made, axes) for axes in ((1,), (0, 1))),
         *(plans.random_assignment(made.space, seed) for seed in range(3)),
     ):
@@ -402,7 +402,7 @@ def test_a_split_of_experts_beats_replicas_and_moves_no_more_than_rows() -> None
     of two rows a token, each rank's share of them, and no gradient of an expert's weights is reduced."""
     made = mixture()
     planner = Planner(made.model, LINE, made.args)
-    best = planner.plan(solver="dp")
+    best = planner.plan(solver="dp", cost="serial")
     assert best.parameters["up"].in_use == (("S(0)",),) and best.parameters["down"].in_use == (("S(0)",),)
     for preset in ("ddp", "fsdp"):
         assert best.objective_seconds < 0.6 * planner.plan(solver=preset).objective_seconds
@@ -425,7 +425,7 @@ def test_a_mixtral_with_experts_split_beats_its_replicas() -> None:
 
     made = Case(model=model, batch=batch)
     planner = Planner(made.model, LINE, made.args, made.kwargs)
-    best = planner.plan(solver="dp")
+    best = planner.plan(solver="dp", cost="serial")
     for name in ("gate_up_proj", "down_proj"):
         assert best.parameters[f"model.layers.0.mlp.experts.{name}"].in_use == (("S(0)",),)
     for preset in ("ddp", "fsdp"):

@@ -37,7 +37,7 @@ def programs(grid: Planner, presets: Sequence[str]) -> Iterator[tuple[str, Progr
         yield solver, grid.program(grid.plan(solver=solver))
     yield "random", bucket(codegen(grid.space, plans.random_assignment(grid.space, seed=0)))
     line = grid.on(LINE, None)
-    yield "dp", line.program(line.plan())
+    yield "dp", line.program(line.plan(cost="serial"))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def on_id(value: object) -> str:
 @pytest.mark.parametrize(("name", "mesh", "solver"), pairwise(tuple(CASES), MESHES, PRESETS), ids=on_id)
 def test_presets(name: str, mesh: dict[str, int], solver: str) -> None:
     made = planner(name, mesh)
-    check(name, mesh, made.program(made.plan(solver=solver)))
+    check(name, mesh, made.program(made.plan(solver=solver, cost="serial")))
 
 
 PAPERS = ("atp", "par4d", "meshslice")
@@ -97,7 +97,7 @@ GRIDS: tuple[dict[str, int], ...] = (
 )
 def test_presets_of_papers(name: str, mesh: dict[str, int], solver: str) -> None:
     made = planner(name, mesh)
-    program = made.program(made.plan(solver=solver))
+    program = made.program(made.plan(solver=solver, cost="serial"))
     check(name, mesh, program)
 
 
@@ -105,21 +105,21 @@ def test_presets_of_papers(name: str, mesh: dict[str, int], solver: str) -> None
 @pytest.mark.parametrize("solver", PAPERS)
 def test_presets_of_papers_on_one_axis(solver: str, mesh: dict[str, int]) -> None:
     made = planner("gpt2", mesh)
-    check("gpt2", mesh, made.program(made.plan(solver=solver)))
+    check("gpt2", mesh, made.program(made.plan(solver=solver, cost="serial")))
 
 
 @pytest.mark.parametrize("mesh", [{"a": 4}, {"dp": 1, "tp": 4}, {"a": 8}], ids=mesh_id)
 @pytest.mark.parametrize("name", CASES)
 def test_solver_on_one_axis(name: str, mesh: dict[str, int]) -> None:
     made = planner(name, mesh)
-    check(name, mesh, made.program(made.plan(solver="dp")))
+    check(name, mesh, made.program(made.plan(solver="dp", cost="serial")))
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 4}], ids=mesh_id)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mlp with loss_fn"])
 def test_solver_on_two_axes(name: str, mesh: dict[str, int]) -> None:
     made = planner(name, mesh)
-    check(name, mesh, made.program(made.plan(solver="dp")))
+    check(name, mesh, made.program(made.plan(solver="dp", cost="serial")))
 
 
 @pytest.mark.parametrize(("name", "mesh"), [*ON, *((name, {"a": 2, "b": 3}) for name in CASES)], ids=on_id)
@@ -148,7 +148,7 @@ def test_bfloat16_loosely() -> None:
     exact, half = eager(plain), eager(made)
     planner = Planner(made.model, {"dp": 2, "tp": 2}, made.args, made.kwargs)
     for solver in PRESETS:
-        found = simulated(planner.program(planner.plan(solver=solver)), planner.captured, made)
+        found = simulated(planner.program(planner.plan(solver=solver, cost="serial")), planner.captured, made)
         for name, gradient in exact.gradients.items():
             ours = (found.gradients[name].float() - gradient).norm()
             theirs = (half.gradients[name].float() - gradient).norm()

@@ -253,7 +253,7 @@ planner = models.planners(case)
 def alone(name: str, seed: int = 0) -> models.Step:
     """One step on one rank."""
     made = planner(name, {"a": 1})
-    return simulated(made.program(made.plan(solver="dp")), made.captured, case(name), seed=seed)
+    return simulated(made.program(made.plan(solver="dp", cost="serial")), made.captured, case(name), seed=seed)
 
 
 MESHES: list[dict[str, int]] = [{"a": 4}, {"a": 2, "b": 2}]
@@ -274,7 +274,7 @@ PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
 def test_numbers_are_the_same_on_every_plan(name: str, mesh: dict[str, int], solver: str) -> None:
     made = planner(name, mesh)
     assert not made.space.without_rule
-    found = simulated(made.program(made.plan(solver=solver)), made.captured, case(name))
+    found = simulated(made.program(made.plan(solver=solver, cost="serial")), made.captured, case(name))
     assert_same(found, alone(name))
 
 
@@ -300,7 +300,7 @@ def test_drawing_needs_no_communication(solver: str) -> None:
     for rate in (0.0, 0.1):
         made = dropping(models.gpt2(resid_pdrop=rate, embd_pdrop=rate))
         planned = Planner(made.model, {"dp": 2, "tp": 2}, made.args, made.kwargs)
-        program = planned.program(planned.plan(solver=solver))
+        program = planned.program(planned.plan(solver=solver, cost="serial"))
         sent.append(sum(size for _, _, size in program.collectives()))
         drawn = sum("box" in dict(i.kwargs) for i in program.forward if i.op == "autopar.dropout.default")
     assert sent[1] <= sent[0]
@@ -328,7 +328,7 @@ def test_each_operator_has_a_key_of_its_own() -> None:
     assert [i.target for i in graphs[0].inputs if i.role == "seed"] == [str(i) for i in range(19)]
     planned = planner("gpt2 of 6 layers", {"a": 4})
     assert planned.space.repeats
-    program = planned.program(planned.plan(solver="dp"))
+    program = planned.program(planned.plan(solver="dp", cost="serial"))
     assert [i.inputs[0] for i in program.forward if i.op == "autopar.dropout.default"] == read[0]
 
 
