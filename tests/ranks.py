@@ -16,6 +16,10 @@ from typing import Any
 PRELOADED = ["tests.warm"]
 """Imported once in the fork server, so that a rank starts in a tenth of a second, not in five."""
 
+PATIENCE_SECONDS = 300.0
+"""Ends ranks that hang. Far above what a test takes, for machines that are busy or slow; a rank that fails ends the
+others within 10 s all the same."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -26,7 +30,7 @@ class Outcome:
     traceback: str = ""
 
 
-def run(ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+def run(ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = PATIENCE_SECONDS) -> list[Any]:
     """[function(*args) on each rank], in rank order. `function` is a top-level function of a module.
 
     Inside, `torch.distributed` is initialised with gloo and torch uses one thread. RuntimeError with
@@ -39,7 +43,9 @@ def run(ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: f
     return [o.value for o in found]
 
 
-def outcomes(ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Outcome]:
+def outcomes(
+    ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = PATIENCE_SECONDS
+) -> list[Outcome]:
     """As `run`, with exceptions as values. A rank that does not finish in time, or within 10 s after
     another one failed, is killed and has a TimeoutError."""
     context = multiprocessing.get_context("forkserver")

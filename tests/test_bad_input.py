@@ -250,7 +250,7 @@ RANKS = 2
 
 
 def everywhere(function: Callable[..., Any], *args: Any) -> str:
-    found = outcomes(RANKS, function, *args, timeout_seconds=120.0)
+    found = outcomes(RANKS, function, *args)
     for outcome in found:
         assert isinstance(outcome.error, ValueError), f"{outcome.error!r}\n{outcome.traceback}"
     messages = {str(outcome.error) for outcome in found}

@@ -263,5 +263,5 @@ def gradients_on_a_rank(preset: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("preset", ["ddp", "fsdp"])
 def test_gradients_that_share_a_bucket_add_up_zero_and_clip_on_their_own(preset: str) -> None:
-    for found in run(2, gradients_on_a_rank, preset, timeout_seconds=120.0):
+    for found in run(2, gradients_on_a_rank, preset):
         assert found == {key: pytest.approx(0.0, abs=1e-5) for key in found}

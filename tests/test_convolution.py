@@ -574,7 +574,7 @@ def trained_on_ranks(names: Sequence[str]) -> list[tuple[dict[str, torch.Tensor]
 def test_models_on_real_ranks() -> None:
     names = "resnet", "unet batch pool nearest"
     expected = [train(copy.deepcopy(model), batch) for model, batch in map(example, names)]
-    for found in run(2, trained_on_ranks, names, timeout_seconds=200.0):
+    for found in run(2, trained_on_ranks, names):
         for (state, kinds), reference in zip(found, expected, strict=True):
             assert {"shift", "all_reduce"} <= kinds
             assert state.keys() == reference.keys()

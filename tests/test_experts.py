@@ -456,7 +456,7 @@ def train_mixture(mesh: dict[str, int]) -> dict[str, Any]:
 def test_real_ranks() -> None:
     made = mixture()
     references = [models.eager(made, step) for step in range(len(FALLS))]
-    for found in run(4, train_mixture, LINE, timeout_seconds=200.0):
+    for found in run(4, train_mixture, LINE):
         assert found["kinds"].count("exchange") == 4
         for (loss, gradients), reference in zip(found["steps"], references, strict=True):
             assert_close(loss, next(iter(reference.outputs.values())), "loss")

@@ -78,12 +78,12 @@ def check(found: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
 def test_one_rank_with_nccl(name: str, tmp_path: Path) -> None:
-    (found,) = run(1, step_with_nccl, str(tmp_path), name, timeout_seconds=200.0)
+    (found,) = run(1, step_with_nccl, str(tmp_path), name)
     check(found, name)
 
 
 @pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron", "megatron_sp", "dp"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_four_gloo_ranks_that_share_a_gpu(name: str, solver: str) -> None:
-    for found in run(4, step_and_train, name, {"dp": 2, "tp": 2}, solver, timeout_seconds=200.0):
+    for found in run(4, step_and_train, name, {"dp": 2, "tp": 2}, solver):
         check(found, name)

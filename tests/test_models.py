@@ -69,5 +69,5 @@ def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:
 )
 def test_a_step_on_real_ranks(name: str, mesh: dict[str, int], solver: str) -> None:
     expected = eager(zoo.case(name))
-    for found in ranks.run(4, step_on_ranks, name, mesh, solver, timeout_seconds=250.0):
+    for found in ranks.run(4, step_on_ranks, name, mesh, solver):
         assert_same(found, expected)

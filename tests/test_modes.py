@@ -203,7 +203,7 @@ def epochs(solver: str) -> None:
 
 @pytest.mark.parametrize("solver", ["fsdp", "megatron"])
 def test_epochs_on_two_ranks(solver: str) -> None:
-    run(2, epochs, solver, timeout_seconds=150.0)
+    run(2, epochs, solver)
 
 
 def thawed() -> None:
@@ -228,7 +228,7 @@ def thawed() -> None:
 
 
 def test_layers_thawed_on_two_ranks() -> None:
-    run(2, thawed, timeout_seconds=100.0)
+    run(2, thawed)
 
 
 def another_mode(what: str) -> Any:
@@ -254,6 +254,6 @@ def another_mode(what: str) -> Any:
     ],
 )
 def test_modes_that_are_refused(what: str, message: str) -> None:
-    for outcome in outcomes(2, another_mode, what, timeout_seconds=100.0):
+    for outcome in outcomes(2, another_mode, what):
         assert isinstance(outcome.error, ValueError), outcome.traceback
         assert message in str(outcome.error)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from models import CASES, assert_close, assert_same, case, eager, on_ranks, simulated, whole
 from pairwise import pairwise
-from ranks import run as _run
+from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -157,7 +157,6 @@ def test_bfloat16_loosely() -> None:
 
 # ---------------------------------------------------------------------------------------- real ranks
 
-run = functools.partial(_run, timeout_seconds=200.0)
 
 STEPS = range(20)
 

@@ -191,7 +191,7 @@ def autocast_steps() -> None:
 
 
 def test_autocast_on_two_ranks() -> None:
-    run(2, autocast_steps, timeout_seconds=100.0)
+    run(2, autocast_steps)
 
 
 def scaled_steps(solver: str) -> None:
@@ -225,4 +225,4 @@ def scaled_steps(solver: str) -> None:
 
 @pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron"])
 def test_a_gradient_scaler_on_two_ranks(solver: str) -> None:
-    run(2, scaled_steps, solver, timeout_seconds=100.0)
+    run(2, scaled_steps, solver)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from models import Case, assert_same, simulated
 from pairwise import pairwise
-from ranks import run as _run
+from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -29,8 +29,6 @@ from autopar.passes.codegen import codegen
 from autopar.passes.seeds import seeds
 from autopar.passes.stamp import capture_stamped
 from autopar.randomness import keys
-
-run = functools.partial(_run, timeout_seconds=200.0)
 
 # ---------------------------------------------------------------------------------- what a number is
 

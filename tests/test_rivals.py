@@ -69,5 +69,5 @@ def test_slices_and_rivals_are_the_product_on_gloo() -> None:
         for name, lowering in lowerings.items()
         if mesh == (2, 2) or name in ("in 4 slices", "wang")
     }
-    for found in run(4, differences_on_a_rank, cases, 96, timeout_seconds=120.0):
+    for found in run(4, differences_on_a_rank, cases, 96):
         assert found == {name: pytest.approx(0.0, abs=1e-3) for name in cases}

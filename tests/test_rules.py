@@ -312,10 +312,10 @@ def train_with_a_rule(on: tuple[int, ...]) -> None:
 
 
 def test_a_rule_on_two_ranks() -> None:
-    run(2, train_with_a_rule, (0, 1), timeout_seconds=100.0)
+    run(2, train_with_a_rule, (0, 1))
 
 
 def test_a_rule_on_one_rank_only() -> None:
-    found = outcomes(2, train_with_a_rule, (0,), timeout_seconds=100.0)
+    found = outcomes(2, train_with_a_rule, (0,))
     messages = {str(outcome.error) for outcome in found}
     assert len(messages) == 1 and all(isinstance(outcome.error, ValueError) for outcome in found), found

@@ -514,4 +514,4 @@ def beside_the_model(names: Sequence[str]) -> None:
 
 
 def test_modules_on_two_ranks() -> None:
-    run(2, beside_the_model, list(STRUCTURES), timeout_seconds=150.0)
+    run(2, beside_the_model, list(STRUCTURES))
