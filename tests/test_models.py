@@ -1,12 +1,13 @@
 """The models that people use, unmodified: a step under any plan is the step that PyTorch makes of them.
 
 Two of the usual presets and a random plan run on simulated (2, 2) ranks, the solver's plan on (4,), which is planned
-sooner; some models on four real ranks. `benchmarks/models.py` does the same for more models, meshes and
+sooner; some models on real ranks. `benchmarks/models.py` does the same for more models, meshes and
 plans, and makes docs/models.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import models
@@ -64,10 +65,10 @@ def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:
 
 @pytest.mark.parametrize(
     ("name", "mesh", "solver"),
-    [("T5", GRID, "megatron"), ("ViT", LINE, "ilp"), ("Mamba", GRID, "fsdp")],
+    [("T5", {"tp": 2}, "megatron"), ("ViT", GRID, "ilp"), ("Mamba", {"dp": 2}, "fsdp")],
     ids=["T5", "ViT", "Mamba"],
 )
 def test_a_step_on_real_ranks(name: str, mesh: dict[str, int], solver: str) -> None:
     expected = eager(zoo.case(name))
-    for found in ranks.run(4, step_on_ranks, name, mesh, solver):
+    for found in ranks.run(math.prod(mesh.values()), step_on_ranks, name, mesh, solver):
         assert_same(found, expected)

@@ -50,7 +50,7 @@ class Case:
 # ---- models that repeat ----------------------------------------------------------------------------
 
 
-def llama(layers: int = 6, **overrides: Any) -> Case:
+def llama(layers: int = 5, **overrides: Any) -> Case:
     config = {"num_hidden_layers": layers, "num_key_value_heads": 2, "use_cache": False, **SMALL, **overrides}
     return Case(model=transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)), kwargs=BATCH)
 
@@ -65,7 +65,7 @@ def gpt2(**overrides: Any) -> Case:
 
 def bert(**overrides: Any) -> Case:
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**{"num_hidden_layers": 6, **dropout, **SMALL, **overrides})
+    config = transformers.BertConfig(**{"num_hidden_layers": 5, **dropout, **SMALL, **overrides})
     mask = torch.ones_like(TOKENS)
     return Case(model=transformers.BertForMaskedLM(config), kwargs={**BATCH, "attention_mask": mask})
 
@@ -73,7 +73,7 @@ def bert(**overrides: Any) -> Case:
 def vit() -> Case:
     small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
     config = transformers.ViTConfig(
-        num_hidden_layers=8, image_size=8, patch_size=4, num_labels=5,
+        num_hidden_layers=5, image_size=8, patch_size=4, num_labels=5,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **small,
     )  # fmt: skip
     kwargs = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8), "labels": torch.tensor([1, 4])}
@@ -81,13 +81,13 @@ def vit() -> Case:
 
 
 def qwen3(**overrides: Any) -> Case:
-    config = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 4, "use_cache": False, **SMALL, **overrides}
+    config = {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 4, "use_cache": False, **SMALL, **overrides}
     return Case(model=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)), kwargs=BATCH)
 
 
 def mixtral() -> Case:
     config = transformers.MixtralConfig(
-        num_hidden_layers=6, num_key_value_heads=2, num_local_experts=4, use_cache=False,
+        num_hidden_layers=5, num_key_value_heads=2, num_local_experts=4, use_cache=False,
         experts_implementation="batched_mm", **SMALL,
     )  # fmt: skip
     return Case(model=transformers.MixtralForCausalLM(config), kwargs=BATCH)
@@ -170,20 +170,18 @@ def frozen() -> Case:
 
 
 def evaluated() -> Case:
-    case = llama()
+    case = stack(Stack())
     return replace(case, model=case.model.eval())
 
 
 STAMPED: Mapping[str, Callable[[], Case]] = {
-    "llama": llama,
-    "llama of 8 layers, tied": lambda: llama(8, tie_word_embeddings=True),
-    "llama, evaluated": evaluated,
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "mlp, evaluated": evaluated,
     "llama with a cache": lambda: llama(use_cache=True),
     "gpt2": gpt2,
     "gpt2 with dropout": lambda: gpt2(resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1),
     "bert": bert,
     "vit": vit,
-    "qwen3": qwen3,
     "qwen3, sliding and full": lambda: qwen3(
         num_hidden_layers=8,
         use_sliding_window=True,
@@ -335,14 +333,14 @@ def hidden_states() -> Case:
 
 def albert() -> Case:
     config = transformers.AlbertConfig(
-        num_hidden_layers=6, embedding_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SMALL
+        num_hidden_layers=5, embedding_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SMALL
     )
     return Case(model=transformers.AlbertForMaskedLM(config), kwargs=BATCH)
 
 
 def t5() -> Case:
     config = transformers.T5Config(
-        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=6, num_heads=4, dropout_rate=0.0, use_cache=False,
+        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=5, num_heads=4, dropout_rate=0.0, use_cache=False,
         decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return Case(model=transformers.T5ForConditionalGeneration(config), kwargs=BATCH)

@@ -35,6 +35,10 @@ LARGE_UNION = 20_000
 """Pairs of states of two readers above which the narrowest pair of readers is united instead."""
 
 
+Joined = tuple[Floats, ...]
+"""The tables that one step adds up, [price, node, *scope], of size 1 where they do not depend on a node."""
+
+
 class TooWide(ValueError):
     """Every order of elimination that was tried makes a table that is too large."""
 
@@ -266,7 +270,7 @@ class Step:
     node: int
     scope: tuple[int, ...]
     inputs: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    """(table, permutation, shape to broadcast from), the price axis first, the node's axis last"""
+    """(table, permutation, shape to broadcast from), the price axis first, the node's axis second"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +332,7 @@ def _steps(
     for node in order:
         tables = sorted(holders[node])
         scope = tuple(sorted({other for table in tables for other in live[table]} - {node}))
-        axes = (*scope, node)
+        axes = (node, *scope)
         largest = max(largest, math.prod(sizes[n] for n in axes))
         inputs = tuple((table, *_aligned(live[table], axes, sizes)) for table in tables)
         steps.append(Step(node=node, scope=scope, inputs=inputs))
@@ -441,18 +445,18 @@ def _greedy(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eliminated:
-    """The result of a `Schedule`: `table[k, *keep]` is the least cost at price k, `chosen[i]` step i's argmin."""
+    """The result of a `Schedule`: `table[k, *keep]` is the least cost at price k, `joined[i]` what step i added up."""
 
     schedule: Schedule
     table: Floats
-    chosen: tuple[npt.NDArray[np.int32], ...]
+    joined: tuple[Joined, ...]
 
     def states(self, prices: Ints, kept: Ints) -> Ints:
         """The states [node, sample] of all nodes, at prices [sample], given those kept [node of keep, sample]."""
         result = np.zeros((len(self.schedule.sizes), len(prices)), dtype=np.int64)
         for node, at in zip(self.schedule.keep, kept, strict=True):
             result[node] = at
-        trace_back(self.schedule.steps, self.chosen, prices, result)
+        trace_back(self.schedule.steps, self.joined, prices, result)
         return result
 
 
@@ -465,31 +469,38 @@ def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminat
         return Eliminated(
             schedule=plan,
             table=np.concatenate((first.table, second.table)),
-            chosen=tuple(np.concatenate(pair) for pair in zip(first.chosen, second.chosen, strict=True)),
+            joined=tuple(
+                tuple(np.concatenate(pair) for pair in zip(*parts, strict=True))
+                for parts in zip(first.joined, second.joined, strict=True)
+            ),
         )
     live: list[Floats | None] = list(tables)
-    chosen = run(plan.steps, live, plan.sizes, prices)
-    result = _sum(_taken(live, plan.rest), (prices, *(plan.sizes[node] for node in plan.keep)))
-    return Eliminated(schedule=plan, table=result, chosen=chosen)
+    joined = run(plan.steps, live, plan.sizes, prices)
+    result = np.zeros((prices, *(plan.sizes[node] for node in plan.keep)))
+    for table in _taken(live, plan.rest):
+        result += table
+    return Eliminated(schedule=plan, table=result, joined=joined)
 
 
-def run(
-    steps: Iterable[Step], live: list[Floats | None], sizes: Sequence[int], prices: int
-) -> tuple[npt.NDArray[np.int32], ...]:
-    """Take the steps: tables that were used up become None, new ones are appended. Returns each step's argmin."""
-    chosen = []
+def run(steps: Iterable[Step], live: list[Floats | None], sizes: Sequence[int], prices: int) -> tuple[Joined, ...]:
+    """Take the steps: tables that were used up become None, new ones are appended. Returns what each step added up."""
+    joined = []
     for step in steps:
-        shape = tuple(sizes[node] for node in (*step.scope, step.node))
-        least, best = _minima(_taken(live, step.inputs), (prices, *shape))
-        live.append(least)
-        chosen.append(best)
-    return tuple(chosen)
+        tables = tuple(_taken(live, step.inputs))
+        live.append(_minima(tables, (prices, *(sizes[node] for node in (step.node, *step.scope)))))
+        joined.append(tables)
+    return tuple(joined)
 
 
-def trace_back(steps: Sequence[Step], chosen: Sequence[npt.NDArray[np.int32]], prices: Ints, states: Ints) -> None:
+def trace_back(steps: Sequence[Step], joined: Sequence[Joined], prices: Ints, states: Ints) -> None:
     """Fill in the states [node, sample] of the nodes that the steps eliminated, from those of the others."""
-    for step, best in zip(reversed(steps), reversed(chosen), strict=True):
-        states[step.node] = best[(prices, *(states[other] for other in step.scope))]
+    for step, tables in zip(reversed(steps), reversed(joined), strict=True):
+        at = [states[other] for other in step.scope]
+        costs = np.zeros((len(prices), 1))
+        for table in tables:
+            there = tuple(state if size > 1 else 0 for state, size in zip(at, table.shape[2:], strict=True))
+            costs = costs + table[(prices, slice(None), *there)]
+        states[step.node] = costs.argmin(axis=1)
 
 
 def _taken(live: list[Floats | None], inputs: Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[Floats]:
@@ -502,22 +513,15 @@ def _taken(live: list[Floats | None], inputs: Iterable[tuple[int, tuple[int, ...
     return found
 
 
-def _sum(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
-    total = np.zeros(shape)
-    for table in tables:
-        total += table
-    return total
-
-
-def _minima(tables: Sequence[Floats], shape: tuple[int, ...]) -> tuple[Floats, npt.NDArray[np.int32]]:
-    """The minima of the sum of tables over its last dim, and where they are. A large sum is made in slices
-    along dim 1."""
-    if math.prod(shape) <= SLICE_ENTRIES or len(shape) < 3:
-        total = _sum(tables, shape)
-        at = total.argmin(axis=-1)
-        return np.take_along_axis(total, at[..., None], axis=-1)[..., 0], at.astype(np.int32)
-    least, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.int32)
-    for i in range(shape[1]):
-        parts = [table[:, 0 if table.shape[1] == 1 else i] for table in tables]
-        least[:, i], best[:, i] = _minima(parts, (shape[0], *shape[2:]))
-    return least, best
+def _minima(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
+    """The minima [price, *scope] of the sum of tables over its dim 1. A large sum is made in slices along dim 2."""
+    if math.prod(shape) > SLICE_ENTRIES and len(shape) > 2:
+        least = np.empty((shape[0], *shape[2:]))
+        for i in range(shape[2]):
+            parts = [table[:, :, 0 if table.shape[2] == 1 else i] for table in tables]
+            least[:, i] = _minima(parts, (*shape[:2], *shape[3:]))
+        return least
+    total = np.zeros((shape[0], *(1 for _ in shape[1:])))
+    for table in sorted(tables, key=np.size):  # small ones are added up while they are small
+        total = total + table
+    return np.broadcast_to(total, shape).min(axis=1)

@@ -131,7 +131,7 @@ def relaxed(problem: Problem, weights: tuple[float, float], *, folded: bool = Fa
     found = network(expanded.problem, ())
     live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
     steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), SMALL_ENTRIES)
-    chosen = run(steps, live, found.sizes, 1)
+    joined = run(steps, live, found.sizes, 1)
     tables = [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None]
     relaxation = Relaxation(tables, found.sizes)
     best, states, bound = math.inf, None, -math.inf
@@ -150,7 +150,7 @@ def relaxed(problem: Problem, weights: tuple[float, float], *, folded: bool = Fa
             break
     if states is None:
         raise TooWide("message passing found no choice")
-    trace_back(steps, chosen, np.zeros(1, dtype=np.int64), states)
+    trace_back(steps, joined, np.zeros(1, dtype=np.int64), states)
     choice = tuple(int(options[state]) for options, state in zip(found.options, states[:, 0], strict=False))
     return expanded.layout.choice(choice), min(bound, best)
 
