@@ -29,6 +29,7 @@ CASE_SECONDS = 0.02
 two ranks that exchange large messages fall out of step and take turns."""
 MOST_REPEATS = 16
 WINDOW_SECONDS = 0.05
+OPERATOR_SECONDS = 0.3
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 STREAM_SHAPE = (2048, 512)
 STREAMS: Mapping[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
@@ -64,14 +65,15 @@ def measure(
     *,
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
+    seconds: float = OPERATOR_SECONDS,
     device: torch.device | None = None,
     report: Report = lambda part, what: None,
 ) -> Measurements:
     """Everything that a cluster file is made of. `levels` are sizes from the outermost in, whose product is the
-    number of ranks. The same result on every rank."""
+    number of ranks; every operator is measured for about `seconds`. The same result on every rank."""
     assert math.prod(levels) == dist.get_world_size()
     device = device or torch.device("cpu")
-    compute = _compute(device, report)
+    compute = _compute(device, seconds, report)
     samples = _collectives(tuple(levels), sizes, rounds, device, report)
     return Measurements(
         levels=tuple(levels),
@@ -251,7 +253,7 @@ def matmul_flops_per_second(size: int = 512, seconds: float = 1.0) -> float:
     return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), a.device, seconds=seconds)
 
 
-def median_seconds(function: Callable[[], object], device: torch.device, *, seconds: float = 0.3) -> float:
+def median_seconds(function: Callable[[], object], device: torch.device, *, seconds: float = OPERATOR_SECONDS) -> float:
     """Seconds of a call: the median over windows of many calls, since where ranks share processors a rank waits for
     its turn between calls more than in them."""
     function()
@@ -271,24 +273,24 @@ def median_seconds(function: Callable[[], object], device: torch.device, *, seco
     return statistics.median(found)
 
 
-def _compute(device: torch.device, report: Report) -> Compute:
+def _compute(device: torch.device, seconds: float, report: Report) -> Compute:
     """Medians over the ranks, each of them busy with the same at the same time."""
     one = torch.zeros(1, device=device)
     report(0.0, "operators")
-    seconds_per_op = _over_ranks(median_seconds(lambda: one + one, device), device)
+    seconds_per_op = _over_ranks(median_seconds(lambda: one + one, device, seconds=seconds), device)
     x, y = (torch.randn(STREAM_SHAPE, device=device) for _ in range(2))
     streams = []
     for name, (passes, run) in STREAMS.items():
         report(0.0, name)
-        seconds = median_seconds(lambda: run(x, y), device)  # noqa: B023
-        streams.append((name, passes * x.nbytes, _over_ranks(seconds, device)))
+        found = median_seconds(lambda: run(x, y), device, seconds=seconds)  # noqa: B023
+        streams.append((name, passes * x.nbytes, _over_ranks(found, device)))
     matmuls = []
     for dtype in DTYPES:
         for m, k, n in MATMULS:
             report(0.0, f"products of {str(dtype).removeprefix('torch.')}")
             a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
-            seconds = median_seconds(lambda: torch.mm(a, b), device)  # noqa: B023
-            matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(seconds, device)))
+            found = median_seconds(lambda: torch.mm(a, b), device, seconds=seconds)  # noqa: B023
+            matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(found, device)))
     return Compute(
         seconds_per_op=seconds_per_op,
         streams=tuple(streams),

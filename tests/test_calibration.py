@@ -205,7 +205,7 @@ def test_latencies_pass_while_bytes_travel_where_the_slowest_level_says_so() -> 
 def measured_in_the_lab(levels: list[int]) -> dict[str, Any]:
     from autopar.runtime.measure import measure
 
-    return measure(levels, sizes=(1 << 10, 1 << 22), rounds=3).to_json()
+    return measure(levels, sizes=(1 << 10, 1 << 20), rounds=3, seconds=0.05).to_json()
 
 
 @pytest.mark.skipif(bool(lab.missing()), reason=f"a lab needs {', '.join(lab.missing())}")

@@ -266,7 +266,8 @@ def slices_of_a_loader(name: str, mesh: dict[str, int], solver: str) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "solver"), [("llama", {"dp": 2}, "megatron"), ("gpt2 of odd sizes", {"dp": 2, "tp": 2}, "ddp")]
+    ("name", "mesh", "solver"),
+    [("llama", {"dp": 2, "tp": 1}, "megatron"), ("gpt2 of odd sizes", {"dp": 2, "tp": 2}, "ddp")],
 )
 def test_a_loader_hands_over_its_own_slice(name: str, mesh: dict[str, int], solver: str) -> None:
     expected = reference(name)
