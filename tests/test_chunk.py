@@ -13,8 +13,12 @@ from autopar.passes.chunk import chunk, chunked, why_whole
 from autopar.passes.codegen import codegen
 from autopar.passes.overlap import overlap
 from autopar.program import Program
+from autopar.runtime.agree import coordinate_of, process_groups
+from autopar.runtime.execute import compile
+from autopar.runtime.placements import local_slice
 from autopar.runtime.simulate import simulate_step
 from autopar.timeline import timeline
+from tests.ranks import run
 
 
 def block(rows: int, width: int = 4) -> Program:
@@ -39,6 +43,29 @@ def test_chunks_of_a_stretch_make_the_same(chunks: int) -> None:
     step, expected = (simulate_step(p, {"w": w}, {"x": x}) for p in (made, given))
     torch.testing.assert_close(step.outputs["g"], expected.outputs["g"])
     assert all("_chunk" in i.outputs[0] for i in made.forward if i.collective)
+
+
+def outputs_on_a_rank(programs: list[Program], w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    """Of each program, on two of gloo's ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for given in programs:
+        part = local_slice(w, given.inputs[0].layout, given.mesh, coordinate_of(mesh))
+        (made,), _ = compile(given, process_groups(mesh)).forward([part, x])
+        assert made is not None
+        found.append(made)
+    return found
+
+
+def test_chunks_make_the_same_on_gloo() -> None:
+    programs = [block(8), chunked(block(8), 2), chunked(block(8), 4)]
+    w, x = torch.randn(8, 4), torch.randn(8, 4)
+    expected = simulate_step(programs[0], {"w": w}, {"x": x}).outputs["g"]
+    for found in run(2, outputs_on_a_rank, programs, w, x):
+        for made in found:
+            torch.testing.assert_close(made, expected)
 
 
 def test_a_collective_of_one_chunk_is_under_the_product_of_another() -> None:

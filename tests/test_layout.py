@@ -392,6 +392,28 @@ def test_all_wanted_layouts_are_acquired_without_circles(mesh: Shape) -> None:
         assert sum(item.route.seconds for item in acquired) <= alone * (1 + 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("source", "wanted", "kinds"),
+    [
+        (Partial(), {Split(0, 8)}, ["reduce_scatter"]),
+        (Partial(), {R}, ["all_reduce"]),
+        (Partial(), {R, Split(0, 8)}, ["all_reduce", "slice"]),
+        (Split(0, 8), {R, Split(0, 8)}, ["all_gather"]),
+        (Split(0, 8), {R, Split(1, 8)}, ["all_gather", "slice"]),
+        (R, {R, Split(0, 8)}, ["slice"]),
+    ],
+    ids=str,
+)
+def test_nothing_is_sent_that_a_reader_does_not_want(
+    source: Placement, wanted: set[Placement], kinds: list[str]
+) -> None:
+    """A shard of a sum is scattered; what is there already is not gathered from what was gathered of it."""
+    rates = redistributor((4,))
+    acquired = rates.acquire((8, 8), torch.float64, (source,), frozenset((p,) for p in wanted))
+    assert acquired is not None
+    assert [step.kind for item in acquired for step in item.route.steps] == kinds
+
+
 def test_a_partial_maximum_is_reduced_before_it_is_split() -> None:
     route = redistributor((4,)).route((8,), torch.float64, (Partial("max"),), (Split(0, 8),))
     assert route is not None and [step.kind for step in route.steps] == ["all_reduce", "slice"]

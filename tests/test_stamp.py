@@ -73,7 +73,7 @@ def bert(**overrides: Any) -> Case:
 def vit() -> Case:
     small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
     config = transformers.ViTConfig(
-        num_hidden_layers=5, image_size=8, patch_size=4, num_labels=5,
+        num_hidden_layers=8, image_size=8, patch_size=4, num_labels=5,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **small,
     )  # fmt: skip
     kwargs = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8), "labels": torch.tensor([1, 4])}
@@ -340,7 +340,7 @@ def albert() -> Case:
 
 def t5() -> Case:
     config = transformers.T5Config(
-        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=5, num_heads=4, dropout_rate=0.0, use_cache=False,
+        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=6, num_decoder_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
         decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return Case(model=transformers.T5ForConditionalGeneration(config), kwargs=BATCH)
