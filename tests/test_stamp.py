@@ -340,8 +340,8 @@ def albert() -> Case:
 
 def t5() -> Case:
     config = transformers.T5Config(
-        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=6, num_decoder_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0, pad_token_id=0,
+        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=6, num_decoder_layers=2, num_heads=4,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return Case(model=transformers.T5ForConditionalGeneration(config), kwargs=BATCH)
 
