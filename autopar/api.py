@@ -48,7 +48,7 @@ from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
 from .problem import Infeasible, Score
 from .profiles import Profiles
-from .profiling import KEPT, Costs, Measure, real_tensors, structure
+from .profiling import KEPT, Costs, Measure, real_tensors
 from .program import Program
 from .redistribute import Redistributor
 from .search import Found, Search, unique_sites
@@ -625,7 +625,7 @@ class Planner:
         """By what a timeline is multiplied: what measured programs took over theirs."""
         if self.costs is None or not self.costs.with_links:
             return 1.0
-        return self.costs.correction(structure(self.segment_program(assignment, bucket_bytes)), self.space.mesh)
+        return self.costs.correction(self.segment_program(assignment, bucket_bytes), self.cluster)
 
     def preset(self, name: str) -> Allowed:
         """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""

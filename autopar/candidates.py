@@ -169,9 +169,9 @@ class Candidates:
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Of a step of each, by its key, as far as is known now."""
         cluster = self.costs.measured(self.planner.space.mesh)
-        mesh, optimizer = self.planner.space.mesh, self.planner.optimizer.name
+        optimizer = self.planner.optimizer.name
         return {
-            c.key: timeline(c.program, cluster).seconds * self.costs.correction(c.key, mesh)
+            c.key: timeline(c.program, cluster).seconds * self.costs.correction(c.segment, cluster)
             + cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
             for c in candidates
         }
@@ -181,7 +181,8 @@ class Candidates:
         plan, program = candidate.plan, candidate.segment
         row = self.costs.row(candidate.key, program.mesh)
         if row is None:
-            cluster, ratio = self.costs.measured(program.mesh), self.costs.correction(candidate.key, program.mesh)
+            cluster = self.costs.measured(program.mesh)
+            ratio = self.costs.correction(program, cluster)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(number / ROUNDS, f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left")
             order = Order(

@@ -243,7 +243,7 @@ class Costs:
         for row in self.profiles.rows("collectives", machine=self.machine, links=links_key([link])):
             if self.collectives is None or Case(kind=row.kind, axis=axis, bytes=row.bytes) in self.collectives:
                 points[row.kind].append((row.bytes, row.seconds / collective_seconds(row.kind, row.bytes, link)))
-        return tuple((kind, tuple(sorted(found))) for kind, found in sorted(points.items()))
+        return tuple((kind, _smoothed(found)) for kind, found in sorted(points.items()))
 
     def unmeasured(self, program: Program) -> tuple[Case[int], ...]:
         """The program's collectives of which nothing is known."""
@@ -265,13 +265,16 @@ class Costs:
         )
         return found[0] if found else None
 
-    def correction(self, program: str, mesh: Sequence[int]) -> float:
-        """What a segment program takes, over what its operators and collectives make of it; where it was not measured,
-        that of the others on these links, in the middle."""
+    def correction(self, program: Program, cluster: Cluster) -> float:
+        """What a segment program takes, over what a cluster makes of its operators and collectives (`measured`); where
+        it was not measured, that of the others on these links, in the middle."""
         if not self.with_links:
             return 1.0
-        used = {row.structure: row.seconds / row.composed_seconds for row in self._rows(mesh)}
-        return used.get(program, statistics.median(used.values()) if used else 1.0)
+        rows, name = self._rows(program.mesh), structure(program)
+        for row in rows:
+            if row.structure == name:
+                return row.seconds / timeline(program, cluster).seconds
+        return statistics.median(row.seconds / row.composed_seconds for row in rows) if rows else 1.0
 
     def keep(
         self, program: Program, found: Measurement, optimizer: str, optimizer_bytes: int, about: Mapping[str, str]
@@ -317,6 +320,15 @@ class Costs:
         )
         self.profiles.add([row])
         return row
+
+
+def _smoothed(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Points by size, each the middle of those of at least half and at most twice its size: what disturbed one of
+    them is not in a program whose collectives all have that size."""
+    return tuple(
+        (size, statistics.median(value for other, value in points if size <= 2 * other and other <= 2 * size))
+        for size, _ in sorted(points)
+    )
 
 
 def _cases(program: Program) -> list[Case[int]]:

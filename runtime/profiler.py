@@ -37,7 +37,7 @@ from .measure import collectives_seconds
 from .memory import peak_bytes
 from .placements import contiguous_stride, local_slice, placements_of, unpadded
 
-COLLECTIVE_ROUNDS = 3
+COLLECTIVE_ROUNDS = 5
 OPTIMIZERS: Mapping[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-6),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-6),

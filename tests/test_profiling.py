@@ -32,7 +32,7 @@ from autopar.collectives import collective_seconds, price
 from autopar.graph import TensorMeta
 from autopar.passes.capture import capture
 from autopar.passes.segments import segments
-from autopar.profiles import DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
+from autopar.profiles import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
 from autopar.profiling import Costs, segment_programs, structure
 from autopar.timeline import timeline
 
@@ -164,6 +164,30 @@ def test_measured_collectives_bend_the_formula() -> None:
         assert price("all_reduce", size, link).seconds() == pytest.approx(told)
     assert collective_seconds("all_gather", 1 << 20, link) == collective_seconds("all_gather", 1 << 20, plain)
     assert links_key([link]) == links_key([plain])
+
+
+def test_a_collective_that_was_disturbed_is_priced_as_its_neighbours_are(tmp_path: Path) -> None:
+    cluster, slow = named_cluster("dgx-a100"), 1 << 20
+    (link,) = cluster.links((8,))
+    profiles = Profiles(tmp_path / "profiles.sqlite")
+    for size in (slow // 4, slow // 2, slow, 2 * slow, 8 * slow):
+        told = collective_seconds("all_reduce", size, link)
+        taken = 2 * told * (9 if size == slow else 1)
+        profiles.add(
+            [
+                CollectiveRow(
+                    machine="machine", links=links_key([link]), kind="all_reduce", bytes=size, seconds=taken, runs=5
+                )
+            ]
+        )
+    costs = Costs(profiles=profiles, machine="machine", cluster=cluster, with_links=True)
+    about = dict(machine="machine", program="", key="aten.mm.default", dtype="float32")
+    profiles.add([OperatorRow(**about, seconds=1.0, spread=0.0, runs=1, flops=1.0, bytes=1)])
+    (measured,) = costs.measured((8,)).links((8,))
+    for size in (slow // 4, slow, 8 * slow):
+        assert collective_seconds("all_reduce", size, measured) == pytest.approx(
+            2 * collective_seconds("all_reduce", size, link)
+        )
 
 
 # --- segment programs
