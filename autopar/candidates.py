@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from .garbage import uncollected
 from .plan import Plan
 from .presets import PRESETS
-from .profiles import ProgramRow
+from .profiles import Profiles, ProgramRow
 from .profiling import Costs, Measure, Order, segment_programs, structure
 from .program import Program
 from .timeline import timeline
 
 if TYPE_CHECKING:
-    from .api import Planner
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .constraints import Constraints
+    from .planner import Planner
 
 logger = logging.getLogger("autopar")
 
@@ -207,3 +210,49 @@ class Candidates:
             self.counts["known"] += 1
         self.costs = self.costs.also(program)
         return row
+
+
+def profiled(
+    planner: Planner,
+    mesh: DeviceMesh | None,
+    *,
+    solver: str = "dp",
+    memory_limit_bytes: float | None = None,
+    constraints: Constraints | None = None,
+    report: Callable[[float, str], None] = lambda part, what: None,
+) -> tuple[Plan, Profiled]:
+    """The plan that is best by what the ranks of a mesh measure, and what that took. To be called by all of them.
+    Without a mesh, by operators that this process measures on its device, and links as the cluster says (hybrid).
+
+    The first rank keeps what is measured in the planner's database, and tells `report` the part of the rounds that is
+    done, and what is measured next. Raises ValueError, on every rank, as `plan`, and where the database is none.
+    """
+    from .runtime.profiler import bench_alone, bench_of, lead
+
+    optimizer = planner.optimizer.name
+    bench = (
+        bench_alone(planner.kind_of_device, planner.known, optimizer)
+        if mesh is None
+        else bench_of(mesh, planner.known, optimizer)
+    )
+
+    def search(measure: Measure) -> tuple[Plan, Profiled]:
+        profiles = Profiles(planner.profiles)
+        with uncollected():
+            return Candidates(
+                planner=planner,
+                costs=Costs(
+                    profiles=profiles, machine=bench.machine, cluster=planner.cluster, with_links=mesh is not None
+                ),
+                measure=measure,
+                solver=solver,
+                memory_limit_bytes=memory_limit_bytes,
+                constraints=constraints,
+                cost="hybrid" if mesh is None else "profiled",
+                report=report,
+            ).run()
+
+    if mesh is None:
+        return search(bench.measured)
+    found: tuple[Plan, Profiled] = lead(bench, search)
+    return found

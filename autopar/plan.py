@@ -78,6 +78,9 @@ class Plan:
     lower_bound_seconds: float
     solve_seconds: float
     without_rule: Mapping[str, int] = field(default_factory=dict)
+    constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What a person pinned (`constraints`), and the limit on `bytes` that was given."""
+    memory_limit_bytes: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -157,6 +160,8 @@ class Plan:
                 lower_bound_seconds=data["lower_bound_seconds"],
                 solve_seconds=data["solve_seconds"],
                 without_rule=dict(data["without_rule"]),
+                constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
+                memory_limit_bytes=data.get("memory_limit_bytes"),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
@@ -177,6 +182,13 @@ class Plan:
                 )
         return lines
 
+    def _limit(self) -> str:
+        return "" if self.memory_limit_bytes is None else f"; the limit is {bytes_text(self.memory_limit_bytes)}"
+
+    def _pinned(self) -> list[str]:
+        pins = [f"{name} {axis}={text}" for name, axes in self.constraints.items() for axis, text in axes.items()]
+        return [f"pinned: {', '.join(pins)}"] if pins else []
+
     def _lines(self) -> list[str]:
         account, peak, axes = self.account, self.peak, list(self.mesh)
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
@@ -194,8 +206,9 @@ class Plan:
             f"optimizer ({self.optimizer}) {bytes_text(peak.optimizer)}, "
             f"buffers and inputs {bytes_text(peak.inputs)}, outputs {bytes_text(peak.outputs)}, "
             f"kept for backward {bytes_text(peak.activations)}, temporaries {bytes_text(peak.temporaries)}",
-            f"that is in {peak.at}",
+            f"that is in {peak.at}{self._limit()}",
             *self._recomputed(),
+            *self._pinned(),
             "",
         ]
         rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]

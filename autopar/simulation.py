@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .api import Planner
 from .cluster import Cluster
 from .constraints import Constraints
 from .optimizers import Optimizer
 from .plan import Plan, bytes_text, seconds_text, table
+from .planner import Planner
 from .timeline import COMPUTE, Timeline, timeline
 
 

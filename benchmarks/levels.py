@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api import Planner
 from autopar.passes.blocks import blocks
 from autopar.passes.group import Grouped, block_groups, group
 from autopar.passes.problem import ProblemBuilder
 from autopar.passes.widen import widened
+from autopar.planner import Planner
 from autopar.problem import Problem, Score, Solution, evaluate
 from autopar.search import axis_choices, joint, priced, unique_sites
 from autopar.solve import TooWide, solve, solve_ilp

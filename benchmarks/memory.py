@@ -124,7 +124,7 @@ def measured(name: str, mesh: dict[str, int], plans: list[Any]) -> list[int]:
 def rows(name: str, mesh: dict[str, int]) -> list[dict[str, Any]]:
     import ranks
 
-    from autopar.api import Planner
+    from autopar.planner import Planner
     from autopar.problem import Infeasible
 
     made = case(name)

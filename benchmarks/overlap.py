@@ -91,7 +91,7 @@ def measure(name: str, rounds: int, hidden: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.api import Planner
+    from autopar.planner import Planner
     from autopar.runtime.module import ParallelModule
     from autopar.timeline import timeline
 

@@ -28,9 +28,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch import nn  # noqa: E402
 
-from autopar.api import HIDDEN, Planner  # noqa: E402
 from autopar.passes.strategies import Space  # noqa: E402
 from autopar.plan import table  # noqa: E402
+from autopar.planner import HIDDEN, Planner  # noqa: E402
 from autopar.redistribute import Redistributor  # noqa: E402
 from autopar.search import Search  # noqa: E402
 from autopar.timeline import COMPUTE, COPIES, timeline  # noqa: E402

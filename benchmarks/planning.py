@@ -28,9 +28,9 @@ def measure(layers: int, mesh: Mapping[str, int], solver: str, results: Any) -> 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from autopar.api import Planner
     from autopar.passes.blocks import blocks
     from autopar.passes.dependency import signatures
+    from autopar.planner import Planner
 
     torch.set_num_threads(2)
     config = LlamaConfig(

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.api import Planner
 from autopar.meshes import meshes
 from autopar.passes.problem import Assignment
 from autopar.passes.strategies import KEEP, REGATHER, WHOLE, Region, SiteChoice, Space
 from autopar.plan import Plan
+from autopar.planner import Planner
 from autopar.problem import Infeasible
 
 MESH = {"dp": 16, "x": 4, "y": 4, "z": 4}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopar.api import Planner
+from autopar.planner import Planner
 from autopar.timeline import timeline
 
 MESHES = ({"dp": 1, "tp": 8}, {"dp": 8, "tp": 8}, {"dp": 128, "tp": 8})

@@ -102,8 +102,8 @@ def alone(cell: Cell, file: str, plans: Mapping[str, Any], path: str) -> dict[st
     """What hybrid costs say of each plan: measured by this one process."""
     import torch
 
-    from autopar.api import Planner
     from autopar.plan import Plan
+    from autopar.planner import Planner
     from autopar.profiles import Profiles
     from autopar.profiling import Costs, Order
     from autopar.runtime.profiler import bench_alone
@@ -132,7 +132,8 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.api import Planner, profiled
+    from autopar.candidates import profiled
+    from autopar.planner import Planner
     from autopar.profiles import Profiles
     from autopar.profiling import Costs, Order, structure
     from autopar.runtime.agree import on_first_rank

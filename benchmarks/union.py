@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.api import Planner
 from autopar.cluster import Cluster
 from autopar.clusters import CLUSTERS, named_cluster
 from autopar.plan import table
+from autopar.planner import Planner
 from autopar.presets import PRESETS
 
 DEVICES = 64

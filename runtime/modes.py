@@ -17,10 +17,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api import Planner, mesh_of
+from autopar.api import mesh_of
 from autopar.cluster import Cluster
 from autopar.layout import Layout
 from autopar.passes.capture import Captured, skeleton
+from autopar.planner import Planner
 from autopar.program import Program
 
 from .agree import all_equal, on_first_rank, raise_together

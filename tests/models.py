@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.api import Planner
 from autopar.passes.capture import Captured
+from autopar.planner import Planner
 from autopar.program import Program
 from autopar.runtime.simulate import simulate_step
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.api import Planner
 from autopar.constraints import Constraints
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 from autopar.program import Program
 
 

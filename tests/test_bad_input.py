@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
-from autopar.api import Planner
 from autopar.passes.codegen import codegen
 from autopar.plan import Plan
+from autopar.planner import Planner
 
 pytest.importorskip("transformers")
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from autopar import api
-from autopar.api import Planner
 from autopar.graph import Ref, TensorMeta
 from autopar.layout import REPLICATE, Split
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 from autopar.program import Instruction, Program, ProgramInput, ProgramOutput
 from autopar.runtime.simulate import Simulated, simulate_step
 from tests.ranks import run

@@ -16,9 +16,9 @@ from models import Case, assert_same, eager, simulated
 from plans import random_assignment
 from torch import nn
 
-from autopar.api import Planner
 from autopar.passes.capture import CaptureError, capture
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 
 
 def assert_parity(case: Case) -> None:

@@ -13,11 +13,11 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import autopar
-from autopar.api import Planner
 from autopar.cli import app
 from autopar.cli.models import load, parsed
 from autopar.cli.plans import byte_count, constraints, mesh_shape
 from autopar.plan import Plan
+from autopar.planner import Planner
 
 pytestmark = pytest.mark.timeout(180)
 

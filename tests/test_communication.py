@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from models import Case, assert_same, case, eager, planners, simulated
 from torch import nn
 
-from autopar.api import Planner
 from autopar.passes.account import account
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.passes.problem import Assignment
 from autopar.passes.strategies import KEEP, AxisChoice, Site, Space
 from autopar.plan import Plan
+from autopar.planner import Planner
 from autopar.search import Search, unique_sites
 from autopar.volume import volumes
 

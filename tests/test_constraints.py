@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import models
 import pytest
 
-from autopar.api import Planner
 from autopar.constraints import Constraints, pins
 from autopar.passes.problem import parse_choice
+from autopar.plan import Plan
+from autopar.planner import Planner
 
 MESHES: tuple[dict[str, int], ...] = ({"tp": 4}, {"dp": 2, "tp": 2})
 
@@ -85,6 +87,10 @@ def test_presets_and_limits_keep_constraints() -> None:
     limited = made.plan(cost="serial", constraints=constraints, memory_limit_bytes=free.bytes * 0.9)
     assert limited.bytes <= free.bytes * 0.9
     assert limited.parameters[EMBEDDING].at_rest[1] == "S(0)"
+    assert (limited.constraints, limited.memory_limit_bytes) == (constraints, free.bytes * 0.9)
+    assert Plan.from_json(json.loads(json.dumps(limited.to_json()))) == limited
+    assert f"pinned: {EMBEDDING} tp=S(0)" in str(limited) and "; the limit is " in str(limited)
+    assert "pinned" not in str(made.plan(solver="ddp")) and "limit" not in str(free)
     with pytest.raises(ValueError, match=r"embed_tokens.weight is both in the preset and in the constraints"):
         made.plan(solver="ddp", constraints=constraints)
 

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.api import Planner
 from autopar.graph import overload
 from autopar.ops import rule_of
 from autopar.ops.emit import Emission
@@ -28,6 +27,7 @@ from autopar.passes.bucket import bucket
 from autopar.passes.capture import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.strategies import AxisChoice, Site
+from autopar.planner import Planner
 from autopar.program import Program
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step

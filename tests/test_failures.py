@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.api import Planner
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 from autopar.runtime.execute import compile
 from autopar.runtime.failures import CollectiveError
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.api import Planner
 from autopar.ops.oracle import Report, check_rule
+from autopar.planner import Planner
 
 SIZES = (4, 12, 6)
 GENERATOR = torch.Generator().manual_seed(0)

@@ -10,10 +10,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from autopar.api import Planner, parallelize
+from autopar.api import parallelize
 from autopar.memory import Peak, peak
 from autopar.optimizers import OPTIMIZERS, named_optimizer
 from autopar.passes.compact import compact
+from autopar.planner import Planner
 from autopar.problem import Infeasible
 from autopar.runtime.memory import Alive, step_bytes
 from autopar.runtime.simulate import simulate_step

@@ -10,10 +10,10 @@ import models
 import pytest
 
 import autopar
-from autopar.api import Planner
 from autopar.cluster import Cluster
 from autopar.clusters import named_cluster
 from autopar.meshes import FINALISTS, best_mesh, meshes
+from autopar.planner import Planner
 
 
 def test_meshes_are_all_ordered_products() -> None:

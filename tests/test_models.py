@@ -18,9 +18,9 @@ from models import assert_same, eager, on_ranks, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.api import Planner
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 from autopar.program import Program
 
 zoo = pytest.importorskip("zoo")

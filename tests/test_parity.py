@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
-from autopar.api import Planner
 from autopar.layout import local_shape, valid_shape
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 from autopar.program import Program
 from autopar.runtime.module import ParallelModule
 

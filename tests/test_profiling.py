@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 import autopar
-from autopar.api import Planner, profiled
+from autopar.candidates import profiled
 from autopar.cli import app
 from autopar.cluster import Operators, operator_key
 from autopar.clusters import named_cluster
@@ -32,6 +32,7 @@ from autopar.collectives import collective_seconds, price
 from autopar.graph import TensorMeta
 from autopar.passes.capture import capture
 from autopar.passes.segments import segments
+from autopar.planner import Planner
 from autopar.profiles import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
 from autopar.profiling import Costs, segment_programs, structure
 from autopar.timeline import timeline

@@ -21,13 +21,13 @@ from pairwise import pairwise
 from torch import nn
 
 import autopar
-from autopar.api import Planner
 from autopar.passes.account import Account, account, count_collectives
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.passes.problem import Assignment, ProblemBuilder
 from autopar.passes.strategies import Space
 from autopar.plan import Plan
+from autopar.planner import Planner
 from autopar.problem import Choice, Score, evaluate
 from autopar.search import Search, taken
 from autopar.timeline import timeline

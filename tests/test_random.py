@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import compat, randomness
-from autopar.api import Planner
 from autopar.passes.bucket import bucket
 from autopar.passes.capture import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.seeds import seeds
 from autopar.passes.stamp import capture_stamped
+from autopar.planner import Planner
 from autopar.randomness import keys
 
 # ---------------------------------------------------------------------------------- what a number is

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.api import Planner
 from autopar.memory import Peak, moments, peak
 from autopar.passes.account import account, count_collectives
 from autopar.passes.bucket import bucket
@@ -18,6 +17,7 @@ from autopar.passes.codegen import codegen
 from autopar.passes.problem import Assignment
 from autopar.passes.shorten import shortened
 from autopar.plan import Plan
+from autopar.planner import Planner
 from autopar.problem import Infeasible
 from tests import models, plans
 

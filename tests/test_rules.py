@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.api import Planner
 from autopar.ops import Call, OpRule, rule_of
 from autopar.ops.oracle import RuleError, make_call
 from autopar.ops.template import assemble
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 
 
 def scale_rows() -> Any:

@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.api import Planner
 from autopar.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
 from autopar.passes.capture import capture
 from autopar.passes.segments import Repeated, Segments, fingerprint, segments
+from autopar.planner import Planner
 
 
 def check(graph: JointGraph, found: Segments) -> None:

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.api import Planner
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
 from autopar.passes.segments import segments
+from autopar.planner import Planner
 from autopar.program import Program
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step

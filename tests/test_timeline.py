@@ -11,13 +11,13 @@ import models
 import pytest
 import torch
 
-from autopar.api import Planner
 from autopar.cluster import Cluster, Device, Level, Operators, operator_key
 from autopar.clusters import CLUSTERS
 from autopar.collectives import ALGORITHMS, KINDS, collective_seconds, loads, prices
 from autopar.graph import Ref, TensorMeta
 from autopar.passes.account import least_seconds
 from autopar.passes.codegen import codegen
+from autopar.planner import Planner
 from autopar.presets import PRESETS
 from autopar.program import Instruction, Program
 from autopar.timeline import COMPUTE, Timeline, timeline

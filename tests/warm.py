@@ -5,7 +5,7 @@ import importlib.util
 import torch
 import torch.distributed.tensor
 
-from autopar.api import Planner
+from autopar.planner import Planner
 
 
 def llama() -> torch.nn.Module:

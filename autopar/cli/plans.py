@@ -12,12 +12,13 @@ from typing import Annotated
 
 import typer
 
-from ..api import COSTS, compare
+from ..api import compare
 from ..api import plan as planned
 from ..comparison import Comparison
 from ..figure import draw, draw_timeline
 from ..optimizers import OPTIMIZERS
 from ..plan import Plan
+from ..planner import COSTS
 from ..presets import PRESETS
 from ..simulation import simulate
 from ..solve import SOLVERS

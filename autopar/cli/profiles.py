@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..api import Planner, profiled
+from ..candidates import profiled
 from ..plan import bytes_text, seconds_text
+from ..planner import Planner
 from ..profiles import Profiles as Database
 from ..profiles import ProgramRow, default_path
 from .common import notes, out, progress, reports_bad_input

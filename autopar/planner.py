@@ -1,0 +1,707 @@
+"""The planner: one captured model, its space on a mesh, and the plans and programs in it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from .candidates import profiled
+from .cluster import Cluster, Device
+from .clusters import named_cluster
+from .collectives import are_of_gloo
+from .constraints import Constraints, pins
+from .garbage import uncollected
+from .layout import REPLICATE, Layout, Split, local_shape
+from .memory import Peak, moments, peak
+from .meshes import best_mesh
+from .ops import rule_of
+from .ops.routing import in_token_order
+from .optimizers import Optimizer, named_optimizer
+from .passes.account import account, least_seconds, parameter_layouts
+from .passes.blocks import Blocks, blocks
+from .passes.bucket import LIMIT_BYTES
+from .passes.capture import Captured
+from .passes.chunk import chunk
+from .passes.codegen import codegen
+from .passes.compact import compact
+from .passes.prefetch import prefetch
+from .passes.problem import Allowed, Assignment, parse_choice, str_choice
+from .passes.seeds import seeds
+from .passes.segments import Segments, fingerprint, segments
+from .passes.shorten import shortened
+from .passes.slice import slice_products
+from .passes.stamp import capture_stamped
+from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
+from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .presets import PRESETS, preset
+from .problem import Infeasible, Score
+from .profiling import KEPT, Costs, real_tensors
+from .program import Program
+from .redistribute import Redistributor
+from .search import Found, Search, unique_sites
+from .solve import EXACT, SOLVERS
+from .timeline import Known, timeline
+from .volume import volumes, with_arithmetic_split
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger("autopar")
+
+T = TypeVar("T")
+
+COSTS = ("analytical", "serial", "volume", "hybrid", "profiled")
+"""Of the cheapest plan as if nothing overlapped, the cheapest as if most of what travels in buckets did, and the
+presets' plans, the one with the shortest timeline; or the first; or the plan with the fewest bytes on links
+(`volume`); or the analytical one with operators that were measured on this device, or with operators, collectives and
+segment programs that were measured on the ranks (`profiling`)."""
+
+HIDDEN = 0.8
+"""The part of what travels in buckets that the second plan takes to pass while the rank computes."""
+
+WORTH = 0.02
+"""A second search is made where communication has at least this part of the first one's step."""
+
+LEAST_GAIN = 1e-6
+"""Relative gain for which another plan is taken."""
+
+BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
+"""Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
+
+IN_FLIGHT = 8
+"""A peak that is over the limit by so many buckets will not keep it with smaller ones."""
+
+
+class Planner:
+    """Captures a model once, and plans and writes programs for it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh_shape: Mapping[str, int],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        loss_fn: Callable[[Any], torch.Tensor] | None = None,
+        cluster: str | Cluster | None = None,
+        optimizer: str | float | Optimizer = "adamw",
+        device_type: str | None = None,
+        profiles: str | Path | None = None,
+    ) -> None:
+        check_mesh(mesh_shape)
+        self.mesh = dict(mesh_shape)
+        self.optimizer = named_optimizer(optimizer)
+        self.device_type = device_type
+        self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
+        """Of one search, by the identity of the assignment."""
+        self.operators: list[tuple[Device, Known]] = []
+        self.latest: tuple[Assignment, int, Program] | None = None
+        """The last program that was written to see what memory it needs, with its largest bucket."""
+        self.profiles = profiles
+        """The database of what is measured; the user's own if None."""
+        self.costs: Costs | None = None
+        """Where programs that were measured are found, if this planner's prices are measured ones."""
+        self.presets: dict[str, Allowed] = {}
+        """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
+        self.blocks: list[Blocks] = []
+        self.model_name = type(model).__name__
+        self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
+        self.lowered_for = self.cluster
+        """Whose timeline decides how programs are lowered: measured prices do not change the program of a plan."""
+        self.seconds: dict[str, float] = {}
+        """Seconds that each step took, for the benchmarks."""
+        self.captured: Captured = self._timed(
+            "capture", lambda: capture_stamped(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+        )
+        self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
+        graph = in_token_order(seeds(self.captured.graph), rule_of)
+        self.captured = replace(self.captured, graph=graph)
+        if names := self.captured.without_gradient:
+            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            logger.warning(
+                "%d trainable parameters get no gradient, since nothing that is differentiated depends on them: %s",
+                len(names),
+                shown,
+            )
+        self.segments: Segments = self._timed("segments", lambda: segments(graph))
+        self.space = self._space()
+        if self.space.without_rule:
+            modules = self.space.without_rule_in
+            ops = "; ".join(
+                f"{count} x {op} in {', '.join(path or 'the model' for path in modules[op])}"
+                for op, count in self.space.without_rule.items()
+            )
+            logger.warning("replicated, since the op has no rule: %s", ops)
+
+    def _space(self) -> Space:
+        graph = self.captured.graph
+        return self._timed(
+            "strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        )
+
+    def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None) -> Planner:
+        """A planner for the same captured model on another mesh or cluster."""
+        check_mesh(mesh_shape)
+        other = copy(self)
+        other.mesh, other.cluster, other.seconds, other.peaks = dict(mesh_shape), named_cluster(cluster), {}, {}
+        other.latest, other.lowered_for, other.operators = None, other.cluster, []
+        other.presets, other.blocks = {}, []
+        other.space = other._space()
+        return other
+
+    def profiled(self, costs: Costs) -> Planner:
+        """A planner with what was measured as prices."""
+        other = self.on(self.mesh, costs.measured(self.space.mesh))
+        other.costs, other.lowered_for = costs, self.lowered_for
+        return other
+
+    def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
+        """The program by which an assignment is measured: of few copies of each of its segments."""
+        short = shortened(self.space, assignment, KEPT)
+        if short is None:
+            return self.written(assignment, bucket_bytes)
+        return self._lowered(codegen(short.space, short.assignment), bucket_bytes)
+
+    def nearby(
+        self,
+        plan: Plan,
+        *,
+        solver: str,
+        memory_limit_bytes: float | None = None,
+        constraints: Constraints | None = None,
+    ) -> list[Plan]:
+        """What one descent from a plan finds with the prices of this planner, as if nothing overlapped and as if most
+        of what travels in buckets did."""
+        start = self.assignment(plan)
+        found: list[Plan] = []
+        for hidden in (0.0, HIDDEN):
+            search = self.search(solver, memory_limit_bytes, constraints, self._hiding(hidden))
+            try:
+                other = self._priced(search.run(start=start, bounded=False, thorough=False))
+            except Infeasible as error:
+                logger.info("nothing near: %s", error)
+                continue
+            near = self.describe(replace(other, lower_bound=0.0), solver, "analytical")
+            found.append(_asked(near, memory_limit_bytes, constraints))
+        return found
+
+    def again(self, plan: Plan) -> Plan:
+        """A plan with the prices of this planner."""
+        assignment = self.assignment(plan)
+        self.peaks = {id(assignment): (assignment, plan.bucket_bytes, plan.peak)}
+        priced = account(self.space, assignment)
+        score = Score(seconds=priced.seconds, bytes=priced.bytes)
+        found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds, solves=0)
+        return _asked(self.describe(found, plan.solver, plan.cost), plan.memory_limit_bytes, plan.constraints)
+
+    def moved_bytes(self, program: Program) -> int:
+        """Read and written by a step of the optimizer."""
+        return sum(
+            self.optimizer.moved_bytes(math.prod(local_shape(i.meta.shape, i.layout, program.mesh)), i.meta.dtype)
+            for i in program.inputs
+            if i.role == "parameter" and i.target in program.trained
+        )
+
+    @property
+    def fingerprints(self) -> str:
+        """Of the model's repeated segments."""
+        return " ".join(fingerprint(self.captured.graph, repeat.copies[0]) for repeat in self.segments.repeats)
+
+    def over(
+        self,
+        candidates: Sequence[Mapping[str, int]],
+        *,
+        solver: str = "dp",
+        cost: str = "analytical",
+        memory_limit_bytes: float | None = None,
+        constraints: Constraints | None = None,
+    ) -> Plan:
+        """The best plan on any of several meshes. Raises ValueError as `plan`, where no mesh has one."""
+        with uncollected():
+            return self._over(candidates, solver, cost, memory_limit_bytes, constraints)
+
+    def _over(
+        self,
+        candidates: Sequence[Mapping[str, int]],
+        solver: str,
+        cost: str,
+        memory_limit_bytes: float | None,
+        constraints: Constraints | None,
+    ) -> Plan:
+        check_solver(solver)
+        planners = {tuple(mesh.items()): self.on(mesh, self.cluster) for mesh in candidates}
+
+        @cache
+        def of(axes: tuple[tuple[str, int], ...]) -> Plan:
+            return planners[axes].plan(
+                solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
+            )
+
+        def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
+            made = of(tuple(mesh.items()))
+            return made.objective_seconds if cost in ("serial", "volume") else made.seconds, made
+
+        def quick(mesh: Mapping[str, int], below: float) -> float:
+            on = planners[tuple(mesh.items())]
+            search = on.search("dp", memory_limit_bytes, constraints)
+            try:
+                return search.run(bounded=False, thorough=False, below=below).score.objective
+            except Infeasible:
+                return math.inf
+
+        def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
+            try:
+                return planned(mesh)[0]
+            except ValueError:
+                return math.inf
+
+        return best_mesh(candidates, preset_seconds if solver in PRESETS else quick, planned, logger.info)
+
+    def _timed(self, name: str, function: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        result = function()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        return result
+
+    def plan(
+        self,
+        *,
+        solver: str = "dp",
+        cost: str = "analytical",
+        memory_limit_bytes: float | None = None,
+        constraints: Constraints | None = None,
+    ) -> Plan:
+        """Raises ValueError for an unknown solver or cost, for constraints that cannot be, and where nothing keeps the
+        limit."""
+        if cost == "hybrid":
+            return profiled(self, None, solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)[
+                0
+            ]
+        with uncollected():
+            made = self._plan(solver, cost, memory_limit_bytes, constraints)
+        return _asked(made, memory_limit_bytes, constraints)
+
+    def _plan(self, solver: str, cost: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Plan:
+        check_solver(solver)
+        if cost == "profiled":
+            raise ValueError(
+                "profiled costs are measured by the ranks: give cost='profiled' to parallelize(), or run autopar "
+                "profile under torchrun or autopar lab; on one device, cost='hybrid' measures operators alone"
+            )
+        if cost not in COSTS:
+            raise ValueError(f"unknown cost {cost!r}; known: {', '.join(COSTS)}")
+        if memory_limit_bytes is not None and not memory_limit_bytes > 0:
+            raise ValueError(f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, or None")
+        allowed = None
+        if solver in PRESETS:
+            allowed = self._timed("preset", lambda: self.preset(solver))
+        space = self._timed("strategies", lambda: volumes(self.space)) if cost == "volume" else self.space
+        search = self.search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
+        if cost == "volume" and solver not in PRESETS:
+            search.pins = with_arithmetic_split(space, search.pins)
+        measured = space.cluster.device.operators is not None  # bounds hold for rooflines alone
+        found: Found = self._timed("search", lambda: search.run(allowed, bounded=not measured))
+        if space is not self.space:
+            logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
+            found = replace(self._priced(found), lower_bound=0.0)
+        plan = self._timed("describe", lambda: self.describe(found, solver, cost, memory_limit_bytes))
+        if solver in PRESETS or cost != "analytical":
+            return plan
+        return self._with_overlap(found, plan, memory_limit_bytes, constraints)
+
+    def _with_overlap(self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
+        """The plan, or another one with a shorter step on its timeline: of a second search, in which most of what
+        travels in buckets is hidden, or of a preset, of which some hide what no price foretells."""
+        others = self._timed("others", lambda: list(self._others(found, plan, limit, constraints)))
+        best, seconds, seen = plan, found.seconds, [found.assignment]
+        for name, other in sorted(others, key=lambda item: item[1].score.objective):
+            seconds += other.seconds
+            if least_seconds(self.space, other.assignment) >= best.seconds:
+                continue
+            if name in PRESETS and limit is not None:
+                try:
+                    search = self.search("dp", limit, constraints)
+                    other = self._timed("others", partial(search.run, self.preset(name), bounded=False))
+                except Infeasible as error:
+                    logger.info("no plan by %s: %s", name, error)
+                    continue
+                other = self._priced(other)
+                seconds += other.seconds
+            if other.assignment in seen:
+                continue
+            seen.append(other.assignment)
+            step = self._timed("steps", partial(self._step_seconds, other.assignment, limit))
+            if step < best.seconds * (1 - LEAST_GAIN):
+                logger.info("%s: a step of %.3f ms instead of %.3f", name, step * 1e3, best.seconds * 1e3)
+                best = self._timed("describe", partial(self.describe, other, plan.solver, plan.cost, limit))
+        return replace(best, lower_bound_seconds=found.lower_bound, solve_seconds=seconds)
+
+    def _others(
+        self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None
+    ) -> Iterator[tuple[str, Found]]:
+        """What a search with "hidden buckets" finds from what was `found`, and what the presets leave, without a limit
+        yet; at the prices of the first search."""
+        if plan.account.communication_seconds >= WORTH * plan.seconds:
+            search = self.search(plan.solver, limit, constraints, self._hiding(HIDDEN))
+            try:
+                yield "hidden buckets", self._priced(search.run(start=found.assignment, bounded=False, thorough=False))
+            except Infeasible as error:
+                logger.info("no plan where most of what travels in buckets is hidden: %s", error)
+        search = self.search("dp", None, constraints)
+        tried: list[Allowed] = []
+        for name in PRESETS if plan.solver in EXACT else ():
+            try:
+                allowed = self.preset(name)
+                if allowed not in tried:
+                    tried.append(allowed)
+                    yield name, self._priced(search.run(allowed, bounded=False))
+            except ValueError as error:
+                logger.info("no plan by %s: %s", name, error)
+
+    def _hiding(self, part: float) -> Space:
+        """The space with a part of what travels in buckets at no price."""
+        links, device = self.space.redistributor.links, self.cluster.device
+        return replace(self.space, redistributor=Redistributor(self.space.mesh, links, device, part))
+
+    def _priced(self, found: Found) -> Found:
+        """At the prices of the space, in which nothing is hidden."""
+        score = Score(seconds=account(self.space, found.assignment).seconds, bytes=found.score.bytes)
+        return replace(found, score=score)
+
+    def _step_seconds(self, assignment: Assignment, limit: float | None) -> float:
+        """The step of an assignment on its timeline, infinite where that is over the limit."""
+        bucket_bytes = BUCKETS[0]
+        if limit is not None:
+            bucket_bytes, most = self.peak(assignment, limit)
+            if most.bytes > limit:
+                return math.inf
+        step = timeline(self.written(assignment, bucket_bytes), self.cluster, self._operators(self.cluster.device))
+        return (
+            step.seconds * self._correction(assignment, bucket_bytes)
+            + account(self.space, assignment).optimizer_seconds
+        )
+
+    def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
+        """By what a timeline is multiplied: what measured programs took over theirs."""
+        if self.costs is None or not self.costs.with_links:
+            return 1.0
+        return self.costs.correction(self.segment_program(assignment, bucket_bytes), self.cluster)
+
+    def preset(self, name: str) -> Allowed:
+        """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
+        if name not in self.presets:
+            if not self.blocks:
+                self.blocks.append(blocks(self.captured.graph, max(self.space.mesh)))
+            self.presets[name] = preset(self.space, self.blocks[0], name)
+        return self.presets[name]
+
+    def search(
+        self,
+        solver: str,
+        memory_limit_bytes: float | None,
+        constraints: Constraints | None,
+        space: Space | None = None,
+    ) -> Search:
+        """A search of the planner's space, or of one with other prices."""
+        self.peaks = {}
+        return Search(
+            space or self.space,
+            solver,
+            memory_limit_bytes,
+            logger.info,
+            pins=pins(self.space, constraints or {}),
+            peak=lambda assignment: self.peak(assignment, memory_limit_bytes)[1].bytes,
+            estimate=lambda assignment: self._timed("estimate", lambda: self._estimate(assignment, memory_limit_bytes)),
+        )
+
+    def peak(self, assignment: Assignment, memory_limit_bytes: float | None = None) -> tuple[int, Peak]:
+        """The largest buckets with which the program of an assignment keeps the limit (else those with which it needs
+        the least), and the most memory that a rank then needs during a training step."""
+        key = id(assignment)
+        if key not in self.peaks:
+            found = self._timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes)))
+            fits = memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes
+            best = found[-1] if fits else min(found, key=lambda item: item[1].bytes)
+            self.peaks[key] = assignment, *best
+        return self.peaks[key][1:]
+
+    def _estimate(self, assignment: Assignment, memory_limit_bytes: float | None) -> float:
+        """The peak of `peak`, told from the program of fewer copies."""
+        short = shortened(self.space, assignment)
+        if short is None:
+            return self.peak(assignment, memory_limit_bytes)[1].bytes
+        program = codegen(short.space, short.assignment)
+        least = math.inf
+        for size in BUCKETS:
+            bucketed = self._lowered(program, size)
+            found = moments(bucketed, self.optimizer, self.kind_of_device)
+            least = min(least, short.most(found, bucketed, self.optimizer))
+            if _is_settled(least, size, memory_limit_bytes):
+                break
+        return least
+
+    @property
+    def kind_of_device(self) -> str:
+        return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
+
+    def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
+        """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them."""
+        program = codegen(self.space, assignment)
+        for size in BUCKETS:
+            bucketed = self._lowered(program, size)
+            self.latest = assignment, size, bucketed
+            found = peak(bucketed, self.optimizer, self.kind_of_device)
+            yield size, found
+            if _is_settled(found.bytes, size, memory_limit_bytes):
+                return
+
+    def describe(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan:
+        """The plan that an assignment is."""
+        space, assignment = self.space, found.assignment
+        bucket_bytes, most = self.peak(assignment, memory_limit_bytes)
+        priced = account(space, assignment)
+        written, known = self.written(assignment, bucket_bytes), self._operators(self.cluster.device)
+        step = self._timed("timeline", lambda: timeline(written, self.cluster, known))
+        ratio = self._correction(assignment, bucket_bytes)
+        return Plan(
+            model=self.model_name,
+            graph=graph_digest(self.captured.graph),
+            mesh=dict(self.mesh),
+            cluster=self.cluster.name,
+            solver=solver,
+            cost=cost,
+            decisions={name: str_choice(choice) for name, choice in assignment.rest.items()},
+            segments=tuple(
+                Segment(name=repeat.name, runs=_runs(copies, assignment.again(number)))
+                for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True))
+            ),
+            parameters={
+                name: ParameterPlan(
+                    at_rest=_placements(space, name, rest),
+                    in_use=tuple(_placements(space, name, u) for u in uses),
+                    gather=gather,
+                )
+                for name, rest, uses, gather in parameter_layouts(space, assignment)
+            },
+            inputs={
+                site.module: _texts(option.makes[0], site.meta.shape, space.mesh)
+                for site in space.rest.sites.values()
+                if site.kind == "input" and site.meta is not None
+                if (option := space.option(site, assignment.rest[site.name])) is not None
+            },
+            optimizer=self.optimizer.name,
+            account=priced,
+            peak=most,
+            bucket_bytes=bucket_bytes,
+            seconds=step.seconds * ratio + priced.optimizer_seconds,
+            exposed_seconds=step.exposed_seconds * ratio,
+            objective_seconds=found.score.objective,
+            lower_bound_seconds=found.lower_bound,
+            solve_seconds=found.seconds,
+            without_rule=dict(space.without_rule),
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Raises ValueError where a plan is for another mesh or another model."""
+        if dict(plan.mesh) != self.mesh or list(plan.mesh) != list(self.mesh):
+            raise ValueError(f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {self.mesh}: plan again for it")
+        if plan.graph != graph_digest(self.captured.graph):
+            raise ValueError(
+                f"the plan is for another model or other input shapes ({plan.model}, graph {plan.graph}); this is "
+                f"{self.model_name}, graph {graph_digest(self.captured.graph)}: plan again for it"
+            )
+
+    def assignment(self, plan: Plan) -> Assignment:
+        """A plan's decisions. Raises ValueError for a site that is missing, unknown or cannot do as told."""
+        self.check(plan)
+        space = self.space
+        if [s.name for s in plan.segments] != [r.name for r in space.repeats]:
+            raise ValueError(
+                f"the plan has segments {[s.name for s in plan.segments]}, the model {[r.name for r in space.repeats]}"
+            )
+        copies = []
+        for segment, region, repeat in zip(plan.segments, space.bodies, space.repeats, strict=True):
+            runs = [(run.count, self._read(region, run.decisions)) for run in segment.runs]
+            if sum(count for count, _ in runs) != repeat.count:
+                raise ValueError(
+                    f"segment {segment.name} has {repeat.count} copies, and the plan's runs do not add up to it"
+                )
+            copies.append(tuple(decisions for count, decisions in runs for _ in range(count)))
+        again = tuple(tuple(run.recompute for run in s.runs for _ in range(run.count)) for s in plan.segments)
+        return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
+
+    def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+        missing, extra = region.sites.keys() - decisions.keys(), decisions.keys() - region.sites.keys()
+        if missing or extra:
+            raise ValueError(
+                f"the plan does not fit {region.name}: missing {sorted(missing)[:3] or 'none'}, "
+                f"unknown {sorted(extra)[:3] or 'none'}"
+            )
+        read = {}
+        for name, site in region.sites.items():
+            try:
+                choice = parse_choice(decisions[name])
+            except ValueError as error:
+                raise ValueError(f"{site.kind} {name} ({site.module}): {error}") from error
+            if not _offered(self.space, site, choice) or self.space.option(site, choice) is None:
+                words = [str_choice(c) for axis in site.choices.values() for c in [axis]]
+                raise ValueError(
+                    f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; "
+                    f"choices on an axis: {', '.join(dict.fromkeys(words))}"
+                )
+            read[name] = choice
+        return read
+
+    def program(self, plan: Plan) -> Program:
+        """The program that runs a plan, with its collectives in buckets.
+
+        Raises ValueError where the plan does not fit the model or the mesh, or contradicts itself.
+        """
+        return self.written(self.assignment(plan), plan.bucket_bytes)
+
+    def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
+        """The best decisions with parameters in these layouts, by name; those not named are replicated.
+
+        Raises ValueError for a layout that a parameter cannot have.
+        """
+        space, parameters = self.space, self.captured.graph.parameters
+        whole = (REPLICATE,) * len(space.mesh)
+        layouts = {value: at_rest.get(name, whole) for name, value in parameters.items()}
+        copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
+        for name, site in unique_sites(space).items():
+            if site.kind == "parameter":
+                hold(space, site, [layouts[copy] for copy in copies.get(name, (name,))])
+        found = Search(space, "dp", None, logger.info).run(bounded=False)
+        # what is best for all copies of a layer is not where every one of them is
+        held = tuple(
+            tuple(
+                {**decisions, **_held(space, region, decisions, repeat.own[0], [layouts.get(n) for n in own])}
+                for decisions, own in zip(decided, repeat.own, strict=True)
+            )
+            for repeat, region, decided in zip(space.repeats, space.bodies, found.assignment.copies, strict=True)
+        )
+        return Assignment(rest=found.assignment.rest, copies=held)
+
+    def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES) -> Program:
+        """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
+        if self.latest is not None and self.latest[0] is assignment and self.latest[1] == bucket_bytes:
+            return self.latest[2]
+        program = self._timed("codegen", lambda: codegen(self.space, assignment))
+        lowered = self._timed("bucket", lambda: self._lowered(program, bucket_bytes))
+        self.latest = assignment, bucket_bytes, lowered
+        return lowered
+
+    def _lowered(self, program: Program, limit_bytes: int) -> Program:
+        """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts, nor
+        on gloo, whose transfers take the processors that compute: parts that hid them there took longer."""
+        cluster, known = self.lowered_for, self._operators(self.lowered_for.device)
+        sizes = self.space.redistributor.bucket_bytes
+        lowered = prefetch(program, cluster, sizes, limit_bytes=limit_bytes, known=known)
+        if limit_bytes >= LIMIT_BYTES and not are_of_gloo(cluster.algorithms):
+            lowered = chunk(slice_products(lowered, cluster, known), cluster, known)
+        return compact(lowered)
+
+    def _operators(self, device: Device) -> Known:
+        """What timelines found out about a device's operators."""
+        for other, known in self.operators:
+            if other is device:
+                return known
+        self.operators.append((device, Known()))
+        return self.operators[-1][1]
+
+
+def _asked(plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
+    """With what was asked of it."""
+    pinned = {pattern: dict(placements) for pattern, placements in (constraints or {}).items()}
+    return replace(plan, memory_limit_bytes=limit, constraints=pinned)
+
+
+def _is_settled(peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:
+    """Whether smaller buckets are not needed, or would not do."""
+    return limit is None or peak_bytes <= limit or peak_bytes > limit + IN_FLIGHT * bucket_bytes
+
+
+def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:
+    """Whether a choice has a part for each axis that the site offers there, and for a parameter a policy."""
+    width = len(space.mesh)
+    return (
+        len(choice) == len(space.whole(site))
+        and all(part in site.choices[ranks] for part, ranks in zip(choice[:width], space.mesh, strict=True))
+        and all(part in (KEEP, REGATHER) for part in choice[width:])
+    )
+
+
+def _held(
+    space: Space,
+    region: Region,
+    decisions: Mapping[str, SiteChoice],
+    names: Sequence[str],
+    layouts: Sequence[Layout | None],
+) -> dict[str, SiteChoice]:
+    """The choices that hold the parameters of a copy in these layouts. `names` are those of the first copy."""
+    found = {}
+    for name, layout in zip(names, layouts, strict=True):
+        site = region.sites[name]
+        if site.kind == "parameter":
+            options = [o for c in site.held if (o := space.option(site, c)) is not None]
+            fits = [o.choice for o in options if o.makes[0] == layout]
+            alike = [c for c in fits if c[-1] == decisions[name][-1]]
+            found[name] = decisions[name] if decisions[name] in fits else [*alike, *fits][0]
+    return found
+
+
+def check_mesh(mesh_shape: Mapping[str, int]) -> None:
+    if not isinstance(mesh_shape, Mapping) or not mesh_shape:
+        raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, such as {{'dp': 2, 'tp': 4}}")
+    for axis, size in mesh_shape.items():
+        if not isinstance(axis, str) or not axis.isidentifier():
+            raise ValueError(f"mesh axis name {axis!r} is no identifier")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"mesh axis {axis!r} has size {size!r}: give a whole number of ranks, at least 1")
+
+
+def check_solver(solver: str) -> None:
+    if solver not in SOLVERS and solver not in PRESETS:
+        raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
+
+
+def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]], recompute: Sequence[bool]) -> tuple[Run, ...]:
+    runs: list[tuple[int, Mapping[str, tuple[Any, ...]], bool]] = []
+    for decisions, again in zip(copies, recompute, strict=True):
+        if runs and runs[-1][1:] == (decisions, again):
+            runs[-1] = (runs[-1][0] + 1, decisions, again)
+        else:
+            runs.append((1, decisions, again))
+    return tuple(
+        Run(count=count, decisions={name: str_choice(c) for name, c in decisions.items()}, recompute=again)
+        for count, decisions, again in runs
+    )
+
+
+def _placements(space: Space, parameter: str, layout: Layout) -> tuple[str, ...]:
+    return _texts(layout, space.graph.metas[space.graph.parameters[parameter]].shape, space.mesh)
+
+
+def _texts(layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[str, ...]:
+    """Placements as people write them: S(0) for contiguous shards."""
+    texts = []
+    owned: dict[int, int] = {}
+    for placement, ranks in zip(layout, mesh, strict=True):
+        if isinstance(placement, Split):
+            left = shape[placement.dim] // owned.get(placement.dim, 1)
+            contiguous = placement.period == left
+            owned[placement.dim] = owned.get(placement.dim, 1) * ranks
+            texts.append(f"S({placement.dim})" if contiguous else f"S({placement.dim}%{placement.period})")
+        else:
+            texts.append(str(placement))
+    return tuple(texts)
