@@ -31,8 +31,12 @@ T = TypeVar("T")
 WORTHLESS = 1.1
 """A program is stopped when it is slower by so much than the best could be."""
 
-ROUNDS = 12
-"""Of planning anew with what was measured."""
+DOUBT = 0.3
+"""How far a prediction may be above the truth when one program was measured: from program to program, what they take
+over their timelines differs by so much. With n of them, in whose middle the truth is sought, by 1 / sqrt(n) of it."""
+
+MOST_PROGRAMS = 12
+"""That one search measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +74,9 @@ class Candidate:
 class Candidates:
     """Looks for the best plan by measuring the segment programs of those that may be the best.
 
-    Candidates are the solver's plans under the costs known so far, solved again after each measurement, and the
-    presets. The one predicted best is measured next. A candidate may win while its prediction, less what predictions
-    were off by so far, is below the best measured one. The end is reached when none may.
+    Candidates are the solver's plans and the presets'. The one predicted best is measured next. A candidate may win
+    while its prediction, less what predictions may be off by, is below the best measured one. When none may, the solver
+    looks again from the best one, with what is known now; the end is reached when that finds none that may either.
     """
 
     planner: Planner
@@ -96,29 +100,37 @@ class Candidates:
         seconds = self._timed("compose", self._seconds, found.values())
         done: dict[str, Candidate] = {}
         pruned = 0
-        for number in range(ROUNDS):
+        again = True
+        """Whether something was measured since the solver looked for plans."""
+        while len(done) < MOST_PROGRAMS:
             best = min((seconds[key] for key in done), default=math.inf)
             left = sorted((key for key in found if key not in done), key=seconds.__getitem__)
-            may = [key for key in left if seconds[key] * (1 - self.off) < best]
+            doubt = max(self.off, DOUBT / math.sqrt(max(1, len(done))))
+            may = [key for key in left if seconds[key] * (1 - doubt) < best]
             pruned = len(left) - len(may)
-            if not may:
+            if not may and not again:
                 break
+            if not may:
+                nearest = done[min(done, key=seconds.__getitem__)]
+                new: dict[str, Candidate] = {}
+                for other in self._timed("analysis", self._nearby, nearest):
+                    if other.key not in found:
+                        new.setdefault(other.key, other)
+                found |= new
+                seconds |= self._timed("compose", self._seconds, new.values())
+                again = False
+                continue
+            again = True
             key, predicted = may[0], seconds[may[0]]
-            row = self._measured(found[key], predicted, best, number, len(may))
+            row = self._measured(found[key], predicted, best, len(done), len(may))
             done[key] = found[key]
             seconds = self._timed("compose", self._seconds, found.values())
-            self.off = max(self.off, 1 - seconds[key] / predicted)
+            if len(done) > 1:  # the first was predicted before anything was measured
+                self.off = max(self.off, 1 - seconds[key] / predicted)
             logger.info(
                 "%s plan: predicted %.1f ms, composed of what was measured %.1f ms; segment program %.1f ms in %d runs",
                 done[key].plan.solver, predicted * 1e3, seconds[key] * 1e3, row.seconds * 1e3, row.runs,
             )  # fmt: skip
-            nearest = done[min(done, key=seconds.__getitem__)]
-            new: dict[str, Candidate] = {}
-            for other in self._timed("analysis", self._nearby, nearest):
-                if other.key not in found:
-                    new.setdefault(other.key, other)
-            found |= new
-            seconds |= self._timed("compose", self._seconds, new.values())
         best_of_all = done[min(done, key=seconds.__getitem__)]
         told = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
         logger.info("%s", told)
@@ -187,7 +199,9 @@ class Candidates:
             cluster = self.costs.measured(program.mesh)
             ratio = self.costs.correction(program, cluster)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
-            self.report(number / ROUNDS, f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left")
+            self.report(
+                number / MOST_PROGRAMS, f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left"
+            )
             order = Order(
                 program=program,
                 cases=self.costs.unmeasured(program),

@@ -40,7 +40,7 @@ KEPT = 2
 """Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
 
 WARM_UPS, RUNS, LEAST_RUNS = 5, 10, 2
-"""CFP's; a program that cannot win is stopped after the least."""
+"""CFP's; a program that cannot win is stopped after the least, and one more that warms up."""
 
 
 @dataclass(frozen=True, kw_only=True)

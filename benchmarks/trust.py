@@ -263,6 +263,8 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]], hybrid: Mapping[s
         "by hand: " + ", ".join(f"{plan} {medians[plan] * 1e3:.0f}" for plan in sorted(hand, key=lambda p: medians[p]))
     )
     print(f"chosen / best by hand ({hand_best}): {ratio:.2f}")
+    same = min(medians[plan] for plan in ours if plan.endswith("on dp 2 x tp 2"))
+    print(f"chosen / best of its mesh: {chosen / same:.3f}, of all {chosen / medians[best]:.3f}")
     search = found[0]["search"]
     print(f"choosing: {search['text']}")
     print(
@@ -276,6 +278,7 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]], hybrid: Mapping[s
         "predicted": predicted,
         "models": rows,
         "ratio": ratio,
+        "chosen_over_best_of_mesh": chosen / same,
         "search": search,
     }
 

@@ -223,18 +223,19 @@ class Bench:
         that the program cannot win."""
         steps: list[float] = []
         parts: list[list[float]] = []
-        for number in range(order.warm_ups + order.runs):
+        first = order.warm_ups
+        for _ in range(order.warm_ups + order.runs):
             self._largest(0.0)  # all begin together
             stamps.begin()
             _step(executable, values)
             found = stamps.seconds()
             slowest = self._largest(math.fsum(found))
-            if number >= order.warm_ups:
-                steps.append(slowest)
-                parts.append(found)
-                if min(steps) > order.limit_seconds and len(steps) >= LEAST_RUNS:
-                    break
-        return steps, parts
+            steps.append(slowest)
+            parts.append(found)
+            if len(steps) > LEAST_RUNS and min(steps[1:]) > order.limit_seconds:
+                first = 1
+                break
+        return steps[first:], parts[first:]
 
     def _largest(self, value: float) -> float:
         """Over all ranks."""
