@@ -15,7 +15,7 @@ from .presets import PRESETS
 from .profiles import Profiles, ProgramRow
 from .profiling import Costs, Measure, Order, segment_programs, structure
 from .program import Program
-from .timeline import timeline
+from .timeline import Known, timeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,11 +31,11 @@ T = TypeVar("T")
 WORTHLESS = 1.1
 """A program is stopped when it is slower by so much than the best could be."""
 
-DOUBT = 0.3
+DOUBT = 0.25
 """How far a prediction may be above the truth when one program was measured: from program to program, what they take
 over their timelines differs by so much. With n of them, in whose middle the truth is sought, by 1 / sqrt(n) of it."""
 
-MOST_PROGRAMS = 12
+MOST_PROGRAMS = 8
 """That one search measures."""
 
 
@@ -184,9 +184,9 @@ class Candidates:
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Of a step of each, by its key, as far as is known now."""
         cluster = self.costs.measured(self.planner.space.mesh)
-        optimizer = self.planner.optimizer.name
+        optimizer, known = self.planner.optimizer.name, Known()
         return {
-            c.key: timeline(c.program, cluster).seconds * self.costs.correction(c.segment, cluster)
+            c.key: timeline(c.program, cluster, known).seconds * self.costs.correction(c.segment, cluster)
             + cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
             for c in candidates
         }

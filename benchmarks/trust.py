@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import sys
 import tempfile
@@ -198,7 +199,8 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     optimizers = {name: torch.optim.SGD(module.parameters(), lr=1e-3) for name, module in made.items()}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for number in range(rounds + 1):  # the first is warm-up
-        for name, module in made.items():
+        order = random.Random(number).sample(sorted(made), len(made))  # what one leaves behind meets others in turn
+        for name, module in ((name, made[name]) for name in order):
             dist.barrier()
             began = time.perf_counter()
             module(**inputs[name]).loss.backward()
@@ -287,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all without one")
     parser.add_argument("--shape", choices=SHAPES, default="2x2")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calibrate", action="store_true", help="measure the shape anew first")
     parser.add_argument("--json", type=Path, default=Path("trust.json"))
     options = parser.parse_args()
