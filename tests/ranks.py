@@ -16,7 +16,7 @@ from typing import Any
 PRELOADED = ["tests.warm"]
 """Imported once in the fork server, so that a rank starts in a tenth of a second, not in five."""
 
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 250.0
 """Ends ranks that hang. Far above what a test takes, for machines that are busy or slow; a rank that fails ends the
 others within 10 s all the same."""
 

@@ -524,4 +524,4 @@ def _minima(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
     total = np.zeros((shape[0], *(1 for _ in shape[1:])))
     for table in sorted(tables, key=np.size):  # small ones are added up while they are small
         total = total + table
-    return np.broadcast_to(total, shape).min(axis=1)
+    return np.asarray(np.broadcast_to(total, shape).min(axis=1))
