@@ -211,7 +211,7 @@ def measured_in_the_lab(levels: list[int]) -> dict[str, Any]:
 @pytest.mark.skipif(bool(lab.missing()), reason=f"a lab needs {', '.join(lab.missing())}")
 def test_a_lab_is_measured_and_its_links_are_found(tmp_path: Path) -> None:
     shape = lab.flat(2, "80mbit")
-    found = lab.run(shape, measured_in_the_lab, [2], timeout_seconds=120.0)
+    found = lab.run(shape, measured_in_the_lab, [2], timeout_seconds=200.0)
     assert found[0] == found[1]
     saved, written = tmp_path / "measured.json", tmp_path / "ours.toml"
     saved.write_text(json.dumps(found[0]))

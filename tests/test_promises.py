@@ -248,7 +248,7 @@ def test_the_same_plans_in_another_process() -> None:
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=200,
             check=True,
         )
         assert made.stdout.strip().splitlines()[-len(here) :] == here
