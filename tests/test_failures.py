@@ -47,10 +47,9 @@ def a_rank_dies(where: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward", "comparison"])
 def test_a_rank_that_is_killed(where: str) -> None:
     """Every other rank ends too, and says in what, over which mesh axis and with which rank: rank 0 has none of its
-    groups in common with rank 3, and ends when the others did."""
-    began = time.monotonic()
+    groups in common with rank 3, and ends when the others did. By itself: `outcomes` ends a rank 10 s after another
+    one, with another error."""
     found = outcomes(4, a_rank_dies, where)
-    assert time.monotonic() - began < 30
     assert "the process died" in str(found[DIES].error)
     what = {
         "forward": "all_gather in",

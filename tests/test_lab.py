@@ -267,7 +267,7 @@ def _network_namespaces() -> set[str]:
     return found
 
 
-def _soon(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def _soon(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

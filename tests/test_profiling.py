@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sqlite3
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -320,10 +319,9 @@ def dies(path: str, at: int, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_takes_nothing_with_it(rank: int, tmp_path: Path) -> None:
+    """The other one says so by itself: `outcomes` would end it after 10 s, with another error."""
     path = tmp_path / "p.sqlite"
-    began = time.monotonic()
     found = outcomes(2, dies, str(path), 1, rank)
-    assert time.monotonic() - began < 30
     assert "the process died" in str(found[rank].error)
     assert "A peer has probably died" in str(found[1 - rank].error)
     (kept,) = Profiles(path).rows("programs")  # what was measured before
