@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -52,9 +52,6 @@ from .search import Found, Search, unique_sites
 from .solve import EXACT, SOLVERS
 from .timeline import Known, timeline
 from .volume import volumes, with_arithmetic_split
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("autopar")
 

@@ -270,11 +270,10 @@ class Costs:
         it was not measured, that of the others on these links, in the middle."""
         if not self.with_links:
             return 1.0
-        rows, name = self._rows(program.mesh), structure(program)
-        for row in rows:
-            if row.structure == name:
-                return row.seconds / timeline(program, cluster).seconds
-        return statistics.median(row.seconds / row.composed_seconds for row in rows) if rows else 1.0
+        rows = {row.structure: row for row in self._rows(program.mesh)}
+        if (row := rows.get(structure(program))) is not None:
+            return row.seconds / timeline(program, cluster).seconds
+        return statistics.median(row.seconds / row.composed_seconds for row in rows.values()) if rows else 1.0
 
     def keep(
         self, program: Program, found: Measurement, optimizer: str, optimizer_bytes: int, about: Mapping[str, str]
