@@ -5,23 +5,37 @@ the program that runs.
 
 A step changes the placement on one mesh axis. Because axes own disjoint digits (see `layout`), a step
 on one axis does not care about the others except for the bytes that they leave. Between two layouts
-each axis passes through {source, whole, target}; the cheapest order is found by Dijkstra over those
-few states.
+each axis passes through {source, whole, target}, and one of several that a sum is over through a shard, so that
+the others carry less meanwhile (a hierarchical all-reduce: reduce-scatter within nodes, all-reduce across
+them, all-gather within); the cheapest order is found by Dijkstra over those few states.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
+from itertools import count, islice
 
 import torch
 
 from .cluster import Device
 from .collectives import Link, collective_seconds
-from .layout import REPLICATE, Layout, Partial, Replicate, Shape, Split, is_legal, is_routed, local_shape
+from .layout import (
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    Partial,
+    Replicate,
+    Shape,
+    Split,
+    is_legal,
+    is_routed,
+    local_shape,
+    padded_shape,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +78,17 @@ class Redistributor:
     """Prices and plans redistributions on one mesh of one cluster. Its answers depend only on its
     arguments; they are remembered for the life of the object."""
 
-    def __init__(self, mesh: Shape, links: tuple[Link, ...], device: Device, hidden: float = 0.0) -> None:
+    def __init__(
+        self, mesh: Shape, links: tuple[Link, ...], device: Device, hidden: float = 0.0, *, others: bool = False
+    ) -> None:
         self.mesh, self.links, self.device = mesh, links, device
+        self.others = others
+        """Whether sums are over axes beside these, too."""
         self.bucket_bytes = tuple(link.bucket_bytes for link in links)
         """On each mesh axis."""
         self.hidden = hidden
         """The part of the seconds of what travels in buckets that passes while the rank computes."""
+        self._steps: dict[tuple[Shape, int, int, Layout, Layout], Step | None] = {}
         self._moving: dict[tuple[str, int, int, bool], float] = {}
         self._routes: dict[tuple[Shape, int, Layout, Layout, bool], Route | None] = {}
         self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None] = {}
@@ -131,29 +150,59 @@ class Redistributor:
                 return None
         ticket = count()
         queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), source, ())]
-        done: set[Layout] = set()
+        least = {source: 0.0}
         while queue:
             seconds, _, layout, steps = heapq.heappop(queue)
             if layout == target:
                 return Route(steps, seconds)
-            if layout in done:
+            if seconds > least[layout]:
                 continue
-            done.add(layout)
             for axis, (here, there) in enumerate(zip(layout, target, strict=True)):
                 if here == there:
                     continue
-                for placement in {there, REPLICATE} - {here}:
-                    after = (*layout[:axis], placement, *layout[axis + 1 :])
-                    if after in done or not is_legal(shape, after, self.mesh):
-                        continue
+                for after in self._after(shape, axis, layout, target):
                     step = self._step(shape, itemsize, axis, layout, after)
                     if step is None:
                         continue
                     cost = seconds + self.step_seconds(step, bucketed)
-                    heapq.heappush(queue, (cost, next(ticket), after, (*steps, step)))
+                    if cost < least.get(after, math.inf):
+                        least[after] = cost
+                        heapq.heappush(queue, (cost, next(ticket), after, (*steps, step)))
         return None
 
+    def _after(self, shape: Shape, axis: int, layout: Layout, target: Layout) -> Iterator[Layout]:
+        """The layouts that one step on an axis may lead to."""
+        here, there = layout[axis], target[axis]
+        for placement in (there, REPLICATE) if there != REPLICATE else (REPLICATE,):
+            if placement != here:
+                after = (*layout[:axis], placement, *layout[axis + 1 :])
+                if is_legal(shape, after, self.mesh):
+                    yield after
+        over_several = self.others or layout.count(PARTIAL) > 1
+        if over_several and (here, there) == (PARTIAL, REPLICATE) and not is_routed(layout):
+            yield from islice(self._shards(shape, axis, layout, target), 1)
+
+    def _shards(self, shape: Shape, axis: int, layout: Layout, target: Layout) -> Iterator[Layout]:
+        """With a dim cut on an axis, below what others cut of it now or in the end, and without padding of its own; the
+        first dims need fewer copies."""
+        padded = padded_shape(shape, layout)
+        for dim, size in enumerate(shape):
+            strides = [
+                p.period // ranks
+                for p, ranks in zip((*layout, *target), 2 * self.mesh, strict=True)
+                if isinstance(p, Split) and p.dim == dim
+            ]
+            after = (*layout[:axis], Split(dim, min(strides, default=size)), *layout[axis + 1 :])
+            if is_legal(shape, after, self.mesh) and padded_shape(shape, after) == padded:
+                yield after
+
     def _step(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> Step | None:
+        key = (shape, itemsize, axis, before, after)
+        if key not in self._steps:
+            self._steps[key] = self._made(shape, itemsize, axis, before, after)
+        return self._steps[key]
+
+    def _made(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> Step | None:
         here, there = before[axis], after[axis]
         n = self.mesh[axis]
         given, taken = local_shape(shape, before, self.mesh), local_shape(shape, after, self.mesh)

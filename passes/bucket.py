@@ -40,6 +40,8 @@ LAYOUT = frozenset({"aten.contiguous.default", "aten.permute.default", "aten.res
 """Local ops of one tensor that codegen puts around collectives."""
 SCATTERED = ("reduce_scatter", "all_to_all")
 """Kinds that send an equal part of dim 0 to each rank."""
+REDUCED = ("all_reduce", "reduce_scatter", "all_gather")
+"""Kinds that a reduction over several axes is made of."""
 GATHERED = ("all_gather", "all_to_all")
 """Kinds whose result has a part from each rank along dim 0."""
 
@@ -444,7 +446,7 @@ class _Tail:
         for instruction in reversed(instructions):
             name = instruction.outputs[0]
             movable = instruction.op in LAYOUT or instruction.op == WAIT
-            movable |= instruction.collective in ("all_reduce", "reduce_scatter")
+            movable |= instruction.collective in REDUCED
             used = name in gradients or name in readers
             if movable and used and all(reader.outputs[0] in only for reader in readers.get(name, ())):
                 only.add(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from autopar.runtime.simulate import Simulated, simulate_step
 from tests.ranks import run
 
 BYTES = 4
+LAB = str(Path(__file__).parents[1] / "benchmarks" / "lab" / "2x2.toml")
 PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
 
 
@@ -223,6 +225,20 @@ def test_data_parallel_gradients_are_one_collective() -> None:
     assert sum(i.collective is not None for i in found.backward) == 1
     sharded = planner.program(planner.plan(solver="fsdp"))
     assert Counter(i.collective for i in sharded.backward if i.collective) == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_reductions_over_two_axes_travel_in_buckets_one_stage_behind_the_other() -> None:
+    """Shards of bucket n cross the nodes while bucket n + 1 is scattered within; what is gathered comes last."""
+    planner = Planner(llama(), {"dp": 2, "tp": 2}, kwargs=batch(), cluster=LAB)
+    plan = planner.plan(solver="ddp")
+    plain = codegen(planner.space, planner.assignment(plan))
+    found = bucket(plain, limit_bytes=8_000, alone_bytes=6_000)
+    kinds = [(i.collective, i.args[-1]) for i in found.backward if i.collective]
+    scattered, reduced, gathered = (("reduce_scatter", 1), ("all_reduce", 0), ("all_gather", 1))
+    assert set(kinds) == {scattered, reduced, gathered}
+    assert kinds.count(scattered) < sum(i.collective == "reduce_scatter" for i in plain.backward)
+    assert kinds.index(scattered) < kinds.index(reduced) < kinds.index(gathered)
+    assert kinds.index(reduced) < len(kinds) - 1 - kinds[::-1].index(scattered), "before the last is scattered"
 
 
 def gradients_on_a_rank(preset: str) -> dict[str, float]:

@@ -6,7 +6,9 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
+import networkx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -412,6 +414,60 @@ def test_nothing_is_sent_that_a_reader_does_not_want(
     acquired = rates.acquire((8, 8), torch.float64, (source,), frozenset((p,) for p in wanted))
     assert acquired is not None
     assert [step.kind for item in acquired for step in item.route.steps] == kinds
+
+
+def nodes(mesh: Shape) -> Redistributor:
+    """Of a mesh whose first axis lies across nodes, on links that are a tenth as fast as those within."""
+    local = named_cluster("local")
+    levels = tuple(
+        replace(local.levels[-1], size=size, bytes_per_second=rate, group_bytes_per_second=rate, latency_seconds=1e-9)
+        for size, rate in zip(mesh, (1e8, *(1e9,) * (len(mesh) - 1)), strict=True)
+    )
+    return Redistributor(mesh, replace(local, levels=levels).links(mesh), local.device)
+
+
+def test_a_sum_over_nodes_crosses_them_in_shards() -> None:
+    """A hierarchical all-reduce, and one that ends sharded."""
+    rates, shape, summed = nodes((2, 4)), (64, 64), (Partial(), Partial())
+    whole = rates.route(shape, torch.float32, summed, (R, R))
+    part = rates.route(shape, torch.float32, summed, (Split(0, 64), R))
+    assert whole is not None and part is not None
+    size = 64 * 64 * 4
+    assert [(step.kind, step.axis, step.bytes) for step in whole.steps] == [
+        ("reduce_scatter", 1, size),
+        ("all_reduce", 0, size // 4),
+        ("all_gather", 1, size),
+    ]
+    assert [(step.kind, step.axis, step.bytes) for step in part.steps] == [
+        ("reduce_scatter", 1, size),
+        ("reduce_scatter", 0, size // 4),
+        ("all_gather", 1, size // 2),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 12), (7, 24), (64,), (3, 5), ()], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 4), (2, 3), (2, 2, 2)], ids=str)
+def test_no_way_by_other_layouts_is_cheaper(shape: Shape, mesh: Shape) -> None:
+    """Of a sum to the whole: all layouts without padding tried by brute force, step by step. (What is there already is
+    not cut to be gathered again.)"""
+    rates = nodes(mesh)
+
+    def placements(axis: int) -> list[Placement]:
+        return [R, Partial(), *(s for s in splits(shape, mesh[axis]) if s.period <= shape[s.dim])]
+
+    layouts = [x for x in itertools.product(*map(placements, range(len(mesh)))) if is_legal(shape, x, mesh)]
+    graph = networkx.DiGraph()
+    for source, target in itertools.permutations(layouts, 2):
+        changed = [(a, b) for a, b in zip(source, target, strict=True) if a != b]
+        if len(changed) == 1 and changed[0][0] != R:
+            step = rates.route(shape, torch.float32, source, target)
+            if step is not None:
+                graph.add_edge(source, target, seconds=step.seconds)
+    whole = (R,) * len(mesh)
+    best = networkx.single_source_dijkstra_path_length(graph.reverse(), whole, weight="seconds")
+    for source in itertools.product((R, Partial()), repeat=len(mesh)):
+        route = rates.route(shape, torch.float32, source, whole)
+        assert route is not None and route.seconds == pytest.approx(best[source], rel=1e-12)
 
 
 def test_a_partial_maximum_is_reduced_before_it_is_split() -> None:
