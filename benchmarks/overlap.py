@@ -1,4 +1,4 @@
-"""What each way of hiding communication gains, on and off: `python benchmarks/overlap.py [--rounds N] [--hidden N]`.
+"""What each way of hiding communication gains, on and off: `python benchmarks/overlap.py [FAMILY ...] [--hidden N]`.
 
 In the lab (two nodes of two ranks at 400 Mbit/s and 6 Gbit/s; needs root), GPT-2 and Llama under several plans, each
 as programs of equal value: *plain* waits for each collective where it starts, *buckets* joins the collectives of
@@ -6,25 +6,34 @@ parameters and gradients and starts them early (`passes/bucket.py`), *overlap* s
 (`passes/overlap.py`), *prefetch* starts gathers further ahead (`passes/prefetch.py`), *slices* and *chunks* run
 products and stretches in parts (`passes/slice.py`, `passes/chunk.py`), each alone on top of overlap, and *all* is what
 `autopar.parallelize` runs. A lowering that changes nothing of a plan is not measured again ("="). All live in the same
-ranks and take turns, one step each a round; a step is forward and backward and takes as long as its slowest rank.
-Printed are medians, and what the timeline of each program says; a gain is the part of the plain step that is saved,
-the median over rounds.
+ranks and take turns, one step each a round, in another order each; a step is forward and backward and takes as long as
+its slowest rank. Printed are medians, and what the timeline of each program says; a gain is the part of the plain step
+that is saved, the median over rounds.
+
+With them run, of each plan, its operators alone (every collective answered at once by what the rank has itself) and its
+collectives alone (all started, then all waited for): no order of the program makes the step shorter than the longer of
+the two. And the model with DDP and with FSDP2, as their documentation writes them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from autopar import lab
+sys.path[0] = str(Path(__file__).parent)
 
-SHAPE = lab.nodes(2, 2, "400mbit", "6gbit")
-FILE = str(Path(__file__).parent / "lab" / "2x2.toml")
+from lab import SLOW, VOCABULARY, Cell, by_hand, calibrated, model_of, steps_of  # noqa: E402
+
+from autopar import lab  # noqa: E402
+
 TIMEOUT_SECONDS = 900.0
 CLOSE = 0.1
 """A gain's prediction is to be within so much of the one measured."""
@@ -37,28 +46,8 @@ PLANS: tuple[tuple[str, Mapping[str, int]], ...] = (
     ("megatron_sp", {"tp": 2, "dp": 2}),
     ("dp", {"dp": 2, "tp": 2}),
 )
-BATCH, SEQUENCE, VOCABULARY = 16, 128, 512
-
-
-def model_of(name: str, hidden: int) -> Any:
-    """The same weights wherever it is made."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    if name == "GPT-2":
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=hidden, n_layer=4, n_head=8, use_cache=False,
-                bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            )
-        )  # fmt: skip
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=4,
-            num_attention_heads=8, num_key_value_heads=4, use_cache=False,
-        )
-    )  # fmt: skip
+HAND = {"ddp": "DDP", "fsdp": "FSDP2"}
+"""Presets, and what they are compared with."""
 
 
 def programs(planner: Any, plan: Any) -> dict[str, Any]:
@@ -85,7 +74,56 @@ def programs(planner: Any, plan: Any) -> dict[str, Any]:
     }
 
 
-def measure(name: str, rounds: int, hidden: int) -> dict[str, Any]:
+def operators_alone(program: Any) -> Any:
+    """The program with each collective answered at once: by copies of what the rank has, or a part of it."""
+    from autopar.graph import Ref
+
+    def answered(i: Any) -> Any:
+        if i.op == "collective.wait":
+            return replace(i, op="aten.view.default", args=(i.args[0], program.metas[i.inputs[0]].shape))
+        if not i.collective:
+            return i
+        given, made = (program.metas[name].shape for name in (i.inputs[0], i.outputs[0]))
+        if given == made:
+            return replace(i, op="aten.view.default", args=(Ref(i.inputs[0]), made))
+        if i.collective == "all_gather":
+            return replace(
+                i, op="aten.repeat.default", args=(Ref(i.inputs[0]), (made[0] // given[0], *[1] * (len(given) - 1)))
+            )
+        assert i.collective == "reduce_scatter", i
+        return replace(i, op="aten.slice.Tensor", args=(Ref(i.inputs[0]), 0, 0, made[0]))
+
+    forward, backward = (tuple(map(answered, half)) for half in (program.forward, program.backward))
+    return replace(program, forward=forward, backward=backward)
+
+
+def collectives_alone(program: Any, mesh: Any) -> Callable[[], None]:
+    """A call that starts the program's collectives in order, and then waits for all."""
+    import torch
+
+    from autopar.runtime import execute
+
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "all_reduce": lambda x, group: execute.all_reduce_in_place(x, "sum", group),
+        "reduce_scatter": lambda x, group: execute.reduce_scatter(x, "sum", group),
+        "all_gather": execute.all_gather,
+        "all_to_all": execute.all_to_all,
+        "shift": lambda x, group: execute.shift(x, 1, group),
+    }
+    started = [i for i in (*program.forward, *program.backward) if i.collective]
+    metas = [program.metas[i.inputs[0]] for i in started]
+    operands = [torch.zeros(meta.shape, dtype=meta.dtype) for meta in metas]
+    groups = [mesh.get_group(program.axes[i.args[-1]]) for i in started]
+
+    def run() -> None:
+        pending = [calls[i.collective](*rest) for i, *rest in zip(started, operands, groups, strict=True)]
+        for each in pending:
+            execute.wait(each)
+
+    return run
+
+
+def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, Any]:
     """On one rank: seconds of every step of every program, and what was predicted."""
     import torch
     import torch.distributed as dist
@@ -93,82 +131,119 @@ def measure(name: str, rounds: int, hidden: int) -> dict[str, Any]:
 
     from autopar.planner import Planner
     from autopar.runtime.module import ParallelModule
-    from autopar.timeline import timeline
+    from autopar.timeline import COMPUTE, timeline
 
     torch.set_num_threads(1)
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    cell = Cell(**cell_fields)
+    ids = torch.randint(0, VOCABULARY, (cell.batch, cell.sequence), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
-    first = Planner(model_of(name, hidden), dict(PLANS[0][1]), (), batch, cluster=FILE, optimizer="sgd")
-    modules, predicted, same = {}, {}, {}
-    for solver, mesh in PLANS:
-        planner = first.on(mesh, FILE)
-        device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        plan = planner.plan(solver=solver)
-        first_of: dict[str, str] = {}
-        for lowering, program in programs(planner, plan).items():
-            key = f"{solver} on {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}|{lowering}"
-            same[key] = first_of.setdefault(program.digest, key)
-            if same[key] == key:
-                modules[key] = ParallelModule(model_of(name, hidden), planner.captured, program, plan, device_mesh)
-            told = timeline(program, planner.cluster)
-            predicted[key] = {"seconds": told.seconds, "exposed": told.exposed_seconds}
-    seconds: dict[str, list[float]] = {key: [] for key in modules}
-    losses = {}
-    for number in range(rounds + 1):  # the first is warm-up
-        for key, module in modules.items():
-            dist.barrier()
-            began = time.perf_counter()
-            loss = module(**batch).loss
+    first = Planner(model_of(cell), dict(PLANS[0][1]), (), batch, cluster=file, optimizer="sgd")
+    losses: dict[str, float] = {}
+    runs: dict[str, Callable[[], None]] = {}
+    predicted: dict[str, dict[str, float]] = {}
+    same: dict[str, str] = {}
+
+    def step(key: str, module: Any, given: Mapping[str, Any]) -> Callable[[], None]:
+        def run() -> None:
+            loss = module(**given).loss
             loss.backward()
-            if number:
-                seconds[key].append(time.perf_counter() - began)
             losses[key] = loss.item()
             module.zero_grad()
+
+        return run
+
+    for solver, mesh in PLANS:
+        planner = first.on(mesh, file)
+        device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        plan = planner.plan(solver=solver)
+        name = (
+            f"{'free' if solver == 'dp' else solver} on {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
+        )
+        first_of: dict[str, str] = {}
+        for lowering, program in programs(planner, plan).items():
+            key = f"{name}|{lowering}"
+            same[key] = first_of.setdefault(program.digest, key)
+            if same[key] == key:
+                module = ParallelModule(model_of(cell), planner.captured, program, plan, device_mesh)
+                runs[key] = step(key, module, batch)
+            told = timeline(program, planner.cluster)
+            busy = {stream: told.busy_seconds(stream) for stream in (COMPUTE, *told.axes)}
+            predicted[key] = {"seconds": told.seconds, "bound": max(busy.values())}
+        local = ParallelModule(model_of(cell), planner.captured, operators_alone(program), plan, device_mesh)
+        runs[f"{name}|operators"] = step(f"{name}|operators", local, batch)
+        runs[f"{name}|collectives"] = collectives_alone(program, device_mesh)
+    for name, (module, given) in by_hand(cell, batch).items():
+        if name in HAND.values():
+            runs[name] = step(name, module, given)
+    seconds: dict[str, list[float]] = {key: [] for key in runs}
+    for number in range(rounds + 1):  # the first is warm-up
+        for key in random.Random(number).sample(sorted(runs), len(runs)):
+            dist.barrier()
+            began = time.perf_counter()
+            runs[key]()
+            if number:
+                seconds[key].append(time.perf_counter() - began)
     return {"seconds": seconds, "predicted": predicted, "losses": losses, "same": same}
 
 
-def report(name: str, hidden: int, found: list[dict[str, Any]]) -> dict[str, Any]:
-    predicted = found[0]["predicted"]
-    same = found[0]["same"]
-    steps = {
-        key: [max(times) for times in zip(*(rank["seconds"][same[key]] for rank in found), strict=True)]
-        for key in predicted
-    }
-    print(f"\n{name}, {BATCH} x {SEQUENCE}, hidden {hidden}, 4 layers, {SHAPE}")
+def report(cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
+    predicted, same, losses = (found[0][key] for key in ("predicted", "same", "losses"))
+    steps = steps_of(found)
+    medians = {key: statistics.median(times) for key, times in steps.items()}
+    print(
+        f"\n{cell.family}, {cell.batch} x {cell.sequence}, hidden {cell.hidden}, {cell.layers} layers, {cell.links()}"
+    )
     print(f"{'plan':<24} {'program':<9} {'measured ms':>12} {'predicted ms':>13} {'gain':>6} {'predicted':>10}")
-    rows = []
-    for key in predicted:
+    rows, bounds = [], []
+    for key, told in predicted.items():
         plan, lowering = key.split("|")
         base = f"{plan}|plain"
-        gain = statistics.median(1 - a / b for a, b in zip(steps[key], steps[base], strict=True))
-        told = 1 - predicted[key]["seconds"] / predicted[base]["seconds"]
-        median = statistics.median(steps[key])
-        rows.append(
-            {"plan": plan, "program": lowering, "measured": median, **predicted[key], "gain": gain, "told": told}
-        )
-        figures = f"{median * 1e3:12.0f} {predicted[key]['seconds'] * 1e3:13.0f} {gain:6.0%} {told:10.0%}"
+        gain = statistics.median(1 - a / b for a, b in zip(steps[same[key]], steps[base], strict=True))
+        foretold = 1 - told["seconds"] / predicted[base]["seconds"]
+        median = medians[same[key]]
+        rows.append({"plan": plan, "program": lowering, "measured": median, **told, "gain": gain, "told": foretold})
+        figures = f"{median * 1e3:12.0f} {told['seconds'] * 1e3:13.0f} {gain:6.0%} {foretold:10.0%}"
         if same[key] != key:
             figures = f"{'= ' + same[key].split('|')[1]:>12}"
         print(f"{plan:<24} {lowering:<9} {figures}", flush=True)
+        if lowering == "all":
+            parts = {part: medians[f"{plan}|{part}"] for part in ("operators", "collectives")}
+            bounds.append({"plan": plan, "step": median, **parts, "over": median / max(parts.values())})
+            bounds[-1]["told"] = told["seconds"] / told["bound"]
+    print(f"{'plan':<24} {'step ms':>9} {'operators':>10} {'collectives':>12} {'step / longer':>14} {'predicted':>10}")
+    for b in bounds:
+        print(
+            f"{b['plan']:<24} {b['step'] * 1e3:9.0f} {b['operators'] * 1e3:10.0f} {b['collectives'] * 1e3:12.0f} "
+            f"{b['over']:14.2f} {b['told']:10.2f}"
+        )
+    ratios = {}
+    for preset, hand in HAND.items():
+        for key in (key for key in predicted if key.startswith(f"{preset} ") and key.endswith("|all")):
+            pairs = zip(steps[same[key]], steps[hand], strict=True)
+            ratios[key] = statistics.median(a / b for a, b in pairs)
+            print(f"{key.split('|')[0]} / {hand} ({medians[hand] * 1e3:.0f} ms): {ratios[key]:.2f}")
     measured = [row for row in rows if same[f"{row['plan']}|{row['program']}"] == f"{row['plan']}|{row['program']}"]
     off = [abs(row["gain"] - row["told"]) for row in measured if row["program"] != "plain"]
     right = sum(o <= CLOSE for o in off)
     print(f"gains predicted within {CLOSE * 100:.0f} points: {right} of {len(off)}, the worst is off by {max(off):.0%}")
-    apart = max(found[0]["losses"].values()) - min(found[0]["losses"].values())
-    print(f"losses of all programs differ by {apart:.1e} at most")
-    return {"rows": rows, "steps": steps}
+    values = [loss for key, loss in losses.items() if key in predicted]
+    print(f"losses of all programs differ by {max(values) - min(values):.1e} at most")
+    return {"cell": asdict(cell), "rows": rows, "bounds": bounds, "by_hand": ratios, "steps": steps}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("families", nargs="*", default=["GPT-2", "Llama"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--json", type=Path, default=Path("overlap.json"))
     options = parser.parse_args()
     results = {}
-    for name in ("GPT-2", "Llama"):
-        found = lab.run(SHAPE, measure, name, options.rounds, options.hidden, timeout_seconds=TIMEOUT_SECONDS)
-        results[name] = report(name, options.hidden, found)
+    for family in options.families:
+        cell = replace(SLOW, family=family, hidden=options.hidden)
+        arguments = (asdict(cell), calibrated(cell, False), options.rounds)
+        found = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
+        results[family] = report(cell, found)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import autopar
 from autopar.cli import app
 from autopar.cli.models import load, parsed
-from autopar.cli.plans import byte_count, constraints, mesh_shape
+from autopar.cli.options import byte_count, constraints, mesh_shape
 from autopar.plan import Plan
 from autopar.planner import Planner
 

@@ -17,7 +17,7 @@ from ..profiles import Profiles as Database
 from ..profiles import ProgramRow, default_path
 from .common import notes, out, progress, reports_bad_input
 from .models import load, parsed
-from .plans import (
+from .options import (
     KNOWN,
     Batch,
     Dtype,
