@@ -2,7 +2,8 @@
 
 `runtime.measure` measures; here is no process group. Each level is fitted by itself, from the collectives of the axis
 that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, and for the level how
-much of the latencies passes while bytes travel, by the same formula that later prices it. Axes that span
+much of the latencies passes while bytes travel, by the same formula that later prices it; and what operators lose while
+a collective is under way. Axes that span
 several levels are not fitted: what is predicted for them says how far the model is to be believed.
 """
 
@@ -56,6 +57,23 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Seconds of products by themselves, of one collective by itself on the axis that spans these levels, and of both
+    begun at once."""
+
+    axis: tuple[int, ...]
+    compute_seconds: float
+    collective_seconds: float
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """The part of the shorter one that the other did not hide."""
+        alone = self.compute_seconds, self.collective_seconds
+        return min(1.0, max(0.0, (self.seconds - max(alone)) / min(alone)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
     """A rank's arithmetic while all ranks are busy. `streams` are (what is done, bytes read and written, seconds),
     `matmuls` (dtype, rows, features in, features out, seconds)."""
@@ -76,6 +94,7 @@ class Measurements:
     rounds: int
     compute: Compute
     samples: tuple[Sample, ...]
+    together: tuple[Together, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,6 +112,7 @@ class Measurements:
                     Sample(**{**row, "axis": tuple(row["axis"]), "quartiles": tuple(row["quartiles"])})
                     for row in samples
                 ),
+                "together": tuple(Together(**{**row, "axis": tuple(row["axis"])}) for row in data.get("together", ())),
             }
         )
 
@@ -142,6 +162,7 @@ def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
         latency_seconds=max(_digits(latency) for latency, _ in found.values()),
         devices_per_link=shared,
         overlap=overlap,
+        compute_share=max((_digits(both.share) for both in measured.together if both.axis == (number,)), default=0.0),
         measured=tuple(
             Measured(kind=kind, efficiency=min(1.0, _digits(own / rate)), latency_seconds=_digits(latency))
             for kind, (latency, own) in found.items()

@@ -118,7 +118,8 @@ class Level:
     a torus) only neighbours are linked, and a child sends both ways. A collective costs
     `launch_seconds` once and `latency_seconds` a step; `measured` says what kinds of collectives reach of the
     rates, and the latency of each, where that is known. The part `overlap` of all that passes while bytes travel: where
-    links are slow, what is waited for is mostly them.
+    links are slow, what is waited for is mostly them. A collective under way takes the part `compute_share` of what its
+    ranks compute with: processors that copy what arrives, or a GPU's multiprocessors.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Level:
     devices_per_link: int = 1
     measured: tuple[Measured, ...] = ()
     overlap: float = 0.0
+    compute_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +229,7 @@ def _stage(number: int, level: Level, width: int, members: int, sending: int, st
             latency_seconds=level.latency_seconds,
             measured=level.measured,
             overlap=level.overlap,
+            compute_share=level.compute_share,
             ring=True,
             wrapped=wrapped,
             level=number,
@@ -245,6 +248,7 @@ def _stage(number: int, level: Level, width: int, members: int, sending: int, st
         latency_seconds=level.latency_seconds,
         measured=level.measured,
         overlap=level.overlap,
+        compute_share=level.compute_share,
         level=number,
         part=min(1.0, rate * sharing / level.group_bytes_per_second),
     )

@@ -103,6 +103,7 @@ class Stage:
     wrapped: bool = False
     measured: tuple[Measured, ...] = ()
     overlap: float = 0.0
+    compute_share: float = 0.0
     level: int = 0
     part: float = 1.0
 
@@ -164,8 +165,16 @@ class Link:
     @property
     def overlap(self) -> float:
         """The part of the latency that passes while bytes travel: that of the slowest level."""
-        slowest = min(self.stages, key=lambda stage: stage.bytes_per_second, default=None)
-        return 0.0 if slowest is None else slowest.overlap
+        return 0.0 if self.slowest is None else self.slowest.overlap
+
+    @property
+    def compute_share(self) -> float:
+        """The part of what ranks compute with that a collective takes: that of the slowest level."""
+        return 0.0 if self.slowest is None else self.slowest.compute_share
+
+    @property
+    def slowest(self) -> Stage | None:
+        return min(self.stages, key=lambda stage: stage.bytes_per_second, default=None)
 
     @property
     def bucket_bytes(self) -> int:

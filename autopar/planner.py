@@ -599,12 +599,11 @@ class Planner:
         return lowered
 
     def _lowered(self, program: Program, limit_bytes: int) -> Program:
-        """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts, nor
-        on gloo, whose transfers take the processors that compute: parts that hid them there took longer."""
+        """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts."""
         cluster, known = self.lowered_for, self._operators(self.lowered_for.device)
         sizes = self.space.redistributor.bucket_bytes
         lowered = prefetch(program, cluster, sizes, limit_bytes=limit_bytes, known=known)
-        if limit_bytes >= LIMIT_BYTES and not are_of_gloo(cluster.algorithms):
+        if limit_bytes >= LIMIT_BYTES:
             lowered = chunk(slice_products(lowered, cluster, known), cluster, known)
         return compact(lowered)
 

@@ -216,8 +216,11 @@ class Costs:
         )
         links = self.cluster.links(tuple(mesh))
         factors = tuple(self._factors(axis, link) if self.with_links else () for axis, link in enumerate(links))
+        # operators were measured in programs, beside the collectives that took their share
+        levels = tuple(replace(level, compute_share=0.0) for level in self.cluster.levels)
         return replace(
             self.cluster,
+            levels=levels if self.with_links else self.cluster.levels,
             device=replace(device, operators=operators),
             factors={**self.cluster.factors, tuple(mesh): factors},
         )

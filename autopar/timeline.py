@@ -4,7 +4,8 @@ Every rank runs the same program on equal shares, so one rank is simulated for a
 operators, in the program's order, and one for each mesh axis, on which collectives follow each other. A collective
 starts when the program comes to it and the axis is free; a `collective.wait` stands still until it has ended. Operators
 take what their rules count, on local shapes, as in the search; collectives what their links do (`collectives`), and
-longer while another axis uses the same links (`simulator`).
+longer while another axis uses the same links, operators while a collective takes a part of what they run on
+(`simulator`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ COMPUTE = "compute"
 
 MEMORY = "memory"
 """What operators and collectives share, where a device's `memory_bytes_per_link_byte` is not 0."""
+
+PROCESSOR = "processor"
+"""What operators need all of, and collectives a part, where a level's `compute_share` is not 0."""
 
 COPIES = frozenset({"aten.contiguous.default", "aten.reshape.default"})
 """Views that lay out anew a value that does not lie in order."""
@@ -227,6 +231,7 @@ class _Writer:
     def __init__(self, program: Program, cluster: Cluster, known: Known) -> None:
         self.program, self.device = program, cluster.device
         self.links = cluster.links(program.mesh)
+        self.shares_processor = any(link.compute_share for link in self.links)
         self.local = _Local(program, cluster.device, known)
         self.tasks: list[Task] = []
         self.order: list[_Issued] = []
@@ -304,6 +309,8 @@ class _Writer:
         if per_byte and cheapest.moving:
             sent = (2 if kind == "all_reduce" else 1) * (link.ranks - 1) / link.ranks * size
             uses[MEMORY] = min(1.0, per_byte * sent / cheapest.moving / memory)
+        if link.compute_share:
+            uses[PROCESSOR] = link.compute_share
         return Task(
             stream=stream,
             fixed_seconds=cheapest.fixed * (1.0 - cheapest.overlap),
@@ -313,7 +320,10 @@ class _Writer:
         )
 
     def _operator(self, cost: _Cost) -> Task:
-        if not (self.device.memory_bytes_per_link_byte and cost.memory):
+        uses: tuple[tuple[Resource, float], ...] = ((PROCESSOR, 1.0),) if self.shares_processor else ()
+        if self.device.memory_bytes_per_link_byte and cost.memory:
+            uses += ((MEMORY, cost.memory),)
+        if not uses:
             return Task(stream=COMPUTE, after=self.barrier, fixed_seconds=cost.seconds)
         fixed = min(cost.seconds, self.device.seconds_per_op)
         return Task(
@@ -321,7 +331,7 @@ class _Writer:
             after=self.barrier,
             fixed_seconds=fixed,
             moving_seconds=cost.seconds - fixed,
-            uses=((MEMORY, cost.memory),),
+            uses=uses,
         )
 
     def _events(self, spans: list[Span]) -> Iterator[Event]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.calibration import Axis, Case, Compute, Measurements, Sample, quartiles
+from autopar.calibration import Axis, Case, Compute, Measurements, Sample, Together, quartiles
 
 from .execute import Pending, all_gather, all_reduce_in_place, all_to_all, exchange, reduce_scatter, shift, wait
 
@@ -30,6 +30,9 @@ two ranks that exchange large messages fall out of step and take turns."""
 MOST_REPEATS = 16
 WINDOW_SECONDS = 0.05
 OPERATOR_SECONDS = 0.3
+TOGETHER_BYTES: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 28}
+"""Of the all-reduce that operators are measured under, by type of device."""
+TOGETHER_ROWS = 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 STREAM_SHAPE = (2048, 512)
 STREAMS: Mapping[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
@@ -74,7 +77,10 @@ def measure(
     assert math.prod(levels) == dist.get_world_size()
     device = device or torch.device("cpu")
     compute = _compute(device, seconds, report)
-    samples = _collectives(tuple(levels), sizes, rounds, device, report)
+    mine, first = _groups(levels)
+    samples = _collectives(tuple(levels), mine, first, sizes, rounds, device, report)
+    report(1.0, "operators under collectives")
+    together = tuple(_together(axis, mine[axis], rounds, device) for axis in mine if len(axis) == 1)
     return Measurements(
         levels=tuple(levels),
         device=_device_name(device),
@@ -82,6 +88,7 @@ def measure(
         rounds=rounds,
         compute=compute,
         samples=samples,
+        together=together,
     )
 
 
@@ -136,13 +143,11 @@ def groups(levels: Sequence[int], axis: Sequence[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def _collectives(
-    levels: tuple[int, ...], sizes: Sequence[int], rounds: int, device: torch.device, report: Report
-) -> tuple[Sample, ...]:
+def _groups(levels: Sequence[int]) -> tuple[dict[tuple[int, ...], dist.ProcessGroup], set[tuple[int, ...]]]:
+    """This rank's group of each axis, and the axes of which it is the one that works alone."""
     rank = dist.get_rank()
     mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
     first: set[tuple[int, ...]] = set()
-    cases = []
     for axis in axes(levels):
         members = groups(levels, axis)
         for ranks in members:
@@ -151,7 +156,21 @@ def _collectives(
                 assert isinstance(group, dist.ProcessGroup)
                 mine[axis] = group
                 first |= {axis} if ranks == members[0] else set()
-        for alone in (False, True)[: 1 + (len(members) > 1)]:
+    return mine, first
+
+
+def _collectives(
+    levels: tuple[int, ...],
+    mine: Mapping[tuple[int, ...], dist.ProcessGroup],
+    first: Collection[tuple[int, ...]],
+    sizes: Sequence[int],
+    rounds: int,
+    device: torch.device,
+    report: Report,
+) -> tuple[Sample, ...]:
+    cases = []
+    for axis in mine:
+        for alone in (False, True)[: 1 + (len(groups(levels, axis)) > 1)]:
             cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
     found = _rounds(cases, mine, first, rounds, device, report)
     return tuple(
@@ -222,6 +241,44 @@ def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor,
         wait(run(operand, group))
     _synchronize(buffer.device)
     return (time.perf_counter() - began) / repeats
+
+
+def _together(axis: tuple[int, ...], group: dist.ProcessGroup, rounds: int, device: torch.device) -> Together:
+    """Products beside an all-reduce that takes about half as long, all groups of the axis at once."""
+    buffer = torch.zeros(TOGETHER_BYTES[device.type] // 4, device=device)
+    a, b = (torch.randn(TOGETHER_ROWS, TOGETHER_ROWS, device=device) for _ in range(2))
+
+    def collective() -> None:
+        wait(all_reduce_in_place(buffer, "sum", group))
+
+    def both() -> None:
+        pending = all_reduce_in_place(buffer, "sum", group)
+        compute()
+        wait(pending)
+
+    one = min(_slowest(lambda: torch.mm(a, b), device) for _ in range(3))
+    products = max(1, math.ceil(2 * _slowest(collective, device) / one))
+
+    def compute() -> None:
+        for _ in range(products):
+            torch.mm(a, b)
+
+    rows = [[_slowest(run, device) for run in (compute, collective, both)] for _ in range(rounds)]
+    computed, moved, together = map(statistics.median, zip(*rows, strict=True))
+    return Together(axis=axis, compute_seconds=computed, collective_seconds=moved, seconds=together)
+
+
+def _slowest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call that all ranks begin together, on the slowest."""
+    box = torch.zeros((), dtype=torch.float64, device=device)
+    dist.all_reduce(box)
+    _synchronize(device)
+    began = time.perf_counter()
+    run()
+    _synchronize(device)
+    box.fill_(time.perf_counter() - began)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return box.item()
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:

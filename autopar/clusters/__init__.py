@@ -72,6 +72,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "latency_seconds": Key("latencies", "latency_seconds = 5e-6"),
         "launch_seconds": Key("seconds", "launch_seconds = 10e-6", required=False),
         "overlap": Key("share", "overlap = 0.5", required=False),
+        "compute_share": Key("share", "compute_share = 0.2", required=False),
     },
 }
 
@@ -281,6 +282,7 @@ def _level(table: _Table) -> Level:
         launch_seconds=float(table.get("launch_seconds", 0.0)),
         devices_per_link=table.get("devices_per_link", 1),
         overlap=float(table.get("overlap", 0.0)),
+        compute_share=float(table.get("compute_share", 0.0)),
         measured=tuple(
             Measured(
                 kind=kind,

@@ -58,6 +58,8 @@ def _level(level: Level) -> dict[str, object]:
         "launch_seconds": level.launch_seconds,
         "overlap": level.overlap,
     }
+    if level.compute_share:
+        found["compute_share"] = level.compute_share
     if level.measured:
         by_kind = {measured.kind: measured for measured in level.measured}
         found["efficiency"] = {kind: by_kind[kind].efficiency for kind in KINDS}

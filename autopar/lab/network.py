@@ -20,6 +20,8 @@ BURST_SECONDS = 300e-6
 """A bucket holds what the link carries in that time, and at least four packets: what more it held would travel at no
 cost."""
 PACKET_BYTES = 9000
+SEGMENT_BYTES = 32 * 1024
+"""What the kernel hands on at once: less than any bucket holds, which would cut it into packets, one timer each."""
 WINDOW = 64
 """Packets that a connection may have under way before it has seen how fast it is."""
 SETTINGS = {
@@ -72,7 +74,7 @@ def network(shape: Shape) -> Network:
                     [
                         "link set lo up",
                         f"addr add {address(number)}/24 dev {INTERFACE} noprefixroute",
-                        _up(INTERFACE),
+                        f"{_up(INTERFACE)} gso_max_size {SEGMENT_BYTES}",
                         f"route add {address(0)[:-1]}0/24 dev {INTERFACE} initcwnd {WINDOW} initrwnd {WINDOW}",
                     ]
                 )
