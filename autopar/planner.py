@@ -604,7 +604,13 @@ class Planner:
         sizes = self.space.redistributor.bucket_bytes
         lowered = prefetch(program, cluster, sizes, limit_bytes=limit_bytes, known=known)
         if limit_bytes >= LIMIT_BYTES:
-            lowered = chunk(slice_products(lowered, cluster, known), cluster, known)
+            sliced = slice_products(lowered, cluster, known)
+            chunked = chunk(lowered, cluster, known)
+            if sliced is lowered or chunked is lowered:
+                lowered = chunked if sliced is lowered else sliced
+            else:  # what is in slices is in no chunk
+                ways = (sliced, chunked, chunk(sliced, cluster, known))
+                lowered = min(ways, key=lambda way: timeline(way, cluster, known).seconds)
         return compact(lowered)
 
     def _operators(self, device: Device) -> Known:

@@ -16,7 +16,7 @@ from ..program import Program
 from ..timeline import Known, timeline
 from .adopt import stood_still
 from .bucket import GATHERED, LIMIT_BYTES, bucket
-from .overlap import overlap
+from .overlap import overlap, seconds_of
 
 logger = logging.getLogger("autopar")
 
@@ -37,15 +37,17 @@ def prefetch(
     """The program in buckets, its collectives started early, and gathers of parameters as early as they pay on
     `cluster`. With a `limit_bytes` below the usual one, taken to save memory, that is the bound for gathers, too."""
 
+    known = known or Known()
+
     def written(ahead: int) -> Program:
-        return overlap(bucket(program, bucket_bytes, limit_bytes=limit_bytes, ahead_bytes=ahead))
+        joined = bucket(program, bucket_bytes, limit_bytes=limit_bytes, ahead_bytes=ahead)
+        return overlap(joined, seconds_of(timeline(joined, cluster, known)))
 
     best = written(limit_bytes)
     of_parameters = _gathers(best)
     gathered = sum(best.metas[name].bytes for name in of_parameters)
     if limit_bytes < LIMIT_BYTES or gathered <= limit_bytes:
         return best  # all of them may be under way already
-    known = known or Known()
     told = timeline(best, cluster, known)
     for ahead in AHEAD_BYTES[1:]:
         waited = stood_still(told)

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from autopar import lab
-from autopar.calibration import Compute, Measurements, Sample, check, compute_check, fit
+from autopar.calibration import Compute, Measurements, Sample, Together, check, compute_check, fit
 from autopar.cli import app
 from autopar.cluster import Cluster, Device, Level
 from autopar.clusters import CLUSTERS, parse_cluster, read_cluster
@@ -27,7 +27,9 @@ SIZES = [4**k << 10 for k in range(8)]
 EFFICIENCY = {"all_reduce": 1.0, "all_gather": 0.8, "reduce_scatter": 0.7, "all_to_all": 0.5, "shift": 0.9}
 
 
-def measured_level(name: str, size: int, rate: float, latency: float, devices_per_link: int, overlap: float) -> Level:
+def measured_level(
+    name: str, size: int, rate: float, latency: float, devices_per_link: int, overlap: float, compute_share: float
+) -> Level:
     return Level(
         name=name,
         size=size,
@@ -36,6 +38,7 @@ def measured_level(name: str, size: int, rate: float, latency: float, devices_pe
         latency_seconds=latency,
         devices_per_link=devices_per_link,
         overlap=overlap,
+        compute_share=compute_share,
         measured=tuple(
             Measured(kind=kind, efficiency=EFFICIENCY.get(kind, 0.6), latency_seconds=latency * (1 - 0.1 * k))
             for k, kind in enumerate(KINDS)
@@ -53,7 +56,10 @@ CLUSTER = Cluster(
         seconds_per_op=2e-6,
         efficiency=((1e4, 0.25), (1e6, 0.5), (1e8, 1.0)),
     ),
-    levels=(measured_level("nodes", 2, 50e6, 1e-3, 4, 1.0), measured_level("ranks", 4, 750e6, 5e-4, 1, 0.25)),
+    levels=(
+        measured_level("nodes", 2, 50e6, 1e-3, 4, 1.0, 0.25),
+        measured_level("ranks", 4, 750e6, 5e-4, 1, 0.25, 0.0),
+    ),
     source="made up",
     algorithms=GLOO,
 )
@@ -85,8 +91,19 @@ def measurements(cluster: Cluster) -> Measurements:
         memory_bytes=device.memory_bytes,
         matmuls=tuple(matmuls),
     )
+    # two seconds of products beside a second of a collective, which takes its share of them
+    together = tuple(
+        Together(axis=(number,), compute_seconds=2.0, collective_seconds=1.0, seconds=2.0 + level.compute_share)
+        for number, level in enumerate(cluster.levels)
+    )
     return Measurements(
-        levels=(outer, inner), device="a core", backend="gloo", rounds=1, compute=compute, samples=tuple(samples)
+        levels=(outer, inner),
+        device="a core",
+        backend="gloo",
+        rounds=1,
+        compute=compute,
+        samples=tuple(samples),
+        together=together,
     )
 
 
@@ -94,7 +111,7 @@ def test_the_figures_of_a_cluster_are_found_again() -> None:
     found = fit(measurements(CLUSTER), "found")
     for level, known in zip(found.levels, CLUSTER.levels, strict=True):
         assert (level.name, level.size, level.devices_per_link) == (known.name, known.size, known.devices_per_link)
-        assert level.overlap == known.overlap
+        assert (level.overlap, level.compute_share) == (known.overlap, known.compute_share)
         assert level.group_bytes_per_second == pytest.approx(known.group_bytes_per_second, rel=0.01)
         for one, other in zip(level.measured, known.measured, strict=True):
             assert one.kind == other.kind
@@ -142,6 +159,12 @@ def test_a_cluster_of_other_levels_is_refused() -> None:
 def test_measurements_are_saved_and_read() -> None:
     measured = measurements(CLUSTER)
     assert Measurements.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+
+
+def test_what_was_saved_before_shares_were_measured_is_read() -> None:
+    saved = measurements(CLUSTER).to_json()
+    del saved["together"]
+    assert [level.compute_share for level in fit(Measurements.from_json(saved), "found").levels] == [0.0, 0.0]
 
 
 # --- the format
@@ -223,6 +246,9 @@ def test_a_lab_is_measured_and_its_links_are_found(tmp_path: Path) -> None:
     assert (cluster.name, level.size) == ("ours", 2)
     assert level.group_bytes_per_second == pytest.approx(10e6, rel=0.25)
     assert cluster.device.flops_per_second.keys() == {"float32", "bfloat16", "float64"}
+    (both,) = found[0]["together"]
+    assert both["axis"] == [0] and 0 < both["collective_seconds"] < both["compute_seconds"]
+    assert both["seconds"] > 0.5 * both["compute_seconds"] and 0 <= level.compute_share <= 1
 
 
 def test_calibrate_without_ranks_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

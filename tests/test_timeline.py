@@ -139,6 +139,19 @@ def test_a_collective_and_an_operator_share_memory_where_the_device_says_so() ->
     assert timeline(program(*lines), on).seconds == pytest.approx(REDUCE)
 
 
+def test_operators_go_on_with_what_collectives_leave_of_the_processor() -> None:
+    """A collective that takes a quarter: of both, begun at once, the longer one takes a quarter of the shorter more."""
+    reduce, add, wait = "r = all_reduce x sum 0", "y = add.Tensor x x", "w = wait r"
+    on = machine(2)
+    shared = replace(on, levels=tuple(replace(level, compute_share=0.25) for level in on.levels))
+    assert timeline(program(reduce, add, wait), shared).seconds == pytest.approx(REDUCE + 0.25 * OP)
+    longer = [f"{name} = add.Tensor x x" for name in ("y", "z", "u", "v", "p", "q")]
+    assert len(longer) * OP > REDUCE
+    found = timeline(program(reduce, *longer, wait), shared)
+    assert found.seconds == pytest.approx(len(longer) * OP + 0.25 * REDUCE)
+    assert timeline(program(reduce, wait, add), shared).seconds == pytest.approx(REDUCE + OP), "apart, each is alone"
+
+
 def test_a_rank_may_be_busy_with_the_start_of_a_collective() -> None:
     lines = ("y = add.Tensor x x", "r = all_reduce y sum 0", "w = wait r")
     on, vector = machine(2), TensorMeta((SIZE,), torch.float32)
