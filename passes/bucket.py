@@ -10,7 +10,8 @@ Four kinds of collectives are told apart:
 - *reductions*, in backward, that only gradients depend on: started as soon as a bucket is full,
   finished at the end, or, where a second mesh axis follows, when the next bucket has been started;
 - *gathers* of parameters as they rest, in forward and again in backward: bucketed in the order of
-  first use and started ahead of it, with at most `ahead_bytes` in flight that are not yet used;
+  first use and started ahead of it, with at most `ahead_bytes` in flight that are not yet used; over two mesh
+  axes, what was gathered on the first goes on while the bucket before it is computed with;
 - small all-reduces in forward (all latency), several parts of a loss, say: those that do not depend on each other
   travel where the last of them stands;
 - all others stay where they are, and are waited for just before their first reader.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..graph import Ref, TensorMeta
@@ -182,15 +183,15 @@ class _Writer:
         number = next(i for i, member in enumerate(joint.members) if member.outputs[0] == wait.inputs[0])
         self.reshape(joint.pieces[number], self.metas[wait.outputs[0]].shape, wait.outputs[0])
 
-    def join(self, collectives: Iterable[Instruction]) -> list[_Bucket]:
-        """Buckets of collectives of one key, in their order."""
+    def join(self, collectives: Iterable[Instruction], limits: Mapping[str, float]) -> list[_Bucket]:
+        """Buckets of collectives of one key, in their order; `limits` are the bytes of the one that each may join."""
         made: list[_Bucket] = []
         last: _Bucket | None = None
         for collective in collectives:
             size = self.bytes(collective)
             if size >= self.alone_bytes:
                 made.append(_Bucket([collective], size))
-            elif last is None or last.bytes + size > self.bucket_bytes[collective.args[-1]]:
+            elif last is None or last.bytes + size > limits[collective.outputs[0]]:
                 made.append(last := _Bucket([collective], size))
             else:
                 last.members.append(collective)
@@ -345,7 +346,7 @@ class _Lazy:
         at the latest when the bucket before it is first read.
         """
         needed = self._needed()
-        height = self._heights()
+        height, limits = self._heights(), self._limits()
         starts: list[tuple[int, int, _Bucket]] = []
         for level in range(max(height.values(), default=-1) + 1):
             groups: dict[tuple[object, ...], list[Instruction]] = {}
@@ -353,7 +354,7 @@ class _Lazy:
             for name in sorted(here, key=lambda n: needed[n]):
                 gather = self.producer[name]
                 groups.setdefault((self.depth[name], *self.writer.key(gather)), []).append(gather)
-            joints = [joint for group in groups.values() for joint in self.writer.join(group)]
+            joints = [joint for group in groups.values() for joint in self.writer.join(group, limits)]
             need = {id(j): min(needed[m.outputs[0]] for m in j.members) for j in joints}
             joints.sort(key=lambda j: need[id(j)])
             for number, joint in enumerate(joints):
@@ -362,6 +363,9 @@ class _Lazy:
                     ahead += joints[first].bytes
                     first -= 1
                 time = need[id(joints[first])] if first >= 0 else 0
+                if number and any(map(self._upstream, joint.members)):
+                    # to start it is to wait for another gather: not before what can be computed meanwhile
+                    time = max(time, (need[id(joints[number - 1])] + need[id(joint)]) // 2)
                 starts.append((time, -level, joint))
                 for member in joint.members:
                     self.buckets[member.outputs[0]] = joint
@@ -396,6 +400,18 @@ class _Lazy:
     def _upstream(self, gather: Instruction) -> list[str]:
         found = self._nearest(gather.inputs[0])
         return [] if found is None else [found]
+
+    def _limits(self) -> dict[str, float]:
+        """The bytes of the bucket that each gather may join: what its axis wants, and no more than comes of a bucket of
+        the gather before it."""
+        limits: dict[str, float] = {}
+        for name in self.depth:
+            gather = self.producer[name]
+            limits[name] = self.writer.bucket_bytes[gather.args[-1]]
+            for upstream in self._upstream(gather):
+                grown = self.writer.bytes(gather) / self.writer.bytes(self.producer[upstream])
+                limits[name] = min(limits[name], limits[upstream] * grown)
+        return limits
 
     def _heights(self) -> dict[str, int]:
         """Gather -> gathers of the same parameter after it."""

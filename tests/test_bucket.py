@@ -241,6 +241,20 @@ def test_reductions_over_two_axes_travel_in_buckets_one_stage_behind_the_other()
     assert kinds.index(reduced) < len(kinds) - 1 - kinds[::-1].index(scattered), "before the last is scattered"
 
 
+def test_gathers_over_two_axes_do_not_wait_for_all_of_the_first() -> None:
+    """A bucket of the second axis holds what comes of one of the first, and starts among the layers before its own."""
+    planner = Planner(llama(), {"dp": 2, "tp": 2}, kwargs=batch(), cluster=LAB)
+    plan = planner.plan(solver="fsdp")
+    found = bucket(codegen(planner.space, planner.assignment(plan)), (8_000, 2**20)).forward
+    first, second = (
+        [k for k, i in enumerate(found) if i.collective == "all_gather" and i.args[-1] == a] for a in (0, 1)
+    )
+    assert len(first) > 2 and abs(len(first) - len(second)) <= 1, "the second axis alone would have one bucket"
+    products = [k for k, i in enumerate(found) if i.op == "aten.mm.default"]
+    assert sum(k > products[0] for k in second) >= len(second) - 2
+    assert all(k < products[0] for k in first), "all that fits is under way"
+
+
 def gradients_on_a_rank(preset: str) -> dict[str, float]:
     """Differences from plain eager, relative: of gradients after one backward and after two, and of the norm."""
     from torch.distributed.device_mesh import init_device_mesh

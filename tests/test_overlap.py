@@ -53,6 +53,29 @@ def test_what_a_collective_does_not_need_runs_under_it() -> None:
     assert torch.equal(values(moved).outputs["y"], values(made).outputs["y"])
 
 
+def test_no_more_runs_under_a_collective_than_it_takes() -> None:
+    """Gradients made long before stay where they are: reductions wait for them, too."""
+    made = of(
+        """
+        u = aten.mul.Tensor x x
+        s = collective.all_reduce u sum 0
+        v = aten.mul.Tensor x x
+        w = aten.mul.Tensor v v
+        g = aten.neg.default x
+        r = collective.all_reduce g sum 0
+        d = collective.wait r
+        e = collective.wait s
+        t = aten.mul.Tensor d w
+        y = aten.mul.Tensor t e
+        """,
+        "y",
+    )
+    seconds = {"u": 1.0, "v": 1.0, "w": 1.0, "g": 1.0, "s": 5.0, "r": 0.5}
+    assert lines(overlap(made, seconds)) == ["u", "s", "v", "g", "r", "w", "d", "e", "t", "y"]
+    assert lines(overlap(made, seconds | {"r": 1.5})) == ["u", "s", "g", "r", "v", "w", "d", "e", "t", "y"]
+    assert lines(overlap(made)) == ["g", "r", "u", "s", "v", "w", "d", "e", "t", "y"]
+
+
 def test_nothing_is_waited_for_sooner_and_collectives_keep_their_order() -> None:
     made = of(
         """
