@@ -142,6 +142,11 @@ class _Run:
                 self._start(k)
 
     def _share(self) -> None:
+        if len(self.moving) == 1:  # nothing to share
+            ((_, alone),) = self.moving.items()
+            alone.at(self.now, 1.0)
+            self.next_end = alone.end
+            return
         rates = fair_rates({i: dict(self.tasks[i].uses) for i in self.moving})
         for i, moving in self.moving.items():
             moving.at(self.now, rates[i])
