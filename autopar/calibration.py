@@ -3,8 +3,8 @@
 `runtime.measure` measures; here is no process group. Each level is fitted by itself, from the collectives of the axis
 that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, and for the level how
 much of the latencies passes while bytes travel, by the same formula that later prices it; and what operators lose while
-a collective is under way. Axes that span
-several levels are not fitted: what is predicted for them says how far the model is to be believed.
+a collective is under way. Axes that span several levels are not fitted: what is predicted for them says how far the
+model is to be believed.
 """
 
 from __future__ import annotations

@@ -217,6 +217,23 @@ def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> 
     return _Writer(program, cluster, known or Known()).timeline()
 
 
+def alone_seconds(program: Program, cluster: Cluster, known: Known | None = None) -> dict[str, float]:
+    """What each operator and each collective takes if nothing else runs, by its first result. Raises ValueError as
+    `timeline`."""
+    writer = _Writer(program, cluster, known or Known())
+    writer.write()
+    return {
+        name: writer.tasks[task].seconds
+        for task, instruction, _ in writer.order
+        if (name := _first(instruction)) and instruction.op != "collective.wait"
+    }
+
+
+def _first(instruction: Instruction) -> str:
+    """The name of the first result that has one."""
+    return next((name for name in instruction.outputs if name), "")
+
+
 class _Issued(NamedTuple):
     """A task's instruction, or a wait for one (then `task` is what it waits for)."""
 
@@ -245,6 +262,17 @@ class _Writer:
         self._priced: dict[tuple[str, int, int], Task] = {}
 
     def timeline(self) -> Timeline:
+        self.write()
+        spans = simulate(self.tasks)
+        return Timeline(
+            axes=self.program.axes,
+            events=tuple(self._events(spans)),
+            stalls=tuple(self._stalls(spans)),
+            peak_seconds=self.peak_seconds,
+        )
+
+    def write(self) -> None:
+        """The tasks, in the order in which the rank comes to them."""
         for backward, instruction in _instructions(self.program):
             if instruction.op == "collective.wait":
                 self.local.pass_by(instruction)
@@ -266,13 +294,6 @@ class _Writer:
                 if cost.seconds:
                     self._add(instruction, self._operator(cost), cost.bytes, backward)
                     self.barrier = (len(self.tasks) - 1,)
-        spans = simulate(self.tasks)
-        return Timeline(
-            axes=self.program.axes,
-            events=tuple(self._events(spans)),
-            stalls=tuple(self._stalls(spans)),
-            peak_seconds=self.peak_seconds,
-        )
 
     def _add(self, instruction: Instruction, task: Task, size: int, backward: bool) -> None:
         self.order.append(_Issued(len(self.tasks), instruction, backward))
@@ -338,7 +359,7 @@ class _Writer:
         for task, instruction, backward in self.order:
             if instruction.op != "collective.wait":
                 yield Event(
-                    name=next((name for name in instruction.outputs if name), ""),
+                    name=_first(instruction),
                     op=instruction.op,
                     stream=self.tasks[task].stream,
                     start_seconds=spans[task].start_seconds,

@@ -55,15 +55,15 @@ def programs(planner: Any, plan: Any) -> dict[str, Any]:
     from autopar.passes.bucket import bucket
     from autopar.passes.chunk import chunk
     from autopar.passes.codegen import codegen
-    from autopar.passes.overlap import overlap, seconds_of
+    from autopar.passes.overlap import overlap
     from autopar.passes.prefetch import prefetch
     from autopar.passes.slice import slice_products
-    from autopar.timeline import timeline
+    from autopar.timeline import alone_seconds
 
     sizes, cluster = planner.space.redistributor.bucket_bytes, planner.cluster
     plain = codegen(planner.space, planner.assignment(plan))
     joined = bucket(plain, sizes, limit_bytes=plan.bucket_bytes)
-    early = overlap(joined, seconds_of(timeline(joined, cluster)))
+    early = overlap(joined, alone_seconds(joined, cluster))
     return {
         "plain": plain,
         "buckets": joined,

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..program import Instruction, Program
-from ..timeline import COMPUTE, Timeline
 from .bucket import LAYOUT, WAIT
 
 logger = logging.getLogger("autopar")
@@ -24,18 +23,13 @@ logger = logging.getLogger("autopar")
 def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
     """The program with the same instructions, each half in an order in which collectives that are soon waited for start
     earlier. Values are the same bit for bit. `seconds` are those of instructions by their first result
-    (`seconds_of` a timeline); without them, all that may run under a collective does."""
+    (`timeline.alone_seconds`); without them, all that may run under a collective does."""
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     forward, backward = (_lifted(half, parameters, seconds) for half in (program.forward, program.backward))
     moved = sum(a is not b for a, b in zip((*forward, *backward), (*program.forward, *program.backward), strict=True))
     if moved:
         logger.info("overlap: %d of %d instructions moved", moved, len(forward) + len(backward))
     return replace(program, forward=tuple(forward), backward=tuple(backward))
-
-
-def seconds_of(told: Timeline) -> dict[str, float]:
-    """What each operator and each collective takes alone."""
-    return {e.name: e.alone_seconds for e in told.events if e.stream != COMPUTE or not e.op.startswith("collective.")}
 
 
 def _lifted(

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from ..cluster import Cluster
 from ..program import Program
-from ..timeline import Known, timeline
+from ..timeline import Known, alone_seconds, timeline
 from .adopt import stood_still
 from .bucket import GATHERED, LIMIT_BYTES, bucket
-from .overlap import overlap, seconds_of
+from .overlap import overlap
 
 logger = logging.getLogger("autopar")
 
@@ -41,7 +41,7 @@ def prefetch(
 
     def written(ahead: int) -> Program:
         joined = bucket(program, bucket_bytes, limit_bytes=limit_bytes, ahead_bytes=ahead)
-        return overlap(joined, seconds_of(timeline(joined, cluster, known)))
+        return overlap(joined, alone_seconds(joined, cluster, known))
 
     best = written(limit_bytes)
     of_parameters = _gathers(best)
