@@ -14,6 +14,9 @@ Printed are Spearman's rank correlation and the root of the mean squared error o
 that is best by each model, beside the best of all measured; what `parallelize(cost="profiled")` measured to choose one
 on the first mesh, by phase, in steps of the model; and that plan beside the same written by hand with DDP, FSDP2 and
 `parallelize_module`.
+
+What the ranks measured stays in a folder (`--measured`), so that another way to compose costs, or to model them, is
+judged by the same measurements within a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import math
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -99,32 +101,39 @@ def plans_of(planner: Any) -> dict[str, Any]:
     return found
 
 
-def alone(cell: Cell, file: str, plans: Mapping[str, Any], path: str) -> dict[str, float]:
-    """What hybrid costs say of each plan: measured by this one process."""
+def predictions(cell: Cell, file: str, found: Mapping[str, Any], folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds of each plan by each model of cost, in this one process: from what the ranks kept in `folder`, and for
+    hybrid costs from what this process measures alone (once: it is kept there, too)."""
     import torch
 
     from autopar.plan import Plan
     from autopar.planner import Planner
     from autopar.profiles import Profiles
-    from autopar.profiling import Costs, Order
+    from autopar.profiling import Costs, Order, structure
     from autopar.runtime.profiler import bench_alone
 
     torch.set_num_threads(1)
-    planners = {}
     first = Planner(model_of(cell), MESHES[0], (), batch_of(cell), cluster=file, optimizer="sgd")
-    bench = bench_alone("cpu", first.known, "sgd")
-    costs = Costs(profiles=Profiles(path), machine=bench.machine, cluster=first.cluster, with_links=False)
-    made = {}
-    for key, data in plans.items():
-        plan = Plan.from_json(data)
-        mesh = tuple(plan.mesh.items())
-        on = planners.setdefault(mesh, first.on(dict(plan.mesh), file))
-        assignment = on.assignment(plan)
-        segment = on.segment_program(assignment, plan.bucket_bytes)
-        found = bench.measured(Order(program=segment, runs=RUNS, warm_ups=WARM_UPS))
-        costs.keep(segment, found, "sgd", on.moved_bytes(segment), dict(model="", mesh="", label="", fingerprint=""))
-        made[key] = on, plan
-    return {key: on.profiled(costs).again(plan).seconds for key, (on, plan) in made.items()}
+    bench, rough = bench_alone("cpu", first.known, "sgd"), nominal(cell)
+    here = Costs(Profiles(str(folder / "alone.sqlite")), machine=bench.machine, cluster=first.cluster, with_links=False)
+    there = Costs(
+        Profiles(str(folder / "ranks.sqlite")), machine=found["machine"], cluster=first.cluster, with_links=True
+    )
+    plans = {key: Plan.from_json(data) for key, data in found["plans"].items()}
+    planners = {tuple(mesh.items()): (first.on(mesh, rough), first.on(mesh, file)) for mesh in MESHES}
+    for plan in plans.values():
+        on = planners[tuple(plan.mesh.items())][1]
+        segment = on.segment_program(on.assignment(plan), plan.bucket_bytes)
+        if here.row(structure(segment), segment.mesh) is None:
+            told = bench.measured(Order(program=segment, runs=RUNS, warm_ups=WARM_UPS))
+            here.keep(segment, told, "sgd", on.moved_bytes(segment), dict(model="", mesh="", label="", fingerprint=""))
+    predicted = {}
+    for mesh, (nominally, on) in planners.items():
+        models = dict(zip(KINDS, (nominally, on, on.profiled(here), on.profiled(there)), strict=True))
+        for key, plan in plans.items():
+            if tuple(plan.mesh.items()) == mesh:
+                predicted[key] = {kind: model.again(plan).seconds for kind, model in models.items()}
+    return predicted
 
 
 def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> dict[str, Any]:
@@ -146,7 +155,6 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     batch = batch_of(cell)
     meshes = [(mesh, init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))) for mesh in MESHES]
     first = Planner(model_of(cell), MESHES[0], (), batch, cluster=file, optimizer="sgd", profiles=path)
-    rough = nominal(cell)
 
     # what a user's one call does, on an empty database
     began = time.perf_counter()
@@ -155,7 +163,6 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
 
     plans: dict[str, tuple[Any, Any, Any]] = {"chosen on dp 2 x tp 2": (first, meshes[0][1], chosen)}
     kept: set[str] = {structure(first.segment_program(first.assignment(chosen), chosen.bucket_bytes))}
-    predicted: dict[str, dict[str, float]] = {}
     profiling = time.perf_counter()
     for mesh, device_mesh in meshes:
         planner = first.on(mesh, file)
@@ -182,17 +189,6 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     modules: dict[str, Any] = {}
     for key, (planner, device_mesh, plan) in plans.items():
         modules[key] = ParallelModule(model_of(cell), first.captured, planner.program(plan), plan, device_mesh)
-    if dist.get_rank() == 0:
-        for mesh in MESHES:
-            costs = Costs(profiles=Profiles(path), machine=machine, cluster=first.cluster, with_links=True)
-            planners = {
-                "analytical": first.on(mesh, rough),
-                "calibrated": first.on(mesh, file),
-                "profiled": first.on(mesh, file).profiled(costs),
-            }
-            for key, (_, _, plan) in plans.items():
-                if list(plan.mesh.items()) == list(mesh.items()):
-                    predicted[key] = {kind: on.again(plan).seconds for kind, on in planners.items()}
     hand = {name: made for name, made in by_hand(cell, batch).items()}
     inputs = {**dict.fromkeys(modules, batch), **{name: given for name, (_, given) in hand.items()}}
     made = {**modules, **{name: module for name, (module, _) in hand.items()}}
@@ -212,9 +208,9 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
                 seconds[name].append(time.perf_counter() - began)
     return {
         "seconds": seconds,
-        "predicted": predicted,
         "by_hand": list(hand),
         "plans": {key: plan.to_json() for key, (_, _, plan) in plans.items()} if dist.get_rank() == 0 else {},
+        "machine": machine,
         "search": {**asdict(told), "seconds": took, "text": str(told)},
         "profiling": profiling,
     }
@@ -226,10 +222,10 @@ def error(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return math.sqrt(statistics.fmean((p - m) ** 2 for p, m in zip(predicted, measured, strict=True))) / mean
 
 
-def report(name: str, cell: Cell, found: list[dict[str, Any]], hybrid: Mapping[str, float]) -> dict[str, Any]:
-    predicted, hand = found[0]["predicted"], found[0]["by_hand"]
-    for key, seconds in hybrid.items():
-        predicted[key]["hybrid"] = seconds
+def report(
+    name: str, cell: Cell, found: list[dict[str, Any]], predicted: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    hand = found[0]["by_hand"]
     steps = steps_of(found)
     medians = {plan: statistics.median(times) for plan, times in steps.items()}
     ours = sorted(predicted, key=lambda plan: medians[plan])
@@ -292,6 +288,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calibrate", action="store_true", help="measure the shape anew first")
     parser.add_argument("--json", type=Path, default=Path("trust.json"))
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        default=Path("build/trust"),
+        help="folder of what the ranks measured, by model and shape; what is there is not measured again",
+    )
     options = parser.parse_args()
     if unknown := sorted(set(options.models) - set(MODELS)):
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(MODELS)}")
@@ -299,11 +301,16 @@ def main() -> None:
     for number, name in enumerate(options.models or MODELS):
         cell = cell_of(name, options.shape)
         file = calibrated(cell, options.calibrate and number == 0)
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (asdict(cell), file, options.rounds, str(Path(folder) / "profiles.sqlite"))
+        folder = options.measured / f"{name} {options.shape}"
+        kept = folder / "ranks.json"
+        if not kept.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "ranks.sqlite").unlink(missing_ok=True)  # of a run that did not end
+            arguments = (asdict(cell), file, options.rounds, str(folder / "ranks.sqlite"))
             found = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
-            hybrid = alone(cell, file, found[0]["plans"], str(Path(folder) / "alone.sqlite"))
-        results[f"{name} {options.shape}"] = report(name, cell, found, hybrid)
+            kept.write_text(json.dumps(found))
+        found = json.loads(kept.read_text())
+        results[f"{name} {options.shape}"] = report(name, cell, found, predictions(cell, file, found[0], folder))
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
