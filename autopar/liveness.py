@@ -125,6 +125,10 @@ class Made:
     bytes: int
 
 
+Known = dict[Any, tuple[Made | None, ...]]
+"""What operators make, by their name, how their operands lie in memory, and their other arguments."""
+
+
 @dataclass(eq=False)
 class Memory:
     """Who shares memory in a program: every value has storages, by number, of so many bytes. A collective under way
@@ -135,12 +139,13 @@ class Memory:
     placed: dict[str, Placed] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
     """Instruction, by its id -> bytes of its results that have no name."""
-    _known: dict[Any, tuple[Made | None, ...]] = field(default_factory=dict)
+    known: Known = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, instructions: Sequence[Instruction]) -> Memory:
-        """Of the inputs and the values that these instructions make; no all-reduce works in place."""
-        memory = Memory()
+    def of(program: Program, instructions: Sequence[Instruction], known: Known | None = None) -> Memory:
+        """Of the inputs and the values that these instructions make; no all-reduce works in place. `known` is what
+        other programs showed."""
+        memory = Memory(known={} if known is None else known)
         for i in program.inputs:
             memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
         for instruction in instructions:
@@ -201,9 +206,9 @@ class Memory:
     def _local(self, instruction: Instruction) -> tuple[Made | None, ...]:
         operands = [self.placed[name] for name in instruction.inputs]
         key = (instruction.op, tuple(operands), _form(instruction.args), _form(instruction.kwargs))
-        if key not in self._known:
-            self._known[key] = _run(instruction, operands)
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = _run(instruction, operands)
+        return self.known[key]
 
 
 def _form(value: Any) -> Any:

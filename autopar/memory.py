@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .graph import TensorMeta
 from .layout import local_shape
-from .liveness import Line, Memory, lifetimes
+from .liveness import Known, Line, Memory, lifetimes
 from .ops.workspace import workspace_bytes
 from .optimizers import Optimizer
 from .program import Instruction, Program, source_line
@@ -51,16 +51,21 @@ class Moment:
     bytes: int
 
 
-def peak(program: Program, optimizer: Optimizer, device_type: str) -> Peak:
-    """Of the program as it is run (after `passes.bucket`). `device_type` is that of the mesh: "cpu" or "cuda"."""
-    return _Step(program, optimizer, device_type).peak()
+def peak(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> Peak:
+    """Of the program as it is run (after `passes.bucket`). `device_type` is that of the mesh: "cpu" or "cuda"; `known`
+    is how results lay in memory in other programs."""
+    return _step(program, optimizer, device_type, known).peak()
 
 
-def moments(program: Program, optimizer: Optimizer, device_type: str) -> list[Moment]:
+def moments(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> list[Moment]:
     """All that `peak` looks at, in their order."""
-    step = _Step(program, optimizer, device_type)
+    step = _step(program, optimizer, device_type, known)
     step.peak()
     return step.moments
+
+
+def _step(program: Program, optimizer: Optimizer, device_type: str, known: Known | None) -> _Step:
+    return _Step(program, optimizer, device_type, Memory(known={} if known is None else known))
 
 
 @dataclass(eq=False)
@@ -68,7 +73,7 @@ class _Step:
     program: Program
     optimizer: Optimizer
     device_type: str
-    memory: Memory = field(default_factory=Memory)
+    memory: Memory
     kinds: dict[int, str] = field(default_factory=dict)
     """Storage -> what it counts as, if not as temporary."""
     users: Counter[int] = field(default_factory=Counter)

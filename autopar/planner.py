@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +76,9 @@ LEAST_GAIN = 1e-6
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
 
+KEPT_INSTRUCTIONS = 200_000
+"""Of the programs that are kept, since most are looked at more than once."""
+
 IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
 
@@ -102,8 +106,10 @@ class Planner:
         self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
         """Of one search, by the identity of the assignment."""
         self.operators: list[tuple[Device, Known]] = []
-        self.latest: tuple[Assignment, int, Program] | None = None
-        """The last program that was written to see what memory it needs, with its largest bucket."""
+        self.memory = Known().made
+        """How results of operators lie in memory, whatever the mesh and the cluster."""
+        self.programs: list[tuple[Assignment, int, Program]] = []
+        """The last ones that were written, the latest first, each with its largest bucket; 0: without buckets."""
         self.profiles = profiles
         """The database of what is measured; the user's own if None."""
         self.costs: Costs | None = None
@@ -113,8 +119,9 @@ class Planner:
         self.blocks: list[Blocks] = []
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
-        self.lowered_for = self.cluster
-        """Whose timeline decides how programs are lowered: measured prices do not change the program of a plan."""
+        self.writer = self
+        """Whose prices decide by which routes values are redistributed, and how programs are lowered: measured prices
+        do not change the program of a plan."""
         self.seconds: dict[str, float] = {}
         """Seconds that each step took, for the benchmarks."""
         self.captured: Captured = self._timed(
@@ -151,7 +158,7 @@ class Planner:
         check_mesh(mesh_shape)
         other = copy(self)
         other.mesh, other.cluster, other.seconds, other.peaks = dict(mesh_shape), named_cluster(cluster), {}, {}
-        other.latest, other.lowered_for, other.operators = None, other.cluster, []
+        other.writer, other.programs, other.operators = other, [], []
         other.presets, other.blocks = {}, []
         other.space = other._space()
         return other
@@ -159,12 +166,12 @@ class Planner:
     def profiled(self, costs: Costs) -> Planner:
         """A planner with what was measured as prices."""
         other = self.on(self.mesh, costs.measured(self.space.mesh))
-        other.costs, other.lowered_for = costs, self.lowered_for
+        other.costs, other.writer = costs, self.writer
         return other
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program by which an assignment is measured: of few copies of each of its segments."""
-        short = shortened(self.space, assignment, KEPT)
+        short = shortened(self.writer.space, assignment, KEPT)
         if short is None:
             return self.written(assignment, bucket_bytes)
         return self._lowered(codegen(short.space, short.assignment), bucket_bytes)
@@ -434,14 +441,14 @@ class Planner:
 
     def _estimate(self, assignment: Assignment, memory_limit_bytes: float | None) -> float:
         """The peak of `peak`, told from the program of fewer copies."""
-        short = shortened(self.space, assignment)
+        short = shortened(self.writer.space, assignment)
         if short is None:
             return self.peak(assignment, memory_limit_bytes)[1].bytes
         program = codegen(short.space, short.assignment)
         least = math.inf
         for size in BUCKETS:
             bucketed = self._lowered(program, size)
-            found = moments(bucketed, self.optimizer, self.kind_of_device)
+            found = moments(bucketed, self.optimizer, self.kind_of_device, self.memory)
             least = min(least, short.most(found, bucketed, self.optimizer))
             if _is_settled(least, size, memory_limit_bytes):
                 break
@@ -453,11 +460,9 @@ class Planner:
 
     def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
         """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them."""
-        program = codegen(self.space, assignment)
         for size in BUCKETS:
-            bucketed = self._lowered(program, size)
-            self.latest = assignment, size, bucketed
-            found = peak(bucketed, self.optimizer, self.kind_of_device)
+            bucketed = self.written(assignment, size)
+            found = peak(bucketed, self.optimizer, self.kind_of_device, self.memory)
             yield size, found
             if _is_settled(found.bytes, size, memory_limit_bytes):
                 return
@@ -591,17 +596,30 @@ class Planner:
 
     def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES) -> Program:
         """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
-        if self.latest is not None and self.latest[0] is assignment and self.latest[1] == bucket_bytes:
-            return self.latest[2]
-        program = self._timed("codegen", lambda: codegen(self.space, assignment))
-        lowered = self._timed("bucket", lambda: self._lowered(program, bucket_bytes))
-        self.latest = assignment, bucket_bytes, lowered
-        return lowered
+        with_buckets = partial(self._lowered, self._kept(assignment, 0, self._plain), bucket_bytes)
+        return self._kept(assignment, bucket_bytes, lambda _: self._timed("bucket", with_buckets))
+
+    def _plain(self, assignment: Assignment) -> Program:
+        return self._timed("codegen", lambda: codegen(self.writer.space, assignment))
+
+    def _kept(self, assignment: Assignment, bucket_bytes: int, write: Callable[[Assignment], Program]) -> Program:
+        """The program of an assignment, written if it is not there."""
+        programs = self.writer.programs
+        for number, (other, size, program) in enumerate(programs):
+            if size == bucket_bytes and other == assignment:
+                programs.insert(0, programs.pop(number))
+                return program
+        program = write(assignment)
+        programs.insert(0, (assignment, bucket_bytes, program))
+        lengths = accumulate(len(p.forward) + len(p.backward) for _, _, p in programs)
+        del programs[max(2, sum(length <= KEPT_INSTRUCTIONS for length in lengths)) :]
+        return program
 
     def _lowered(self, program: Program, limit_bytes: int) -> Program:
         """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts."""
-        cluster, known = self.lowered_for, self._operators(self.lowered_for.device)
-        sizes = self.space.redistributor.bucket_bytes
+        writer = self.writer
+        cluster, known = writer.cluster, writer._operators(writer.cluster.device)
+        sizes = writer.space.redistributor.bucket_bytes
         lowered = prefetch(program, cluster, sizes, limit_bytes=limit_bytes, known=known)
         if limit_bytes >= LIMIT_BYTES:
             sliced = slice_products(lowered, cluster, known)
@@ -611,14 +629,14 @@ class Planner:
             else:  # what is in slices is in no chunk
                 ways = (sliced, chunked, chunk(sliced, cluster, known))
                 lowered = min(ways, key=lambda way: timeline(way, cluster, known).seconds)
-        return compact(lowered)
+        return compact(lowered, self.memory)
 
     def _operators(self, device: Device) -> Known:
         """What timelines found out about a device's operators."""
         for other, known in self.operators:
             if other is device:
                 return known
-        self.operators.append((device, Known()))
+        self.operators.append((device, Known(made=self.memory)))
         return self.operators[-1][1]
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from . import liveness
 from .cluster import Cluster, Device, operator_key
 from .collectives import loads, price
 from .graph import TensorMeta
-from .liveness import Memory
 from .ops import Call, rule_of
 from .ops.emit import call_of
 from .ops.registry import VIEWS
@@ -208,7 +208,7 @@ class Known:
     """What operators cost and what they make, for timelines of many programs of one device that are much alike."""
 
     costs: dict[tuple[Any, ...], _Cost] = field(default_factory=dict)
-    made: dict[Any, Any] = field(default_factory=dict)
+    made: liveness.Known = field(default_factory=dict)
 
 
 def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> Timeline:
@@ -421,7 +421,7 @@ class _Local:
     def __init__(self, program: Program, device: Device, known: Known) -> None:
         self.program, self.metas, self.device = program, program.metas, device
         self.read = {name for _, instruction in _instructions(program) for name in instruction.inputs}
-        self.memory = Memory(_known=known.made)
+        self.memory = liveness.Memory(known=known.made)
         made = {name for _, instruction in _instructions(program) for name in instruction.outputs}
         for name in self.read - made:
             self.memory.give(name, self.metas[name])

@@ -115,10 +115,13 @@ def predictions(cell: Cell, file: str, found: Mapping[str, Any], folder: Path) -
     torch.set_num_threads(1)
     first = Planner(model_of(cell), MESHES[0], (), batch_of(cell), cluster=file, optimizer="sgd")
     bench, rough = bench_alone("cpu", first.known, "sgd"), nominal(cell)
-    here = Costs(Profiles(str(folder / "alone.sqlite")), machine=bench.machine, cluster=first.cluster, with_links=False)
-    there = Costs(
-        Profiles(str(folder / "ranks.sqlite")), machine=found["machine"], cluster=first.cluster, with_links=True
-    )
+
+    def costs(file: str, machine: str, *, with_links: bool) -> Costs:
+        profiles = Profiles(str(folder / file))
+        return Costs(profiles=profiles, machine=machine, cluster=first.cluster, with_links=with_links)
+
+    here = costs("alone.sqlite", bench.machine, with_links=False)
+    there = costs("ranks.sqlite", found["machine"], with_links=True)
     plans = {key: Plan.from_json(data) for key, data in found["plans"].items()}
     planners = {tuple(mesh.items()): (first.on(mesh, rough), first.on(mesh, file)) for mesh in MESHES}
     for plan in plans.values():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ..graph import Ref, map_references
-from ..liveness import Memory
+from ..liveness import Known, Memory
 from ..program import Instruction, Program
 
 logger = logging.getLogger("autopar")
@@ -20,9 +20,10 @@ LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
 
 
-def compact(program: Program) -> Program:
-    """The program with copies in forward of what it saves, where most of the memory behind that is of no use later."""
-    memory = Memory.of(program, program.forward)
+def compact(program: Program, known: Known | None = None) -> Program:
+    """The program with copies in forward of what it saves, where most of the memory behind that is of no use later.
+    `known` is how results lay in memory in other programs."""
+    memory = Memory.of(program, program.forward, known)
     origin = {
         name: instruction.inputs[made]
         for instruction in program.forward
