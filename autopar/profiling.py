@@ -57,8 +57,8 @@ class Order:
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """`steps` are seconds of forward and backward of each run, on its slowest rank; `durations` the seconds of each
-    instruction, forward and then backward: the mean over ranks of the median over runs; `spreads` the mean deviations
-    from it. (Where ranks share processors their turns are in the steps, and in what those are over their parts.)"""
+    instruction, forward and then backward: the mean over ranks and runs, so that they add up to a step (a median does
+    not see the turns of ranks that share processors); `spreads` the mean deviations from it."""
 
     steps: tuple[float, ...]
     durations: tuple[float, ...]

@@ -198,7 +198,7 @@ class Bench:
         compiled = time.perf_counter() - began
         values = _values(program, self.known, coordinate, self.device)
         steps, parts = self._runs(order, executable, stamps, values)
-        durations = [statistics.median(times) for times in zip(*parts, strict=True)]
+        durations = [statistics.fmean(times) for times in zip(*parts, strict=True)]
         spreads = [
             statistics.fmean(abs(t - middle) for t in times)
             for middle, times in zip(durations, zip(*parts, strict=True), strict=True)
