@@ -192,8 +192,8 @@ class Costs:
         return replace(self, programs=(*self.programs, structure(program)), collectives=self.collectives | cases)
 
     def measured(self, mesh: Sequence[int]) -> Cluster:
-        """The cluster with the measured seconds of operators, of collectives and of the optimizers' steps: the mean
-        over programs."""
+        """The cluster with the measured seconds of operators, of collectives and of the optimizers' steps. Of operators
+        it is the middle over programs: what disturbed the machine during one of them is in all that it measured."""
         device = self.cluster.device
         rows = [row for row in self.profiles.rows("operators", machine=self.machine) if self._uses(row.program)]
         if not rows:
@@ -210,7 +210,7 @@ class Costs:
                     told[name] += roof
                     taken[name] += row.seconds
         operators = Operators(
-            seconds={key: statistics.fmean(found) for key, found in seconds.items()},
+            seconds={key: statistics.median(found) for key, found in seconds.items()},
             ratios={name: taken[name] / told[name] for name in told},
             seconds_per_byte=self._optimizers(mesh),
         )

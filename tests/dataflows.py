@@ -68,6 +68,14 @@ class Writer:
     def mm(self, left: str, right: str) -> str:
         return self.op("aten.mm.default", left, right, shape=(self.metas[left].shape[0], self.metas[right].shape[1]))
 
+    def product(self, flow: Dataflow, a: str, b: str) -> str:
+        """C = A B, or A B^T ("left"), or A^T B ("right")."""
+        if flow == "output":
+            return self.mm(self.gathered(a, 1, COLUMNS), self.gathered(b, 0, ROWS))
+        if flow == "left":
+            return self.scattered(self.mm(a, self.turned(self.gathered(b, 0, ROWS))), 1, COLUMNS)
+        return self.scattered(self.mm(self.turned(self.gathered(a, 1, COLUMNS)), b), 0, ROWS)
+
 
 def product(flow: Dataflow, mesh: tuple[int, int], size: int, dtype: torch.dtype = torch.float32) -> Program:
     """C = A B of `size` x `size` matrices on rows x columns of ranks, with operands and the result cut along both
@@ -80,13 +88,7 @@ def product(flow: Dataflow, mesh: tuple[int, int], size: int, dtype: torch.dtype
 
     def written(a: str, b: str) -> tuple[str, tuple[Instruction, ...]]:
         writer.written = []
-        if flow == "output":
-            result = writer.mm(writer.gathered(a, 1, COLUMNS), writer.gathered(b, 0, ROWS))
-        elif flow == "left":
-            result = writer.scattered(writer.mm(a, writer.turned(writer.gathered(b, 0, ROWS))), 1, COLUMNS)
-        else:
-            result = writer.scattered(writer.mm(writer.turned(writer.gathered(a, 1, COLUMNS)), b), 0, ROWS)
-        return result, tuple(writer.written)
+        return writer.product(flow, a, b), tuple(writer.written)
 
     result, forward = written("a", "b")
     gradient, backward = written("tangent", "a")
@@ -102,6 +104,38 @@ def product(flow: Dataflow, mesh: tuple[int, int], size: int, dtype: torch.dtype
         outputs=(
             ProgramOutput(name=result, role="output", target="c", meta=whole, layout=layout),
             ProgramOutput(name=gradient, role="gradient", target="b", meta=whole, layout=layout),
+        ),
+        metas=writer.metas,
+    )
+
+
+def forward_product(
+    flow: Dataflow, mesh: tuple[int, int], m: int, k: int, n: int, dtype: torch.dtype = torch.bfloat16
+) -> Program:
+    """C = A B of m x k and k x n matrices as `product` has it, and no backward."""
+    writer = Writer(mesh, dtype)
+    shapes = {"a": (k, m) if flow == "right" else (m, k), "b": (n, k) if flow == "left" else (k, n)}
+
+    def layout(shape: tuple[int, int]) -> Layout:
+        return Split(0, shape[0]), Split(1, shape[1])
+
+    for name, shape in shapes.items():
+        writer.metas[name] = TensorMeta((shape[0] // mesh[0], shape[1] // mesh[1]), dtype)
+    result = writer.product(flow, "a", "b")
+    return Program(
+        axes=("rows", "columns"),
+        mesh=mesh,
+        inputs=tuple(
+            ProgramInput(name=name, role="parameter", target=name, meta=TensorMeta(s, dtype), layout=layout(s))
+            for name, s in shapes.items()
+        ),
+        forward=tuple(writer.written),
+        backward=(),
+        saved=(),
+        outputs=(
+            ProgramOutput(
+                name=result, role="output", target="c", meta=TensorMeta((m, n), dtype), layout=layout((m, n))
+            ),
         ),
         metas=writer.metas,
     )

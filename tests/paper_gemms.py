@@ -1,4 +1,5 @@
-"""MeshSlice's seven ways of multiplying matrices on a mesh of chips, as tasks of the simulator.
+"""MeshSlice's seven ways of multiplying matrices on a mesh of chips, as tasks of the simulator; and five of them as the
+programs that autopar's lowerings make.
 
 A chip has a stream for products and one for each direction of the mesh; links of the two directions are apart. What is
 overlapped, and what is not, is as in the paper's Figure 4 and section 4.2.
@@ -8,14 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+from dataflows import Dataflow, forward_product
 from paper_figures import PEAK, PRODUCTS, Product, cluster, dataflows, largest
 
-from autopar.cluster import Level
+from autopar.cluster import Cluster, Device, Level
 from autopar.collectives import Link, loads, prices
+from autopar.passes.rivals import RIVALS
+from autopar.passes.slice import sliced
+from autopar.program import Program
 from autopar.simulator import Task, simulate
+from autopar.timeline import timeline
 
 FLOPS = 245.7e12
 BYTES_PER_SECOND = 74.2e9
@@ -24,6 +30,14 @@ LAUNCH = {"all_gather": 15.9e-6, "reduce_scatter": 31.8e-6}
 """The paper prints no rates of its simulator. These four figures were fitted to its text (issue 6): FLOP/s of a chip,
 bytes/s both ways around a ring, seconds to synchronise two chips, and to launch a collective. A message from chip to
 chip is launched as an all-gather is."""
+
+CHIP = Device(
+    name="a chip",
+    flops_per_second={"bfloat16": FLOPS},
+    memory_bytes=1e12,
+    memory_bytes_per_second=1e30,
+    seconds_per_op=0.0,
+)
 
 SLICES = tuple(range(1, 65))
 BLOCK = 8
@@ -60,21 +74,25 @@ def flows(product: Product, rows: int, columns: int) -> list[Flow]:
 
 
 @cache
-def torus(kind: str, rows: int, columns: int) -> tuple[Link, ...]:
-    """Rings of their own down and across."""
+def chips(kind: str, rows: int, columns: int) -> Cluster:
+    """Rings of their own down and across; what is no product takes no time."""
     levels = (
         Level(
             name=name,
             size=size,
             topology="ring",
-            bytes_per_second=BYTES_PER_SECOND / 2 * chips,
-            group_bytes_per_second=BYTES_PER_SECOND * chips,
+            bytes_per_second=BYTES_PER_SECOND / 2 * count,
+            group_bytes_per_second=BYTES_PER_SECOND * count,
             latency_seconds=SYNC,
             launch_seconds=LAUNCH[kind],
         )
-        for name, size, chips in (("down", rows, columns), ("across", columns, 1))
+        for name, size, count in (("down", rows, columns), ("across", columns, 1))
     )
-    return cluster(*levels).links((rows, columns))
+    return replace(cluster(*levels), device=CHIP)
+
+
+def torus(kind: str, rows: int, columns: int) -> tuple[Link, ...]:
+    return chips(kind, rows, columns).links((rows, columns))
 
 
 class Schedule:
@@ -318,6 +336,24 @@ def products(hidden: int, tokens: int) -> Iterator[Product]:
     for k, n, _ in PRODUCTS:
         shape = (tokens, k * hidden, n * hidden)
         yield from dataflows(largest(*shape), *shape)
+
+
+DATAFLOW: Mapping[str, Dataflow] = {"os": "output", "ls": "left", "rs": "right"}
+
+
+def program_of(name: str, product: Product, rows: int, columns: int) -> Program:
+    """What the lowering of that name makes of a product; where it cannot be taken, Collective."""
+    flow, m, k, n = product
+    plain = forward_product(DATAFLOW[flow], (rows, columns), m, k, n)
+    if name in ("MeshSlice", "Collective"):
+        return sliced(plain, best_slices(product, rows, columns) if name == "MeshSlice" else 1)
+    return RIVALS[name.lower()](plain)
+
+
+@cache
+def seconds_of_program(name: str, product: Product, rows: int, columns: int) -> float:
+    """Each collective is launched as an all-gather is."""
+    return timeline(program_of(name, product, rows, columns), chips("all_gather", rows, columns)).seconds
 
 
 def reached(name: str, hidden: int, chips: int) -> tuple[float, tuple[int, int]]:

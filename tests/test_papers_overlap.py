@@ -16,6 +16,7 @@ from paper_gemms import (
     products,
     reached,
     seconds_of,
+    seconds_of_program,
     slices_of,
 )
 from paper_layers import (
@@ -69,6 +70,16 @@ def test_meshslice_figure_9(name: str, hidden: int) -> None:
     # 5.1.1: the fastest in all cases, on few chips too
     others = [reached(algorithm, hidden, 16)[0] for algorithm in (*ALGORITHMS, "1D TP", "FSDP")]
     assert max(others) == few
+
+
+@pytest.mark.parametrize("name", ["MeshSlice", "Collective"])
+def test_meshslice_schedules_are_those_of_the_programs(name: str) -> None:
+    """What the lowering makes of a product takes what the paper's schedule of it takes; where a result is scattered, up
+    to the launches, of which a program's cluster has one for all collectives."""
+    for product in list(products(12288, TOKENS))[:6]:
+        told = seconds_of_program(name, product, 32, 8)
+        within = 1e-6 if product[0] == "os" else 0.03
+        assert told == pytest.approx(seconds_of(name, product, 32, 8), rel=within)
 
 
 def test_meshslice_figure_14() -> None:

@@ -30,6 +30,7 @@ from autopar.clusters import named_cluster
 from autopar.collectives import collective_seconds, price
 from autopar.graph import TensorMeta
 from autopar.passes.capture import capture
+from autopar.passes.codegen import codegen
 from autopar.passes.segments import segments
 from autopar.planner import Planner
 from autopar.profiles import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
@@ -211,6 +212,26 @@ def test_what_is_measured_does_not_grow_with_depth() -> None:
         assert len(segment.forward) < len(planner.program(plan).forward)
     assert counts[0] == counts[1]
     assert keys[0] == keys[1]
+
+
+def test_measured_prices_do_not_change_the_program_of_a_plan(tmp_path: Path) -> None:
+    """What was measured is what runs, though by what was measured another route would be cheaper."""
+    planner = planner_of(3, {"dp": 2, "tp": 2})
+    profiles = Profiles(tmp_path / "p.sqlite")
+    about = dict(machine="machine", program="", key="aten.mm.default", dtype="float32")
+    profiles.add([OperatorRow(**about, seconds=1.0, spread=0.0, runs=1, flops=1.0, bytes=1)])
+    for link in planner.cluster.links((2, 2)):
+        size = 1 << 20
+        taken = 1000 * collective_seconds("all_reduce", size, link)
+        about = dict(machine="machine", links=links_key([link]), kind="all_reduce", runs=5)
+        profiles.add([CollectiveRow(**about, bytes=size, seconds=taken)])
+    costs = Costs(profiles=profiles, machine="machine", cluster=planner.cluster, with_links=True)
+    plan, measured = planner.plan(solver="ddp"), planner.profiled(costs)
+    one, other = (p.assignment(plan) for p in (planner, measured))
+    assert structure(codegen(planner.space, one)) != structure(codegen(measured.space, other))
+    assert structure(planner.program(plan)) == structure(measured.program(plan))
+    segments = [structure(p.segment_program(a, plan.bucket_bytes)) for p, a in ((planner, one), (measured, other))]
+    assert segments[0] == segments[1]
 
 
 def test_programs_to_profile_are_those_of_the_paper_and_of_residuals() -> None:
