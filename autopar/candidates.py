@@ -35,7 +35,7 @@ DOUBT = 0.25
 """How far a prediction may be above the truth when one program was measured: from program to program, what they take
 over their timelines differs by so much. With n of them, in whose middle the truth is sought, by 1 / sqrt(n) of it."""
 
-MOST_PROGRAMS = 8
+MOST_PROGRAMS = 5
 """That one search measures."""
 
 
@@ -184,9 +184,9 @@ class Candidates:
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Of a step of each, by its key, as far as is known now."""
         cluster = self.costs.measured(self.planner.space.mesh)
-        optimizer, known = self.planner.optimizer.name, Known()
+        optimizer, known = self.planner.optimizer.name, Known(made=self.planner.memory)
         return {
-            c.key: timeline(c.program, cluster, known).seconds * self.costs.correction(c.segment, cluster)
+            c.key: timeline(c.program, cluster, known).seconds * self.costs.correction(c.segment, cluster, known)
             + cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
             for c in candidates
         }

@@ -399,7 +399,8 @@ class Planner:
         """By what a timeline is multiplied: what measured programs took over theirs."""
         if self.costs is None or not self.costs.with_links:
             return 1.0
-        return self.costs.correction(self.segment_program(assignment, bucket_bytes), self.cluster)
+        segment, known = self.segment_program(assignment, bucket_bytes), self._operators(self.cluster.device)
+        return self.costs.correction(segment, self.cluster, known)
 
     def preset(self, name: str) -> Allowed:
         """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""

@@ -34,7 +34,7 @@ from .passes.blocks import ParallelBlock, blocks
 from .passes.segments import Segments
 from .profiles import CollectiveRow, OperatorRow, Profiles, ProgramRow, links_key
 from .program import Instruction, Program
-from .timeline import FREE, key_of, timeline
+from .timeline import FREE, Known, key_of, timeline
 
 KEPT = 2
 """Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
@@ -268,14 +268,15 @@ class Costs:
         )
         return found[0] if found else None
 
-    def correction(self, program: Program, cluster: Cluster) -> float:
+    def correction(self, program: Program, cluster: Cluster, known: Known | None = None) -> float:
         """What a segment program takes, over what a cluster makes of its operators and collectives (`measured`); where
-        it was not measured, that of the others on these links, in the middle."""
+        it was not measured, that of the others on these links, in the middle. `known` is what timelines on the same
+        device found out."""
         if not self.with_links:
             return 1.0
         rows = {row.structure: row for row in self._rows(program.mesh)}
         if (row := rows.get(structure(program))) is not None:
-            return row.seconds / timeline(program, cluster).seconds
+            return row.seconds / timeline(program, cluster, known).seconds
         return statistics.median(row.seconds / row.composed_seconds for row in rows.values()) if rows else 1.0
 
     def keep(

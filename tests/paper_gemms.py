@@ -17,6 +17,7 @@ from paper_figures import PEAK, PRODUCTS, Product, cluster, dataflows, largest
 
 from autopar.cluster import Cluster, Device, Level
 from autopar.collectives import Link, loads, prices
+from autopar.passes.bucket import bucket
 from autopar.passes.rivals import RIVALS
 from autopar.passes.slice import sliced
 from autopar.program import Program
@@ -345,8 +346,10 @@ def program_of(name: str, product: Product, rows: int, columns: int) -> Program:
     """What the lowering of that name makes of a product; where it cannot be taken, Collective."""
     flow, m, k, n = product
     plain = forward_product(DATAFLOW[flow], (rows, columns), m, k, n)
-    if name in ("MeshSlice", "Collective"):
-        return sliced(plain, best_slices(product, rows, columns) if name == "MeshSlice" else 1)
+    if name == "Collective":
+        return bucket(plain)  # as every program is: both gathers start before one is waited for
+    if name == "MeshSlice":
+        return sliced(plain, best_slices(product, rows, columns))
     return RIVALS[name.lower()](plain)
 
 
