@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from .garbage import uncollected
+from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
 from .profiles import Profiles, ProgramRow
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .planner import Planner
 
 logger = logging.getLogger("autopar")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 WORTHLESS = 1.1
 """A program is stopped when it is slower by so much than the best could be."""
@@ -91,13 +88,13 @@ class Candidates:
     def run(self) -> tuple[Plan, Profiled]:
         """The best plan, and what it took to find it. Raises ValueError as `plan`."""
         self.costs = replace(self.costs, programs=(), collectives=frozenset())
-        self.phases = dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0)
+        self.phases = Phases(dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0))
         self.counts = dict.fromkeys(("measured", "known", "abandoned"), 0)
         self.off = 0.0
         """The most by which a prediction was too high, of what was measured."""
-        programs: int = self._timed("analysis", self._programs)
-        found = {c.key: c for c in self._timed("analysis", self._first)}
-        seconds = self._timed("compose", self._seconds, found.values())
+        programs: int = self.phases.timed("analysis", self._programs)
+        found = {c.key: c for c in self.phases.timed("analysis", self._first)}
+        seconds = self.phases.timed("compose", self._seconds, found.values())
         done: dict[str, Candidate] = {}
         pruned = 0
         again = True
@@ -113,18 +110,18 @@ class Candidates:
             if not may:
                 nearest = done[min(done, key=seconds.__getitem__)]
                 new: dict[str, Candidate] = {}
-                for other in self._timed("analysis", self._nearby, nearest):
+                for other in self.phases.timed("analysis", self._nearby, nearest):
                     if other.key not in found:
                         new.setdefault(other.key, other)
                 found |= new
-                seconds |= self._timed("compose", self._seconds, new.values())
+                seconds |= self.phases.timed("compose", self._seconds, new.values())
                 again = False
                 continue
             again = True
             key, predicted = may[0], seconds[may[0]]
             row = self._measured(found[key], predicted, best, len(done), len(may))
             done[key] = found[key]
-            seconds = self._timed("compose", self._seconds, found.values())
+            seconds = self.phases.timed("compose", self._seconds, found.values())
             if len(done) > 1:  # the first was predicted before anything was measured
                 self.off = max(self.off, 1 - seconds[key] / predicted)
             logger.info(
@@ -134,14 +131,8 @@ class Candidates:
         best_of_all = done[min(done, key=seconds.__getitem__)]
         told = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
         logger.info("%s", told)
-        plan = self._timed("compose", lambda: self.planner.profiled(self.costs).again(best_of_all.plan))
+        plan = self.phases.timed("compose", lambda: self.planner.profiled(self.costs).again(best_of_all.plan))
         return replace(plan, cost=self.cost), told
-
-    def _timed(self, phase: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        began = time.perf_counter()
-        result = function(*args, **kwargs)
-        self.phases[phase] += time.perf_counter() - began
-        return result
 
     def _programs(self) -> int:
         planner = self.planner
@@ -150,8 +141,8 @@ class Candidates:
     def _candidate(self, plan: Plan) -> Candidate:
         planner = self.planner
         assignment = planner.assignment(plan)
-        segment = planner.segment_program(assignment, plan.bucket_bytes)
-        whole = planner.written(assignment, plan.bucket_bytes)
+        segment = planner.writer.segment_program(assignment, plan.bucket_bytes)
+        whole = planner.writer.written(assignment, plan.bucket_bytes)
         return Candidate(plan=plan, program=whole, segment=segment, key=structure(segment))
 
     def _first(self) -> list[Candidate]:
@@ -207,7 +198,7 @@ class Candidates:
                 cases=self.costs.unmeasured(program),
                 limit_seconds=WORTHLESS * timeline(program, cluster).seconds * ratio * best / predicted,
             )
-            found = self._timed("measure", self.measure, order)
+            found = self.phases.timed("measure", self.measure, order)
             self.phases["measure"] -= found.compile_seconds
             self.phases["compile"] += found.compile_seconds
             about = {
@@ -217,7 +208,7 @@ class Candidates:
                 "fingerprint": self.planner.fingerprints,
             }
             optimizer, moved = self.planner.optimizer.name, self.planner.moved_bytes(program)
-            row = self._timed("compose", self.costs.keep, program, found, optimizer, moved, about)
+            row = self.phases.timed("compose", self.costs.keep, program, found, optimizer, moved, about)
             self.counts["measured"] += 1
             self.counts["abandoned"] += found.abandoned
         else:

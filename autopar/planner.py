@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
-from itertools import accumulate
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from . import liveness
 from .candidates import profiled
-from .cluster import Cluster, Device
+from .cluster import Cluster
 from .clusters import named_cluster
 from .collectives import are_of_gloo
 from .constraints import Constraints, pins
@@ -32,31 +31,27 @@ from .passes.account import account, least_seconds, parameter_layouts
 from .passes.blocks import Blocks, blocks
 from .passes.bucket import LIMIT_BYTES
 from .passes.capture import Captured
-from .passes.chunk import chunk
 from .passes.codegen import codegen
-from .passes.compact import compact
-from .passes.prefetch import prefetch
 from .passes.problem import Allowed, Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, fingerprint, segments
 from .passes.shorten import shortened
-from .passes.slice import slice_products
 from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
+from .phases import Phases
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
 from .problem import Infeasible, Score
-from .profiling import KEPT, Costs, real_tensors
+from .profiling import Costs, real_tensors
 from .program import Program
 from .redistribute import Redistributor
 from .search import Found, Search, unique_sites
 from .solve import EXACT, SOLVERS
 from .timeline import Known, timeline
 from .volume import volumes, with_arithmetic_split
+from .writer import Writer
 
 logger = logging.getLogger("autopar")
-
-T = TypeVar("T")
 
 COSTS = ("analytical", "serial", "volume", "hybrid", "profiled")
 """Of the cheapest plan as if nothing overlapped, the cheapest as if most of what travels in buckets did, and the
@@ -75,9 +70,6 @@ LEAST_GAIN = 1e-6
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
-
-KEPT_INSTRUCTIONS = 200_000
-"""Of the programs that are kept, since most are looked at more than once."""
 
 IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
@@ -105,11 +97,8 @@ class Planner:
         self.device_type = device_type
         self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
         """Of one search, by the identity of the assignment."""
-        self.operators: list[tuple[Device, Known]] = []
-        self.memory = Known().made
+        self.memory: liveness.Known = {}
         """How results of operators lie in memory, whatever the mesh and the cluster."""
-        self.programs: list[tuple[Assignment, int, Program]] = []
-        """The last ones that were written, the latest first, each with its largest bucket; 0: without buckets."""
         self.profiles = profiles
         """The database of what is measured; the user's own if None."""
         self.costs: Costs | None = None
@@ -119,13 +108,10 @@ class Planner:
         self.blocks: list[Blocks] = []
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
-        self.writer = self
-        """Whose prices decide by which routes values are redistributed, and how programs are lowered: measured prices
-        do not change the program of a plan."""
-        self.seconds: dict[str, float] = {}
-        """Seconds that each step took, for the benchmarks."""
-        self.captured: Captured = self._timed(
-            "capture", lambda: capture_stamped(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+        self.seconds = Phases()
+        """What each step took, for the benchmarks."""
+        self.captured: Captured = self.seconds.timed(
+            "capture", capture_stamped, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
         )
         self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         graph = in_token_order(seeds(self.captured.graph), rule_of)
@@ -137,8 +123,8 @@ class Planner:
                 len(names),
                 shown,
             )
-        self.segments: Segments = self._timed("segments", lambda: segments(graph))
-        self.space = self._space()
+        self.segments: Segments = self.seconds.timed("segments", segments, graph)
+        self._place()
         if self.space.without_rule:
             modules = self.space.without_rule_in
             ops = "; ".join(
@@ -147,34 +133,37 @@ class Planner:
             )
             logger.warning("replicated, since the op has no rule: %s", ops)
 
-    def _space(self) -> Space:
+    def _place(self) -> None:
+        """The space of the mesh on the cluster, and what writes its programs."""
         graph = self.captured.graph
-        return self._timed(
-            "strategies", lambda: strategies(graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        self.space: Space = self.seconds.timed(
+            "strategies", strategies, graph, self.mesh, self.cluster, self.segments, self.optimizer
         )
+        self.writer = Writer(self.space, self.cluster, self.memory, self.seconds)
+        self.operators = self.writer.known
+        """What timelines found out about the device's operators."""
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None) -> Planner:
         """A planner for the same captured model on another mesh or cluster."""
         check_mesh(mesh_shape)
         other = copy(self)
-        other.mesh, other.cluster, other.seconds, other.peaks = dict(mesh_shape), named_cluster(cluster), {}, {}
-        other.writer, other.programs, other.operators = other, [], []
-        other.presets, other.blocks = {}, []
-        other.space = other._space()
+        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Phases()
+        other.peaks, other.presets, other.blocks = {}, {}, []
+        other._place()
         return other
 
     def profiled(self, costs: Costs) -> Planner:
-        """A planner with what was measured as prices."""
+        """A planner with what was measured as prices. Plans stay the programs that they are: with the same routes, and
+        lowered as before."""
         other = self.on(self.mesh, costs.measured(self.space.mesh))
-        other.costs, other.writer = costs, self.writer
+        other.space = replace(other.space, redistributor=other._redistributor(routes=self.writer.space.redistributor))
+        other.costs, other.writer, other.operators = costs, self.writer, Known(made=self.memory)
         return other
 
-    def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
-        """The program by which an assignment is measured: of few copies of each of its segments."""
-        short = shortened(self.writer.space, assignment, KEPT)
-        if short is None:
-            return self.written(assignment, bucket_bytes)
-        return self._lowered(codegen(short.space, short.assignment), bucket_bytes)
+    def _redistributor(self, *, hidden: float = 0.0, routes: Redistributor | None = None) -> Redistributor:
+        """Of the space, with a part of what travels in buckets at no price."""
+        given = self.space.redistributor
+        return Redistributor(given.mesh, given.links, given.device, hidden, routes=routes or given.routes)
 
     def nearby(
         self,
@@ -271,12 +260,6 @@ class Planner:
 
         return best_mesh(candidates, preset_seconds if solver in PRESETS else quick, planned, logger.info)
 
-    def _timed(self, name: str, function: Callable[[], T]) -> T:
-        started = time.perf_counter()
-        result = function()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        return result
-
     def plan(
         self,
         *,
@@ -308,17 +291,17 @@ class Planner:
             raise ValueError(f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, or None")
         allowed = None
         if solver in PRESETS:
-            allowed = self._timed("preset", lambda: self.preset(solver))
-        space = self._timed("strategies", lambda: volumes(self.space)) if cost == "volume" else self.space
+            allowed = self.seconds.timed("preset", self.preset, solver)
+        space = self.seconds.timed("strategies", volumes, self.space) if cost == "volume" else self.space
         search = self.search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
         if cost == "volume" and solver not in PRESETS:
             search.pins = with_arithmetic_split(space, search.pins)
         measured = space.cluster.device.operators is not None  # bounds hold for rooflines alone
-        found: Found = self._timed("search", lambda: search.run(allowed, bounded=not measured))
+        found: Found = self.seconds.timed("search", search.run, allowed, bounded=not measured)
         if space is not self.space:
             logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
             found = replace(self._priced(found), lower_bound=0.0)
-        plan = self._timed("describe", lambda: self.describe(found, solver, cost, memory_limit_bytes))
+        plan = self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
         if solver in PRESETS or cost != "analytical":
             return plan
         return self._with_overlap(found, plan, memory_limit_bytes, constraints)
@@ -326,7 +309,7 @@ class Planner:
     def _with_overlap(self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
         """The plan, or another one with a shorter step on its timeline: of a second search, in which most of what
         travels in buckets is hidden, or of a preset, of which some hide what no price foretells."""
-        others = self._timed("others", lambda: list(self._others(found, plan, limit, constraints)))
+        others = self.seconds.timed("others", lambda: list(self._others(found, plan, limit, constraints)))
         best, seconds, seen = plan, found.seconds, [found.assignment]
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
             seconds += other.seconds
@@ -335,7 +318,7 @@ class Planner:
             if name in PRESETS and limit is not None:
                 try:
                     search = self.search("dp", limit, constraints)
-                    other = self._timed("others", partial(search.run, self.preset(name), bounded=False))
+                    other = self.seconds.timed("others", search.run, self.preset(name), bounded=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
                     continue
@@ -344,10 +327,10 @@ class Planner:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
-            step = self._timed("steps", partial(self._step_seconds, other.assignment, limit))
+            step = self.seconds.timed("steps", self._step_seconds, other.assignment, limit)
             if step < best.seconds * (1 - LEAST_GAIN):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, step * 1e3, best.seconds * 1e3)
-                best = self._timed("describe", partial(self.describe, other, plan.solver, plan.cost, limit))
+                best = self.seconds.timed("describe", self.describe, other, plan.solver, plan.cost, limit)
         return replace(best, lower_bound_seconds=found.lower_bound, solve_seconds=seconds)
 
     def _others(
@@ -374,8 +357,7 @@ class Planner:
 
     def _hiding(self, part: float) -> Space:
         """The space with a part of what travels in buckets at no price."""
-        links, device = self.space.redistributor.links, self.cluster.device
-        return replace(self.space, redistributor=Redistributor(self.space.mesh, links, device, part))
+        return replace(self.space, redistributor=self._redistributor(hidden=part))
 
     def _priced(self, found: Found) -> Found:
         """At the prices of the space, in which nothing is hidden."""
@@ -389,7 +371,7 @@ class Planner:
             bucket_bytes, most = self.peak(assignment, limit)
             if most.bytes > limit:
                 return math.inf
-        step = timeline(self.written(assignment, bucket_bytes), self.cluster, self._operators(self.cluster.device))
+        step = timeline(self.writer.written(assignment, bucket_bytes), self.cluster, self.operators)
         return (
             step.seconds * self._correction(assignment, bucket_bytes)
             + account(self.space, assignment).optimizer_seconds
@@ -399,8 +381,8 @@ class Planner:
         """By what a timeline is multiplied: what measured programs took over theirs."""
         if self.costs is None or not self.costs.with_links:
             return 1.0
-        segment, known = self.segment_program(assignment, bucket_bytes), self._operators(self.cluster.device)
-        return self.costs.correction(segment, self.cluster, known)
+        segment = self.writer.segment_program(assignment, bucket_bytes)
+        return self.costs.correction(segment, self.cluster, self.operators)
 
     def preset(self, name: str) -> Allowed:
         """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
@@ -426,7 +408,7 @@ class Planner:
             logger.info,
             pins=pins(self.space, constraints or {}),
             peak=lambda assignment: self.peak(assignment, memory_limit_bytes)[1].bytes,
-            estimate=lambda assignment: self._timed("estimate", lambda: self._estimate(assignment, memory_limit_bytes)),
+            estimate=lambda assignment: self.seconds.timed("estimate", self._estimate, assignment, memory_limit_bytes),
         )
 
     def peak(self, assignment: Assignment, memory_limit_bytes: float | None = None) -> tuple[int, Peak]:
@@ -434,7 +416,7 @@ class Planner:
         the least), and the most memory that a rank then needs during a training step."""
         key = id(assignment)
         if key not in self.peaks:
-            found = self._timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes)))
+            found = self.seconds.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes)))
             fits = memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes
             best = found[-1] if fits else min(found, key=lambda item: item[1].bytes)
             self.peaks[key] = assignment, *best
@@ -448,7 +430,7 @@ class Planner:
         program = codegen(short.space, short.assignment)
         least = math.inf
         for size in BUCKETS:
-            bucketed = self._lowered(program, size)
+            bucketed = self.writer.lowered(program, size)
             found = moments(bucketed, self.optimizer, self.kind_of_device, self.memory)
             least = min(least, short.most(found, bucketed, self.optimizer))
             if _is_settled(least, size, memory_limit_bytes):
@@ -462,7 +444,7 @@ class Planner:
     def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
         """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them."""
         for size in BUCKETS:
-            bucketed = self.written(assignment, size)
+            bucketed = self.writer.written(assignment, size)
             found = peak(bucketed, self.optimizer, self.kind_of_device, self.memory)
             yield size, found
             if _is_settled(found.bytes, size, memory_limit_bytes):
@@ -473,8 +455,8 @@ class Planner:
         space, assignment = self.space, found.assignment
         bucket_bytes, most = self.peak(assignment, memory_limit_bytes)
         priced = account(space, assignment)
-        written, known = self.written(assignment, bucket_bytes), self._operators(self.cluster.device)
-        step = self._timed("timeline", lambda: timeline(written, self.cluster, known))
+        written = self.writer.written(assignment, bucket_bytes)
+        step = self.seconds.timed("timeline", timeline, written, self.cluster, self.operators)
         ratio = self._correction(assignment, bucket_bytes)
         return Plan(
             model=self.model_name,
@@ -570,7 +552,7 @@ class Planner:
 
         Raises ValueError where the plan does not fit the model or the mesh, or contradicts itself.
         """
-        return self.written(self.assignment(plan), plan.bucket_bytes)
+        return self.writer.written(self.assignment(plan), plan.bucket_bytes)
 
     def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
         """The best decisions with parameters in these layouts, by name; those not named are replicated.
@@ -594,51 +576,6 @@ class Planner:
             for repeat, region, decided in zip(space.repeats, space.bodies, found.assignment.copies, strict=True)
         )
         return Assignment(rest=found.assignment.rest, copies=held)
-
-    def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES) -> Program:
-        """The program of an assignment, with its collectives in buckets. Raises ValueError as `program`."""
-        with_buckets = partial(self._lowered, self._kept(assignment, 0, self._plain), bucket_bytes)
-        return self._kept(assignment, bucket_bytes, lambda _: self._timed("bucket", with_buckets))
-
-    def _plain(self, assignment: Assignment) -> Program:
-        return self._timed("codegen", lambda: codegen(self.writer.space, assignment))
-
-    def _kept(self, assignment: Assignment, bucket_bytes: int, write: Callable[[Assignment], Program]) -> Program:
-        """The program of an assignment, written if it is not there."""
-        programs = self.writer.programs
-        for number, (other, size, program) in enumerate(programs):
-            if size == bucket_bytes and other == assignment:
-                programs.insert(0, programs.pop(number))
-                return program
-        program = write(assignment)
-        programs.insert(0, (assignment, bucket_bytes, program))
-        lengths = accumulate(len(p.forward) + len(p.backward) for _, _, p in programs)
-        del programs[max(2, sum(length <= KEPT_INSTRUCTIONS for length in lengths)) :]
-        return program
-
-    def _lowered(self, program: Program, limit_bytes: int) -> Program:
-        """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts."""
-        writer = self.writer
-        cluster, known = writer.cluster, writer._operators(writer.cluster.device)
-        sizes = writer.space.redistributor.bucket_bytes
-        lowered = prefetch(program, cluster, sizes, limit_bytes=limit_bytes, known=known)
-        if limit_bytes >= LIMIT_BYTES:
-            sliced = slice_products(lowered, cluster, known)
-            chunked = chunk(lowered, cluster, known)
-            if sliced is lowered or chunked is lowered:
-                lowered = chunked if sliced is lowered else sliced
-            else:  # what is in slices is in no chunk
-                ways = (sliced, chunked, chunk(sliced, cluster, known))
-                lowered = min(ways, key=lambda way: timeline(way, cluster, known).seconds)
-        return compact(lowered, self.memory)
-
-    def _operators(self, device: Device) -> Known:
-        """What timelines found out about a device's operators."""
-        for other, known in self.operators:
-            if other is device:
-                return known
-        self.operators.append((device, Known(made=self.memory)))
-        return self.operators[-1][1]
 
 
 def _asked(plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:

@@ -79,11 +79,20 @@ class Redistributor:
     arguments; they are remembered for the life of the object."""
 
     def __init__(
-        self, mesh: Shape, links: tuple[Link, ...], device: Device, hidden: float = 0.0, *, others: bool = False
+        self,
+        mesh: Shape,
+        links: tuple[Link, ...],
+        device: Device,
+        hidden: float = 0.0,
+        *,
+        others: bool = False,
+        routes: Redistributor | None = None,
     ) -> None:
         self.mesh, self.links, self.device = mesh, links, device
         self.others = others
         """Whether sums are over axes beside these, too."""
+        self.routes = routes
+        """Whose routes are taken, at the prices of this one; its own if None."""
         self.bucket_bytes = tuple(link.bucket_bytes for link in links)
         """On each mesh axis."""
         self.hidden = hidden
@@ -101,8 +110,16 @@ class Redistributor:
         others and pays only its part of what does not depend on bytes."""
         key = (shape, dtype.itemsize, source, target, bucketed)
         if key not in self._routes:
-            self._routes[key] = self._search(shape, dtype.itemsize, source, target, bucketed)
+            if self.routes is None:
+                self._routes[key] = self._search(shape, dtype.itemsize, source, target, bucketed)
+            else:
+                self._routes[key] = self._priced(self.routes.route(shape, dtype, source, target, bucketed), bucketed)
         return self._routes[key]
+
+    def _priced(self, route: Route | None, bucketed: bool) -> Route | None:
+        if route is None:
+            return None
+        return Route(route.steps, math.fsum(self.step_seconds(step, bucketed) for step in route.steps))
 
     def acquire(
         self,
@@ -123,6 +140,12 @@ class Redistributor:
     def _acquire(
         self, shape: Shape, dtype: torch.dtype, produced: Layout, wanted: frozenset[Layout], bucketed: bool
     ) -> tuple[Acquired, ...] | None:
+        if self.routes is not None:
+            made = self.routes.acquire(shape, dtype, produced, wanted, bucketed)
+            if made is None:
+                return None
+            priced = ((a, self.route(shape, dtype, a.source, a.layout, bucketed)) for a in made)
+            return tuple(Acquired(a.layout, a.source, route) for a, route in priced if route is not None)
         there = [produced]
         found: list[Acquired] = []
         rest = [layout for layout in wanted if layout != produced]

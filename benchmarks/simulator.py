@@ -56,7 +56,7 @@ def main() -> None:
         plan = planner.plan(solver="megatron_sp")
 
         def written(planner: Planner = planner, plan: Any = plan) -> Any:
-            planner.programs.clear()  # nothing that is there already
+            planner.writer.programs.clear()  # nothing that is there already
             return planner.program(plan)
 
         writing, program = best(written)

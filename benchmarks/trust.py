@@ -130,7 +130,7 @@ def predictions(cell: Cell, file: str, found: Mapping[str, Any], folder: Path) -
     planners = {tuple(mesh.items()): (first.on(mesh, rough), first.on(mesh, file)) for mesh in MESHES}
     for plan in plans.values():
         on = planners[tuple(plan.mesh.items())][1]
-        segment = on.segment_program(on.assignment(plan), plan.bucket_bytes)
+        segment = on.writer.segment_program(on.assignment(plan), plan.bucket_bytes)
         if here.row(structure(segment), segment.mesh) is None:
             told = bench.measured(Order(program=segment, runs=RUNS, warm_ups=WARM_UPS))
             here.keep(segment, told, "sgd", on.moved_bytes(segment), dict(model="", mesh="", label="", fingerprint=""))
@@ -169,20 +169,20 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     took = time.perf_counter() - began
 
     plans: dict[str, tuple[Any, Any, Any]] = {"chosen on dp 2 x tp 2": (first, meshes[0][1], chosen)}
-    seen: set[str] = {structure(first.segment_program(first.assignment(chosen), chosen.bucket_bytes))}
+    seen: set[str] = {structure(first.writer.segment_program(first.assignment(chosen), chosen.bucket_bytes))}
     profiling = time.perf_counter()
     for mesh, device_mesh in meshes:
         planner = first.on(mesh, file)
         planned = on_first_rank(lambda planner=planner: plans_of(planner), device_mesh)
         for name, plan in planned.items():
-            segment = planner.segment_program(planner.assignment(plan), plan.bucket_bytes)
+            segment = planner.writer.segment_program(planner.assignment(plan), plan.bucket_bytes)
             if structure(segment) not in seen:
                 seen.add(structure(segment))
                 key = f"{name} on {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
                 plans[key] = planner, device_mesh, plan
     machine = bench_of(meshes[0][1], first.known, "sgd").machine
     programs = {
-        key: planner.segment_program(planner.assignment(plan), plan.bucket_bytes)
+        key: planner.writer.segment_program(planner.assignment(plan), plan.bucket_bytes)
         for key, (planner, _, plan) in plans.items()
     }
     sittings: dict[str, list[Measurement]] = {key: [] for key in plans}

@@ -77,7 +77,7 @@ class Modes:
         assignment = on_first_rank(lambda: find(self.at_rest), self.mesh)
         program = None
         try:
-            program = planner.written(assignment)
+            program = planner.writer.written(assignment)
         except ValueError as found:
             error = found
         raise_together(error, self.mesh)

@@ -93,7 +93,7 @@ def test_an_evaluation_with_parameters_where_they_are(mesh: dict[str, int], solv
     evaluated = model().eval()
     with torch.set_grad_enabled(gradients):
         other = Planner(evaluated, mesh, (batch(0),), loss_fn=loss_of)
-    made = other.written(other.assignment_at(at_rest))
+    made = other.writer.written(other.assignment_at(at_rest))
     assert bool(made.backward) == gradients
     for i in made.inputs:
         assert i.role != "parameter" or i.layout == at_rest[i.target]
@@ -122,7 +122,7 @@ def test_copies_of_a_layer_in_different_places() -> None:
     with torch.no_grad():
         other = Planner(evaluated, {"a": 4}, (batch(0),), loss_fn=loss_of)
     assert other.space.repeats
-    made = other.written(other.assignment_at(at_rest))
+    made = other.writer.written(other.assignment_at(at_rest))
     assert {i.target: i.layout for i in made.inputs if i.role == "parameter"}.items() <= at_rest.items()
     held = {**dict(evaluated.named_parameters()), **dict(evaluated.named_buffers())}
     found = simulate_step(made, held, {"args.0": batch(1)})

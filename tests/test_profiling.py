@@ -207,7 +207,7 @@ def test_what_is_measured_does_not_grow_with_depth() -> None:
         planner = planner_of(layers, {"dp": 2, "tp": 2})
         counts.append(segment_programs(planner.captured.graph, planner.segments, (2, 2)))
         plan = planner.plan(solver="megatron")
-        segment = planner.segment_program(planner.assignment(plan), plan.bucket_bytes)
+        segment = planner.writer.segment_program(planner.assignment(plan), plan.bucket_bytes)
         keys.append(structure(segment))
         assert len(segment.forward) < len(planner.program(plan).forward)
     assert counts[0] == counts[1]
@@ -228,9 +228,17 @@ def test_measured_prices_do_not_change_the_program_of_a_plan(tmp_path: Path) -> 
     costs = Costs(profiles=profiles, machine="machine", cluster=planner.cluster, with_links=True)
     plan, measured = planner.plan(solver="ddp"), planner.profiled(costs)
     one, other = (p.assignment(plan) for p in (planner, measured))
-    assert structure(codegen(planner.space, one)) != structure(codegen(measured.space, other))
+    quickest = planner.on(planner.mesh, measured.cluster)
+    assert structure(codegen(quickest.space, quickest.assignment(plan))) != structure(codegen(planner.space, one))
+    assert structure(codegen(measured.space, other)) == structure(codegen(planner.space, one))
     assert structure(planner.program(plan)) == structure(measured.program(plan))
-    segments = [structure(p.segment_program(a, plan.bucket_bytes)) for p, a in ((planner, one), (measured, other))]
+    told, priced = planner.again(plan).account, measured.again(plan).account
+    assert told.communication_seconds < priced.communication_seconds
+    both = [sorted((r.kind, r.axis, r.count, r.bytes) for r in found.collectives) for found in (told, priced)]
+    assert both[0] == both[1]
+    segments = [
+        structure(p.writer.segment_program(a, plan.bucket_bytes)) for p, a in ((planner, one), (measured, other))
+    ]
     assert segments[0] == segments[1]
 
 

@@ -84,7 +84,7 @@ def test_what_is_kept_is_what_crosses(name: str) -> None:
 
 
 def _peak(made: Planner, assignment: Assignment) -> Peak:
-    return peak(made.written(assignment), made.optimizer, "cpu")
+    return peak(made.writer.written(assignment), made.optimizer, "cpu")
 
 
 def test_a_limit_makes_copies_again_where_that_wins_and_the_plan_is_saved_so(tmp_path: Path) -> None:
