@@ -54,8 +54,9 @@ KINDS = ("analytical", "calibrated", "hybrid", "profiled")
 MESHES = ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4})
 RUNS, WARM_UPS = 3, 1
 SITTINGS = 3
-"""In which each plan's segment program is measured, all plans in turn: that with the middle step is kept, so that what
-disturbs a machine for some seconds is not in one plan alone, as it is not in the steps that are measured."""
+"""In which each plan's segment program is measured, all plans in turn, between rounds of whole steps: that with the
+middle step is kept. So what disturbs a machine for seconds is not in one plan alone, and what slows it for minutes is
+in what is predicted as it is in what is measured."""
 
 
 def cell_of(model: str, shape: str) -> Cell:
@@ -170,7 +171,6 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
 
     plans: dict[str, tuple[Any, Any, Any]] = {"chosen on dp 2 x tp 2": (first, meshes[0][1], chosen)}
     seen: set[str] = {structure(first.writer.segment_program(first.assignment(chosen), chosen.bucket_bytes))}
-    profiling = time.perf_counter()
     for mesh, device_mesh in meshes:
         planner = first.on(mesh, file)
         planned = on_first_rank(lambda planner=planner: plans_of(planner), device_mesh)
@@ -186,7 +186,9 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
         for key, (planner, _, plan) in plans.items()
     }
     sittings: dict[str, list[Measurement]] = {key: [] for key in plans}
-    for number in range(SITTINGS):
+
+    def sit(number: int) -> None:
+        """Measures each plan's segment program once more, and keeps what is in the middle by now."""
         for key in random.Random(number).sample(sorted(plans), len(plans)):
             planner, device_mesh, plan = plans[key]
             costs = Costs(profiles=Profiles(path), machine=machine, cluster=planner.cluster, with_links=True)
@@ -197,7 +199,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
                 found = replace(_middle(sittings[key]), collectives=sittings[key][0].collectives)
                 about = dict(model=plan.model, mesh=str(plan.mesh), label=plan.solver, fingerprint="")
                 costs.keep(programs[key], found, "sgd", planner.moved_bytes(programs[key]), about)
-    profiling = time.perf_counter() - profiling
+
     modules: dict[str, Any] = {}
     for key, (planner, device_mesh, plan) in plans.items():
         modules[key] = ParallelModule(model_of(cell), first.captured, planner.program(plan), plan, device_mesh)
@@ -207,6 +209,8 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     optimizers = {name: torch.optim.SGD(module.parameters(), lr=1e-3) for name, module in made.items()}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for number in range(rounds + 1):  # the first is warm-up
+        if number % math.ceil((rounds + 1) / SITTINGS) == 0:
+            sit(number)
         order = random.Random(number).sample(sorted(made), len(made))  # what one leaves behind meets others in turn
         for name, module in ((name, made[name]) for name in order):
             dist.barrier()
@@ -224,7 +228,6 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
         "plans": {key: plan.to_json() for key, (_, _, plan) in plans.items()} if dist.get_rank() == 0 else {},
         "machine": machine,
         "search": {**asdict(told), "seconds": took, "text": str(told)},
-        "profiling": profiling,
     }
 
 
