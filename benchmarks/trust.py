@@ -28,7 +28,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,9 @@ KINDS = ("analytical", "calibrated", "hybrid", "profiled")
 MESHES = ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4})
 RUNS, WARM_UPS = 3, 1
 SITTINGS = 3
-"""In which each plan's segment program is measured, all plans in turn, between rounds of whole steps: that with the
-middle step is kept. So what disturbs a machine for seconds is not in one plan alone, and what slows it for minutes is
-in what is predicted as it is in what is measured."""
+"""In which each plan's segment program is measured, all plans in turn, between rounds of whole steps: so what disturbs a
+machine for seconds is not in one plan alone, and what slows it for minutes is in what is predicted as it is in what is
+measured."""
 
 
 def cell_of(model: str, shape: str) -> Cell:
@@ -188,7 +188,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     sittings: dict[str, list[Measurement]] = {key: [] for key in plans}
 
     def sit(number: int) -> None:
-        """Measures each plan's segment program once more, and keeps what is in the middle by now."""
+        """Measures each plan's segment program once more, and keeps what all sittings found by now."""
         for key in random.Random(number).sample(sorted(plans), len(plans)):
             planner, device_mesh, plan = plans[key]
             costs = Costs(profiles=Profiles(path), machine=machine, cluster=planner.cluster, with_links=True)
@@ -196,7 +196,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
             order = Order(program=programs[key], cases=cases, runs=RUNS, warm_ups=WARM_UPS)
             sittings[key].append(bench_of(device_mesh, first.known, "sgd").measured(order))
             if dist.get_rank() == 0:
-                found = replace(_middle(sittings[key]), collectives=sittings[key][0].collectives)
+                found = _together(sittings[key])
                 about = dict(model=plan.model, mesh=str(plan.mesh), label=plan.solver, fingerprint="")
                 costs.keep(programs[key], found, "sgd", planner.moved_bytes(programs[key]), about)
 
@@ -231,8 +231,18 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     }
 
 
-def _middle(sittings: Sequence[Measurement]) -> Measurement:
-    return sorted(sittings, key=lambda found: statistics.median(found.steps))[(len(sittings) - 1) // 2]
+def _together(sittings: Sequence[Measurement]) -> Measurement:
+    """All runs of a program as if they had been one after the other; collectives were measured in the first sitting."""
+
+    def means(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(map(statistics.fmean, zip(*rows, strict=True)))
+
+    return replace(
+        sittings[0],
+        steps=tuple(seconds for found in sittings for seconds in found.steps),
+        durations=means(found.durations for found in sittings),
+        spreads=means(found.spreads for found in sittings),
+    )
 
 
 def error(predicted: Sequence[float], measured: Sequence[float]) -> float:
