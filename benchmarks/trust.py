@@ -54,9 +54,9 @@ KINDS = ("analytical", "calibrated", "hybrid", "profiled")
 MESHES = ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4})
 RUNS, WARM_UPS = 3, 1
 SITTINGS = 3
-"""In which each plan's segment program is measured, all plans in turn, between rounds of whole steps: so what disturbs a
-machine for seconds is not in one plan alone, and what slows it for minutes is in what is predicted as it is in what is
-measured."""
+"""In which each plan's segment program is measured, all plans in turn, between rounds of whole steps: so what disturbs
+a machine for seconds is not in one plan alone, and what slows it for minutes is in what is predicted as it is in what
+is measured."""
 
 
 def cell_of(model: str, shape: str) -> Cell:
