@@ -59,11 +59,10 @@ class Profiled:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A plan with its whole program and its segment program; two with the same `key` are measured once."""
+    """A plan with its program; two with the same `key` are one."""
 
     plan: Plan
     program: Program
-    segment: Program
     key: str
 
 
@@ -92,6 +91,8 @@ class Candidates:
         self.counts = dict.fromkeys(("measured", "known", "abandoned"), 0)
         self.off = 0.0
         """The most by which a prediction was too high, of what was measured."""
+        self.segments: dict[str, Program] = {}
+        """The segment programs of those that were measured."""
         programs: int = self.phases.timed("analysis", self._programs)
         found = {c.key: c for c in self.phases.timed("analysis", self._first)}
         seconds = self.phases.timed("compose", self._seconds, found.values())
@@ -140,10 +141,8 @@ class Candidates:
 
     def _candidate(self, plan: Plan) -> Candidate:
         planner = self.planner
-        assignment = planner.assignment(plan)
-        segment = planner.writer.segment_program(assignment, plan.bucket_bytes)
-        whole = planner.writer.written(assignment, plan.bucket_bytes)
-        return Candidate(plan=plan, program=whole, segment=segment, key=structure(segment))
+        program = planner.writer.written(planner.assignment(plan), plan.bucket_bytes)
+        return Candidate(plan=plan, program=program, key=structure(program))
 
     def _first(self) -> list[Candidate]:
         """The solver's plan, and the presets'."""
@@ -176,19 +175,27 @@ class Candidates:
         """Of a step of each, by its key, as far as is known now."""
         cluster = self.costs.measured(self.planner.space.mesh)
         optimizer, known = self.planner.optimizer.name, Known(made=self.planner.memory)
-        return {
-            c.key: timeline(c.program, cluster, known).seconds * self.costs.correction(c.segment, cluster, known)
-            + cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
-            for c in candidates
-        }
+        usual = self.costs.usual_correction(self.planner.space.mesh)
+
+        def seconds(c: Candidate) -> float:
+            segment = self.segments.get(c.key)
+            ratio = usual if segment is None else self.costs.correction(segment, cluster, known)
+            updating = cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
+            return timeline(c.program, cluster, known).seconds * ratio + updating
+
+        return {c.key: seconds(c) for c in candidates}
 
     def _measured(self, candidate: Candidate, predicted: float, best: float, number: int, left: int) -> ProgramRow:
         """What a candidate's segment program takes, which is measured if it was not before."""
-        plan, program = candidate.plan, candidate.segment
-        row = self.costs.row(candidate.key, program.mesh)
+        plan, planner = candidate.plan, self.planner
+        program: Program = self.phases.timed(
+            "analysis", planner.writer.segment_program, planner.assignment(plan), plan.bucket_bytes
+        )
+        self.segments[candidate.key] = program
+        row = self.costs.row(structure(program), program.mesh)
         if row is None:
             cluster = self.costs.measured(program.mesh)
-            ratio = self.costs.correction(program, cluster)
+            ratio = self.costs.usual_correction(program.mesh)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(
                 number / MOST_PROGRAMS, f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left"
@@ -205,9 +212,9 @@ class Candidates:
                 "model": plan.model,
                 "mesh": ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
                 "label": plan.solver,
-                "fingerprint": self.planner.fingerprints,
+                "fingerprint": planner.fingerprints,
             }
-            optimizer, moved = self.planner.optimizer.name, self.planner.moved_bytes(program)
+            optimizer, moved = planner.optimizer.name, planner.moved_bytes(program)
             row = self.phases.timed("compose", self.costs.keep, program, found, optimizer, moved, about)
             self.counts["measured"] += 1
             self.counts["abandoned"] += found.abandoned

@@ -269,15 +269,19 @@ class Costs:
         return found[0] if found else None
 
     def correction(self, program: Program, cluster: Cluster, known: Known | None = None) -> float:
-        """What a segment program takes, over what a cluster makes of its operators and collectives (`measured`); where
-        it was not measured, that of the others on these links, in the middle. `known` is what timelines on the same
-        device found out."""
+        """What a segment program takes, over what a cluster makes of its operators and collectives (`measured`); the
+        usual one where it was not measured. `known` is what timelines on the same device found out."""
         if not self.with_links:
             return 1.0
         rows = {row.structure: row for row in self._rows(program.mesh)}
-        if (row := rows.get(structure(program))) is not None:
-            return row.seconds / timeline(program, cluster, known).seconds
-        return statistics.median(row.seconds / row.composed_seconds for row in rows.values()) if rows else 1.0
+        if (row := rows.get(structure(program))) is None:
+            return self.usual_correction(program.mesh)
+        return row.seconds / timeline(program, cluster, known).seconds
+
+    def usual_correction(self, mesh: Sequence[int]) -> float:
+        """That of the programs that were measured on these links, in the middle; 1 where none was."""
+        rows = self._rows(mesh) if self.with_links else []
+        return statistics.median(row.seconds / row.composed_seconds for row in rows) if rows else 1.0
 
     def keep(
         self, program: Program, found: Measurement, optimizer: str, optimizer_bytes: int, about: Mapping[str, str]

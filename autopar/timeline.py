@@ -38,6 +38,9 @@ PROCESSOR = "processor"
 COPIES = frozenset({"aten.contiguous.default", "aten.reshape.default"})
 """Views that lay out anew a value that does not lie in order."""
 
+LATEST = 2
+"""Timelines that `Known` keeps."""
+
 FREE = COPIES | set(VIEWS)
 """Views that the search does not see: their time is that of the operators around them."""
 
@@ -209,12 +212,20 @@ class Known:
 
     costs: dict[tuple[Any, ...], _Cost] = field(default_factory=dict)
     made: liveness.Known = field(default_factory=dict)
+    latest: list[tuple[Program, Cluster, Timeline]] = field(default_factory=list)
+    """Of the programs that were looked at last: passes look at the same one, one after the other."""
 
 
 def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> Timeline:
     """One step of `program` on a cluster; `known` is what earlier timelines on the same device found out. Raises
     ValueError where the mesh does not fit the cluster."""
-    return _Writer(program, cluster, known or Known()).timeline()
+    known = known or Known()
+    for other, priced, found in known.latest:
+        if other is program and priced is cluster:
+            return found
+    made = _Writer(program, cluster, known).timeline()
+    known.latest[:] = [(program, cluster, made), *known.latest[: LATEST - 1]]
+    return made
 
 
 def alone_seconds(program: Program, cluster: Cluster, known: Known | None = None) -> dict[str, float]:

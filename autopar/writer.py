@@ -24,6 +24,10 @@ from .timeline import Known, timeline
 KEPT_INSTRUCTIONS = 200_000
 """Of the programs that are kept, since most are looked at more than once."""
 
+Form = tuple[str, int]
+"""Whether a program is without buckets, whole or of few copies of each segment; and its largest bucket."""
+PLAIN: Form = ("plain", 0)
+
 
 class Writer:
     """Writes programs in a space. Its prices decide by which routes values are redistributed, and how programs are
@@ -34,15 +38,15 @@ class Writer:
         self.space, self.cluster, self.phases = space, cluster, phases
         self.known = Known(made=memory)
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
-        self.programs: list[tuple[Assignment, int, Program]] = []
-        """The last ones that were written, the latest first, each with its largest bucket; 0: without buckets."""
+        self.programs: list[tuple[Assignment, Form, Program]] = []
+        """The last ones that were written, the latest first."""
 
     def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES) -> Program:
         """The program of an assignment, with its collectives in buckets. Raises ValueError where the assignment
         contradicts itself."""
-        plain = self._kept(assignment, 0, lambda: self.phases.timed("codegen", codegen, self.space, assignment))
+        plain = self._kept(assignment, PLAIN, lambda: self.phases.timed("codegen", codegen, self.space, assignment))
         return self._kept(
-            assignment, bucket_bytes, lambda: self.phases.timed("bucket", self.lowered, plain, bucket_bytes)
+            assignment, ("whole", bucket_bytes), lambda: self.phases.timed("bucket", self.lowered, plain, bucket_bytes)
         )
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
@@ -50,7 +54,11 @@ class Writer:
         short = shortened(self.space, assignment, KEPT)
         if short is None:
             return self.written(assignment, bucket_bytes)
-        return self.lowered(codegen(short.space, short.assignment), bucket_bytes)
+        return self._kept(
+            assignment,
+            ("segments", bucket_bytes),
+            lambda: self.lowered(codegen(short.space, short.assignment), bucket_bytes),
+        )
 
     def lowered(self, program: Program, limit_bytes: int) -> Program:
         """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts."""
@@ -66,14 +74,14 @@ class Writer:
                 lowered = min(ways, key=lambda way: timeline(way, cluster, known).seconds)
         return compact(lowered, known.made)
 
-    def _kept(self, assignment: Assignment, bucket_bytes: int, write: Callable[[], Program]) -> Program:
+    def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Program]) -> Program:
         """The program of an assignment, written if it is not there."""
-        for number, (other, size, program) in enumerate(self.programs):
-            if size == bucket_bytes and other == assignment:
+        for number, (other, known, program) in enumerate(self.programs):
+            if known == form and other == assignment:
                 self.programs.insert(0, self.programs.pop(number))
                 return program
         program = write()
-        self.programs.insert(0, (assignment, bucket_bytes, program))
+        self.programs.insert(0, (assignment, form, program))
         lengths = accumulate(len(p.forward) + len(p.backward) for _, _, p in self.programs)
         del self.programs[max(2, sum(length <= KEPT_INSTRUCTIONS for length in lengths)) :]
         return program

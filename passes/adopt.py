@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster
@@ -52,7 +52,8 @@ class Place:
     ways: tuple[Way, ...]
 
 
-Places = Callable[[Sequence[Instruction], Metas], Iterator[Place]]
+Places = Callable[[Sequence[Instruction], Metas, Container[str] | None], Iterator[Place]]
+"""Those of a half, or of some of its collectives, by the names of their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def adopt(
     `known` is what earlier timelines on the same device found out."""
     known = known or Known()
     told = timeline(program, cluster, known)
+    windows = replace(known, latest=[])
     links = cluster.links(program.mesh)
     kinds = {i.outputs[0]: i for i in (*program.forward, *program.backward) if i.collective}
     # one collective more takes its latencies at least: what can be hidden is what lies above them
@@ -83,7 +85,7 @@ def adopt(
         return program
 
     def quickest(lowering: _Lowering, place: Place, trial: Trial) -> Chosen | None:
-        return lowering.quickest(place, trial, parts, lambda made: timeline(made, cluster, known).seconds)
+        return lowering.quickest(place, trial, parts, lambda made: timeline(made, cluster, windows).seconds)
 
     lowering = _Lowering(program, places, label, worth, quickest)
     made = lowering.program()
@@ -116,7 +118,7 @@ def reasons(program: Program, places: Places, parts: int, label: str) -> dict[st
     """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
     found: dict[str, str] = {}
     for half, _ in halves_of(program):
-        for place in places(half, program.metas):
+        for place in places(half, program.metas, None):
             why = []
             for way in place.ways:
                 first, last = way.span
@@ -197,9 +199,8 @@ class _Lowering:
             return Trial(window, first, kept)
 
         alike: dict[object, list[Place]] = {}
-        for place in self.places(half, self.metas):
-            if self.wanted is None or place.collective in self.wanted:
-                alike.setdefault(self._key(half, place), []).append(place)
+        for place in self.places(half, self.metas, self.wanted):
+            alike.setdefault(self._key(half, place), []).append(place)
         chosen: list[tuple[Place, Chosen]] = []
         for group in alike.values():
             if self.wanted is not None and sum(self.wanted[place.collective] for place in group) < LEAST_SHARE:

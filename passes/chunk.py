@@ -8,7 +8,7 @@ that dim are chains that do not wait for each other. The result is laid side by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ..cluster import Cluster
 from ..layout import Split
@@ -40,11 +40,14 @@ def why_whole(program: Program, chunks: int) -> dict[str, str]:
     return reasons(program, places, chunks, "chunk")
 
 
-def places(half: Sequence[Instruction], metas: Metas) -> Iterator[Place]:
-    """Stretches from a collective through the next ones, with the ways to cut them."""
+def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+    """Stretches from a collective through the next ones, with the ways to cut them; of some collectives, by the names
+    of their results, or of all."""
     around = Around(half, metas)
     for position, instruction in enumerate(half):
-        if instruction.collective and (ways := tuple(_ways(around, position))):
+        if not instruction.collective or (wanted is not None and instruction.outputs[0] not in wanted):
+            continue
+        if ways := tuple(_ways(around, position)):
             yield Place(collective=instruction.outputs[0], ways=ways)
 
 

@@ -10,7 +10,7 @@ summed over they are added up, and both operands are cut alike: where their shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ..cluster import Cluster
 from ..layout import Split
@@ -46,10 +46,13 @@ def why_whole(program: Program, slices: int) -> dict[str, str]:
     return reasons(program, places, slices, "slice")
 
 
-def places(half: Sequence[Instruction], metas: Metas) -> Iterator[Place]:
-    """Products next to collectives, with the ways to slice them."""
+def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+    """Products next to collectives, with the ways to slice them; of some collectives, by the names of their results, or
+    of all."""
     around = Around(half, metas)
     for position, instruction in enumerate(half):
+        if wanted is not None and instruction.outputs[0] not in wanted:
+            continue
         if instruction.collective in BEFORE:
             ways = tuple(_gathered(around, position))
         elif instruction.collective in AFTER:
