@@ -10,7 +10,8 @@ turn:
 - *hybrid*: operators measured on one process alone, links from the calibrated file;
 - *profiled*: segment programs, operators and collectives measured by the ranks (`docs/profiling.md`).
 
-Printed are Spearman's rank correlation and the root of the mean squared error over the mean measured step; the plan
+Printed are Spearman's rank correlation and the root of the mean squared error over the mean measured step, and both
+between the odd and the even rounds of what was measured, which is how well this ground repeats itself; the plan
 that is best by each model, beside the best of all measured; what `parallelize(cost="profiled")` measured to choose one
 on the first mesh, by phase, in steps of the model; and that plan beside the same written by hand with DDP, FSDP2 and
 `parallelize_module`.
@@ -283,6 +284,12 @@ def report(
             f"best scale), "
             f"chooses {choice}: {r['over_best']:.3f} of the best"
         )
+    odd, even = ([statistics.median(steps[plan][first::2]) for plan in ours] for first in (0, 1))
+    repeated = {"spearman": spearman(odd, even), "error": error(odd, even)}
+    print(
+        f"  odd rounds of the same steps against even ones: Spearman {repeated['spearman']:.3f}, RMSE / mean "
+        f"{repeated['error']:.3f}"
+    )
     chosen = medians["chosen on dp 2 x tp 2"]
     hand_best = min(hand, key=lambda plan: medians[plan])
     ratio = statistics.median(a / b for a, b in zip(steps["chosen on dp 2 x tp 2"], steps[hand_best], strict=True))
@@ -304,6 +311,7 @@ def report(
         "steps": steps,
         "predicted": predicted,
         "models": rows,
+        "repeated": repeated,
         "ratio": ratio,
         "chosen_over_best_of_mesh": chosen / same,
         "search": search,
