@@ -134,8 +134,8 @@ def meshslice() -> dict[str, Any]:
             [("", *lowered), ("schedules", *(f"{last[a][0]:.1%}" for a in lowered)),
              ("programs", *(f"{u:.1%}" for u in lowered.values()))],
             ["programs: all collectives are launched as an all-gather is; Wang takes the first collective of a product "
-             "apart, shard by shard, where the paper unrolls the better one; SUMMA's broadcasts synchronise once a hop, "
-             "the paper's once a packet (2.3.3)"],
+             "apart, shard by shard, where the paper unrolls the better one; SUMMA's broadcasts synchronise once a "
+             "hop, the paper's once a packet (2.3.3)"],
         )  # fmt: skip
         every[name] = {
             "figure 9": by_chips, "over wang": faster, "end to end": whole, "lost": lost, "programs": lowered,
