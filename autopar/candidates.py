@@ -195,6 +195,7 @@ class Candidates:
         row = self.costs.row(structure(program), program.mesh)
         if row is None:
             cluster = self.costs.measured(program.mesh)
+            told = timeline(program, cluster, Known(made=planner.memory))
             ratio = self.costs.usual_correction(program.mesh)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(
@@ -203,7 +204,7 @@ class Candidates:
             order = Order(
                 program=program,
                 cases=self.costs.unmeasured(program),
-                limit_seconds=WORTHLESS * timeline(program, cluster).seconds * ratio * best / predicted,
+                limit_seconds=WORTHLESS * told.seconds * ratio * best / predicted,
             )
             found = self.phases.timed("measure", self.measure, order)
             self.phases["measure"] -= found.compile_seconds

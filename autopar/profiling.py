@@ -1,8 +1,8 @@
 """Profiled costs (CFP section 4): segments are measured as the programs that they become, and plans are composed of
 them.
 
-A plan is measured by its *segment program*: the real program, with at most `KEPT` copies of each run of layers that
-decide alike, so that what is measured does not grow with depth. Each instruction has a clock beside it. What is
+A plan is measured by its *segment program*: the real program, with few copies of each run of layers that decide alike
+(`writer.KEPT`), so that what is measured does not grow with depth. Each instruction has a clock beside it. What is
 composed (CFP Eq. 8 and 9, with what overlaps): the whole program's timeline, with the seconds of operators on their
 local shapes, of collectives by size and axis, as they were measured anywhere, times what the segment program took over
 what its own timeline says of it. Configurations that were not measured are priced by the same operators and collectives
@@ -35,9 +35,6 @@ from .passes.segments import Segments
 from .profiles import CollectiveRow, OperatorRow, Profiles, ProgramRow, links_key
 from .program import Instruction, Program
 from .timeline import FREE, Known, key_of, timeline
-
-KEPT = 2
-"""Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
 
 WARM_UPS, RUNS, LEAST_RUNS = 5, 10, 2
 """CFP's; a program that cannot win is stopped after the least, and one more that warms up."""

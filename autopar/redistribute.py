@@ -113,12 +113,11 @@ class Redistributor:
             if self.routes is None:
                 self._routes[key] = self._search(shape, dtype.itemsize, source, target, bucketed)
             else:
-                self._routes[key] = self._priced(self.routes.route(shape, dtype, source, target, bucketed), bucketed)
+                taken = self.routes.route(shape, dtype, source, target, bucketed)
+                self._routes[key] = None if taken is None else self._priced(taken, bucketed)
         return self._routes[key]
 
-    def _priced(self, route: Route | None, bucketed: bool) -> Route | None:
-        if route is None:
-            return None
+    def _priced(self, route: Route, bucketed: bool) -> Route:
         return Route(route.steps, math.fsum(self.step_seconds(step, bucketed) for step in route.steps))
 
     def acquire(
@@ -144,8 +143,7 @@ class Redistributor:
             made = self.routes.acquire(shape, dtype, produced, wanted, bucketed)
             if made is None:
                 return None
-            priced = ((a, self.route(shape, dtype, a.source, a.layout, bucketed)) for a in made)
-            return tuple(Acquired(a.layout, a.source, route) for a, route in priced if route is not None)
+            return tuple(Acquired(a.layout, a.source, self._priced(a.route, bucketed)) for a in made)
         there = [produced]
         found: list[Acquired] = []
         rest = [layout for layout in wanted if layout != produced]

@@ -17,11 +17,13 @@ from .passes.shorten import shortened
 from .passes.slice import slice_products
 from .passes.strategies import Space
 from .phases import Phases
-from .profiling import KEPT
 from .program import Program
 from .timeline import Known, timeline
 
-KEPT_INSTRUCTIONS = 200_000
+KEPT = 2
+"""Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
+
+LATEST_INSTRUCTIONS = 200_000
 """Of the programs that are kept, since most are looked at more than once."""
 
 Form = tuple[str, int]
@@ -83,5 +85,5 @@ class Writer:
         program = write()
         self.programs.insert(0, (assignment, form, program))
         lengths = accumulate(len(p.forward) + len(p.backward) for _, _, p in self.programs)
-        del self.programs[max(2, sum(length <= KEPT_INSTRUCTIONS for length in lengths)) :]
+        del self.programs[max(2, sum(length <= LATEST_INSTRUCTIONS for length in lengths)) :]
         return program

@@ -33,14 +33,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.profiling import Measurement
 
 sys.path[0] = str(Path(__file__).parent)
 
 from lab import CELLS, VOCABULARY, Cell, _Averaged, by_hand, calibrated, model_of, spearman, steps_of  # noqa: E402
 
 from autopar import lab  # noqa: E402
-from autopar.profiling import Measurement  # noqa: E402
 
 TIMEOUT_SECONDS = 1700.0
 SIZES = {"hidden": 256, "layers": 4, "batch": 8, "sequence": 128}

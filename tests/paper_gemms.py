@@ -75,7 +75,7 @@ def flows(product: Product, rows: int, columns: int) -> list[Flow]:
 
 
 @cache
-def chips(kind: str, rows: int, columns: int) -> Cluster:
+def cluster_of(kind: str, rows: int, columns: int) -> Cluster:
     """Rings of their own down and across; what is no product takes no time."""
     levels = (
         Level(
@@ -93,7 +93,7 @@ def chips(kind: str, rows: int, columns: int) -> Cluster:
 
 
 def torus(kind: str, rows: int, columns: int) -> tuple[Link, ...]:
-    return chips(kind, rows, columns).links((rows, columns))
+    return cluster_of(kind, rows, columns).links((rows, columns))
 
 
 class Schedule:
@@ -356,7 +356,7 @@ def program_of(name: str, product: Product, rows: int, columns: int) -> Program:
 @cache
 def seconds_of_program(name: str, product: Product, rows: int, columns: int) -> float:
     """Each collective is launched as an all-gather is."""
-    return timeline(program_of(name, product, rows, columns), chips("all_gather", rows, columns)).seconds
+    return timeline(program_of(name, product, rows, columns), cluster_of("all_gather", rows, columns)).seconds
 
 
 def reached(name: str, hidden: int, chips: int) -> tuple[float, tuple[int, int]]:
