@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from .graph import Ref, TensorMeta, map_references
+from .graph import TensorMeta, map_references
 from .layout import local_shape
 from .ops.emit import on_meta
 from .program import Instruction, Program
@@ -78,12 +77,19 @@ def lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a tensor lies in its memory."""
+    """Where a tensor lies in its memory. Its hash, which is asked for at every operand, is made once."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    hashed: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hashed", hash((self.shape, self.stride, self.offset, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self.hashed
 
     @property
     def numel(self) -> int:
@@ -111,11 +117,6 @@ class Placed:
         return torch.empty(extent, dtype=self.dtype, device="meta").as_strided(self.shape, self.stride, self.offset)
 
 
-def contiguous(meta: TensorMeta) -> Placed:
-    stride = torch.empty(meta.shape, device="meta").stride()
-    return Placed(meta.shape, stride, 0, meta.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class Made:
     """A result: a view of operand `of`, or, where that is None, memory of its own of so many bytes."""
@@ -125,8 +126,37 @@ class Made:
     bytes: int
 
 
-Known = dict[Any, tuple[Made | None, ...]]
-"""What operators make, by their name, how their operands lie in memory, and their other arguments."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """What an operator makes of operands that lie in memory as they do. `copies`: any of it lies in memory of its own,
+    and is not only seen in another way."""
+
+    made: tuple[Made | None, ...]
+    copies: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """How values lie in memory, found out once for programs that are much alike."""
+
+    operators: dict[tuple[str, tuple[Placed, ...]], Results] = field(default_factory=dict)
+    """By an instruction's form and its operands."""
+    contiguous: dict[TensorMeta, Placed] = field(default_factory=dict)
+
+    def whole(self, meta: TensorMeta) -> Placed:
+        """A value in memory of its own, contiguous."""
+        if (found := self.contiguous.get(meta)) is None:
+            stride = torch.empty(meta.shape, device="meta").stride()
+            found = self.contiguous[meta] = Placed(meta.shape, stride, 0, meta.dtype)
+        return found
+
+    def results(self, instruction: Instruction, operands: tuple[Placed, ...]) -> Results:
+        key = (instruction.form, operands)
+        if (found := self.operators.get(key)) is None:
+            made = _run(instruction, operands)
+            found = Results(made, any(m is not None and m.of is None for m in made))
+            self.operators[key] = found
+        return found
 
 
 @dataclass(eq=False)
@@ -139,13 +169,13 @@ class Memory:
     placed: dict[str, Placed] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
     """Instruction, by its id -> bytes of its results that have no name."""
-    known: Known = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
 
     @staticmethod
     def of(program: Program, instructions: Sequence[Instruction], known: Known | None = None) -> Memory:
         """Of the inputs and the values that these instructions make; no all-reduce works in place. `known` is what
         other programs showed."""
-        memory = Memory(known={} if known is None else known)
+        memory = Memory(known=known or Known())
         for i in program.inputs:
             memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
         for instruction in instructions:
@@ -154,7 +184,7 @@ class Memory:
 
     def give(self, name: str, meta: TensorMeta) -> None:
         """A value in memory of its own, contiguous."""
-        self.placed[name] = contiguous(meta)
+        self.placed[name] = self.known.whole(meta)
         self.storages[name] = (self.new(meta.bytes),)
 
     def new(self, size: int) -> int:
@@ -171,21 +201,22 @@ class Memory:
         elif instruction.collective:
             self._collective(program, line, by_parts)
         else:
-            self.copies(instruction)
+            self.local(instruction)
 
-    def copies(self, instruction: Instruction) -> bool:
-        """What a local op makes, and whether any of it lies in memory of its own: not only seen in another way."""
-        results = self._local(instruction)
-        for name, made in zip(instruction.outputs, results, strict=True):
+    def local(self, instruction: Instruction) -> Results:
+        """What a local op makes."""
+        placed = self.placed
+        results = self.known.results(instruction, tuple([placed[name] for name in instruction.inputs]))
+        for name, made in zip(instruction.outputs, results.made, strict=True):
             if made is None:
                 continue
             if not name:
                 self.unnamed[id(instruction)] = self.unnamed.get(id(instruction), 0) + made.bytes
             else:
-                self.placed[name] = made.placed
+                placed[name] = made.placed
                 viewed = None if made.of is None else self.storages[instruction.inputs[made.of]]
                 self.storages[name] = viewed or (self.new(made.bytes),)
-        return any(made is not None and made.of is None for made in results)
+        return results
 
     def _collective(self, program: Program, line: Line, by_parts: bool) -> None:
         instruction = line.instruction
@@ -194,7 +225,7 @@ class Memory:
         if kind == "all_reduce" and line.in_place:
             self.placed[name], (result, *held) = self.placed[source], self.storages[source]
         else:
-            self.placed[name], result, held = contiguous(meta), self.new(meta.bytes), list(self.storages[source])
+            self.placed[name], result, held = self.known.whole(meta), self.new(meta.bytes), list(self.storages[source])
         given = program.metas[source]
         if kind in ("all_reduce", "reduce_scatter"):
             if instruction.args[1] != "sum" and given.dtype.is_floating_point:
@@ -202,20 +233,6 @@ class Memory:
             elif kind == "reduce_scatter" and by_parts:
                 held.append(self.new(given.bytes))
         self.storages[name] = (result, *held)
-
-    def _local(self, instruction: Instruction) -> tuple[Made | None, ...]:
-        operands = [self.placed[name] for name in instruction.inputs]
-        key = (instruction.op, tuple(operands), _form(instruction.args), _form(instruction.kwargs))
-        if key not in self.known:
-            self.known[key] = _run(instruction, operands)
-        return self.known[key]
-
-
-def _form(value: Any) -> Any:
-    """An argument without the names in it. Numbers keep their type: 1, 1.0 and True differ."""
-    if isinstance(value, tuple):
-        return tuple(map(_form, value))
-    return None if isinstance(value, Ref) else (type(value), value)
 
 
 def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[Made | None, ...]:

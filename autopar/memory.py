@@ -65,7 +65,7 @@ def moments(program: Program, optimizer: Optimizer, device_type: str, known: Kno
 
 
 def _step(program: Program, optimizer: Optimizer, device_type: str, known: Known | None) -> _Step:
-    return _Step(program, optimizer, device_type, Memory(known={} if known is None else known))
+    return _Step(program, optimizer, device_type, Memory(known=known or Known()))
 
 
 @dataclass(eq=False)

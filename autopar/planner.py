@@ -31,11 +31,10 @@ from .passes.account import account, least_seconds, parameter_layouts
 from .passes.blocks import Blocks, blocks
 from .passes.bucket import LIMIT_BYTES
 from .passes.capture import Captured
-from .passes.codegen import codegen
 from .passes.problem import Allowed, Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, fingerprint, segments
-from .passes.shorten import shortened
+from .passes.shorten import KEPT, shortened
 from .passes.stamp import capture_stamped
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from .phases import Phases
@@ -47,7 +46,7 @@ from .program import Program
 from .redistribute import Redistributor
 from .search import Found, Search, unique_sites
 from .solve import EXACT, SOLVERS
-from .timeline import Known, timeline
+from .timeline import Known, Timeline, timeline
 from .volume import volumes, with_arithmetic_split
 from .writer import Writer
 
@@ -97,7 +96,7 @@ class Planner:
         self.device_type = device_type
         self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
         """Of one search, by the identity of the assignment."""
-        self.memory: liveness.Known = {}
+        self.memory = liveness.Known()
         """How results of operators lie in memory, whatever the mesh and the cluster."""
         self.profiles = profiles
         """The database of what is measured; the user's own if None."""
@@ -427,10 +426,9 @@ class Planner:
         short = shortened(self.writer.space, assignment)
         if short is None:
             return self.peak(assignment, memory_limit_bytes)[1].bytes
-        program = codegen(short.space, short.assignment)
         least = math.inf
         for size in BUCKETS:
-            bucketed = self.writer.lowered(program, size)
+            bucketed = self.writer.written(assignment, size, KEPT)
             found = moments(bucketed, self.optimizer, self.kind_of_device, self.memory)
             least = min(least, short.most(found, bucketed, self.optimizer))
             if _is_settled(least, size, memory_limit_bytes):
@@ -552,7 +550,14 @@ class Planner:
 
         Raises ValueError where the plan does not fit the model or the mesh, or contradicts itself.
         """
-        return self.writer.written(self.assignment(plan), plan.bucket_bytes)
+        with uncollected():
+            return self.writer.written(self.assignment(plan), plan.bucket_bytes)
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """When each instruction of a plan's program runs on the planner's cluster. Raises ValueError as `program`."""
+        program = self.program(plan)
+        with uncollected():
+            return timeline(program, self.cluster, self.operators)
 
     def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
         """The best decisions with parameters in these layouts, by name; those not named are replicated.

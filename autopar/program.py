@@ -76,11 +76,26 @@ class Instruction:
         kind = self.op.removeprefix("collective.")
         return kind if kind != self.op and kind in COLLECTIVES else None
 
+    @cached_property
+    def form(self) -> str:
+        """The op and its arguments, without the names of the values that it reads: the same for instructions that do
+        the same to other values."""
+        return f"{self.op}{_nameless(self.args)}{_nameless(self.kwargs)}"
+
     @property
     def label(self) -> str:
         """The op, and the value that it makes or, of a wait, waits for: what it is called in traces."""
         values = self.inputs if self.op == "collective.wait" else self.outputs
         return " ".join([self.op, *[name for name in values if name][:1]])
+
+
+def _nameless(value: Any) -> str:
+    """An argument without the names in it. Numbers keep their type: 1, 1.0 and True differ."""
+    if isinstance(value, Ref):
+        return "."
+    if isinstance(value, tuple):
+        return f"({','.join(map(_nameless, value))})"
+    return repr(value)
 
 
 def names_no_device(instruction: Instruction) -> bool:

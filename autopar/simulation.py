@@ -14,7 +14,7 @@ from .constraints import Constraints
 from .optimizers import Optimizer
 from .plan import Plan, bytes_text, seconds_text, table
 from .planner import Planner
-from .timeline import COMPUTE, Timeline, timeline
+from .timeline import COMPUTE, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,4 +103,4 @@ def simulate(
     planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer)
     if plan is None:
         plan = planner.plan(solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
-    return Simulation(plan=plan, timeline=timeline(planner.program(plan), planner.cluster))
+    return Simulation(plan=plan, timeline=planner.timeline(plan))

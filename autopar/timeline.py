@@ -210,8 +210,9 @@ def covered(stalls: tuple[Stall, ...], events: list[Event]) -> Iterator[tuple[Ev
 class Known:
     """What operators cost and what they make, for timelines of many programs of one device that are much alike."""
 
-    costs: dict[tuple[Any, ...], _Cost] = field(default_factory=dict)
-    made: liveness.Known = field(default_factory=dict)
+    costs: dict[tuple[liveness.Results, tuple[bool, ...]], _Cost] = field(default_factory=dict)
+    """By what an operator makes of its operands, and which of its results are wanted."""
+    made: liveness.Known = field(default_factory=liveness.Known)
     latest: list[tuple[Program, Cluster, Timeline]] = field(default_factory=list)
     """Of the programs that were looked at last: passes look at the same one, one after the other."""
 
@@ -453,15 +454,15 @@ class _Local:
         return None if operators is None else operators.seconds.get(key_of(instruction, self.metas))
 
     def cost(self, instruction: Instruction) -> _Cost:
-        copies = self.memory.copies(instruction)
-        metas = tuple(self.metas[name] for name in instruction.inputs)
+        results, outputs = self.memory.local(instruction), instruction.outputs
         # an op may be told not to make what nobody reads
-        wanted = self.read.intersection(instruction.outputs) or instruction.outputs
-        made = tuple(self.metas[name] if name and name in wanted else None for name in instruction.outputs)
-        key = (instruction.op, copies, metas, made, instruction.args if instruction.kwargs else None)
-        if key not in self._known:
-            self._known[key] = self._cost(instruction, copies, replace(call_of(instruction, self.metas), outputs=made))
-        return self._known[key]
+        wanted = outputs if len(outputs) == 1 else self.read.intersection(outputs) or outputs
+        key = (results, tuple([bool(name) and name in wanted for name in outputs]))
+        if (found := self._known.get(key)) is None:
+            made = tuple(self.metas[name] if name and name in wanted else None for name in outputs)
+            call = replace(call_of(instruction, self.metas), outputs=made)
+            found = self._known[key] = self._cost(instruction, results.copies, call)
+        return found
 
     def _cost(self, instruction: Instruction, copies: bool, call: Call) -> _Cost:
         known, ratio = self._measured(instruction), self.device.ratio(instruction.op)

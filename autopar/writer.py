@@ -7,14 +7,16 @@ from itertools import accumulate
 
 from . import liveness
 from .cluster import Cluster
+from .passes.adopt import Adopted, adopt
 from .passes.bucket import LIMIT_BYTES
-from .passes.chunk import chunk
+from .passes.chunk import CHUNKING
 from .passes.codegen import codegen
 from .passes.compact import compact
 from .passes.prefetch import prefetch
 from .passes.problem import Assignment
+from .passes.shorten import KEPT as LOOKED_AT
 from .passes.shorten import shortened
-from .passes.slice import slice_products
+from .passes.slice import SLICING
 from .passes.strategies import Space
 from .phases import Phases
 from .program import Program
@@ -26,9 +28,11 @@ KEPT = 2
 LATEST_INSTRUCTIONS = 200_000
 """Of the programs that are kept, since most are looked at more than once."""
 
-Form = tuple[str, int]
-"""Whether a program is without buckets, whole or of few copies of each segment; and its largest bucket."""
-PLAIN: Form = ("plain", 0)
+LATEST_CHOICES = 8
+"""Assignments of which is kept what runs in parts."""
+
+Form = tuple[int, str, int]
+"""Of each run of copies alike at most so many (0: all); how far it is written; its largest bucket (0: none)."""
 
 
 class Writer:
@@ -42,39 +46,67 @@ class Writer:
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
         self.programs: list[tuple[Assignment, Form, Program]] = []
         """The last ones that were written, the latest first."""
+        self.chosen: list[tuple[Assignment, tuple[Adopted, ...]]] = []
+        """What runs in parts, of the last assignments that were looked at, the latest first."""
 
-    def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES) -> Program:
-        """The program of an assignment, with its collectives in buckets. Raises ValueError where the assignment
-        contradicts itself."""
-        plain = self._kept(assignment, PLAIN, lambda: self.phases.timed("codegen", codegen, self.space, assignment))
-        return self._kept(
-            assignment, ("whole", bucket_bytes), lambda: self.phases.timed("bucket", self.lowered, plain, bucket_bytes)
-        )
+    def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0) -> Program:
+        """The program of an assignment, with its collectives in buckets of at most so many bytes. Where smaller ones
+        were taken to save memory nothing runs in parts. Not 0 `copies`: of each run of copies alike at most so many.
+        Raises ValueError where the assignment contradicts itself."""
+        if copies and shortened(self.space, assignment, copies) is None:
+            copies = 0
+
+        def lowered() -> Program:
+            program = self._joined(assignment, bucket_bytes, copies)
+            if bucket_bytes >= LIMIT_BYTES:
+                for adopted in self._in_parts(assignment):
+                    program = self.phases.timed("parts", adopted.on, program)
+            return self.phases.timed("compact", compact, program, self.known.made)
+
+        return self._kept(assignment, (copies, "lowered", bucket_bytes), lowered)
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program by which an assignment is measured: of few copies of each of its segments."""
-        short = shortened(self.space, assignment, KEPT)
-        if short is None:
-            return self.written(assignment, bucket_bytes)
-        return self._kept(
-            assignment,
-            ("segments", bucket_bytes),
-            lambda: self.lowered(codegen(short.space, short.assignment), bucket_bytes),
-        )
+        return self.written(assignment, bucket_bytes, KEPT)
 
-    def lowered(self, program: Program, limit_bytes: int) -> Program:
-        """In buckets of at most `limit_bytes`. Where smaller ones were taken to save memory nothing runs in parts."""
-        cluster, known, sizes = self.cluster, self.known, self.space.redistributor.bucket_bytes
-        lowered = prefetch(program, cluster, sizes, limit_bytes=limit_bytes, known=known)
-        if limit_bytes >= LIMIT_BYTES:
-            sliced = slice_products(lowered, cluster, known)
-            chunked = chunk(lowered, cluster, known)
-            if sliced is lowered or chunked is lowered:
-                lowered = chunked if sliced is lowered else sliced
-            else:  # what is in slices is in no chunk
-                ways = (sliced, chunked, chunk(sliced, cluster, known))
-                lowered = min(ways, key=lambda way: timeline(way, cluster, known).seconds)
-        return compact(lowered, known.made)
+    def _plain(self, assignment: Assignment, copies: int) -> Program:
+        """As it follows from the assignment, with nothing lowered."""
+        short = shortened(self.space, assignment, copies) if copies else None
+        space, assignment = (self.space, assignment) if short is None else (short.space, short.assignment)
+        return self.phases.timed("codegen", codegen, space, assignment)
+
+    def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
+        """In buckets, its collectives started early."""
+        plain = self._kept(assignment, (copies, "plain", 0), lambda: self._plain(assignment, copies))
+        sizes = self.space.redistributor.bucket_bytes
+
+        def joined() -> Program:
+            return prefetch(plain, self.cluster, sizes, limit_bytes=bucket_bytes, known=self.known)
+
+        return self._kept(assignment, (copies, "joined", bucket_bytes), lambda: self.phases.timed("bucket", joined))
+
+    def _in_parts(self, assignment: Assignment) -> tuple[Adopted, ...]:
+        """What runs in parts, one after the other: found on few copies, so that it costs the same at any depth, and
+        the same for all programs of the assignment."""
+        for number, (other, found) in enumerate(self.chosen):
+            if other == assignment:
+                self.chosen.insert(0, self.chosen.pop(number))
+                return found
+        copies = LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
+        program = self._joined(assignment, LIMIT_BYTES, copies)
+        found = self.phases.timed("choose", self._quickest, program)
+        self.chosen = [(assignment, found), *self.chosen[: LATEST_CHOICES - 1]]
+        return found
+
+    def _quickest(self, program: Program) -> tuple[Adopted, ...]:
+        """Products in slices, stretches in chunks, or both."""
+        cluster, known = self.cluster, self.known
+        single = [adopt(program, cluster, lowering, known) for lowering in (SLICING, CHUNKING)]
+        ways: list[tuple[Adopted, ...]] = [(adopted,) for adopted in single if adopted.ways]
+        if len(ways) == len(single):  # what is in slices is in no chunk
+            sliced = single[0]
+            ways.append((sliced, adopt(sliced.program, cluster, CHUNKING, known)))
+        return min(ways, key=lambda way: timeline(way[-1].program, cluster, known).seconds, default=())
 
     def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Program]) -> Program:
         """The program of an assignment, written if it is not there."""

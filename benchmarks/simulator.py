@@ -19,7 +19,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.planner import Planner
-from autopar.timeline import timeline
 
 MESHES = ({"dp": 1, "tp": 8}, {"dp": 8, "tp": 8}, {"dp": 128, "tp": 8})
 BATCH, LENGTH, LIMIT_SECONDS = 1536, 2048, 10.0
@@ -57,10 +56,15 @@ def main() -> None:
 
         def written(planner: Planner = planner, plan: Any = plan) -> Any:
             planner.writer.programs.clear()  # nothing that is there already
+            planner.writer.chosen.clear()
             return planner.program(plan)
 
+        def simulated(planner: Planner = planner, plan: Any = plan) -> Any:
+            planner.operators.latest.clear()
+            return planner.timeline(plan)
+
         writing, program = best(written)
-        simulating, found = best(lambda program=program, planner=planner: timeline(program, planner.cluster))
+        simulating, found = best(simulated)
         instructions = len(program.forward) + len(program.backward)
         devices = mesh["dp"] * mesh["tp"]
         rows.append(

@@ -50,7 +50,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "GPT-2": {"family": "GPT-2"},
     "Llama": {},
     "BERT": {"family": "BERT"},
-    "Mixtral": {"experts": 4, "layers": 2},
+    "Mixtral": {"experts": 4},
 }
 SHAPES = {"2x2": CELLS["small model"], "flat": CELLS["flat"]}
 KINDS = ("analytical", "calibrated", "hybrid", "profiled")

@@ -3,15 +3,16 @@
 A lowering names places of a program, and for each several ways to write it in parts (`passes/parts.py`). A place is
 looked at where the timeline stands still for its collective. Each way is tried on one of the places that are alike (the
 same layer, again and again), in a window of instructions around it; the quickest is then written at all of them, and
-kept if the whole step is quicker, too.
+kept if the whole step is quicker, too. What is found on a program of few copies of each layer serves one of many: there
+the same places are written alike.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..cluster import Cluster
 from ..collectives import collective_seconds
@@ -52,8 +53,20 @@ class Place:
     ways: tuple[Way, ...]
 
 
+Key = Hashable
+"""What instructions, or places, that are alike have in common."""
+
 Places = Callable[[Sequence[Instruction], Metas, Container[str] | None], Iterator[Place]]
 """Those of a half, or of some of its collectives, by the names of their results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """Where places are, the numbers of parts to try at each, and how what is written is marked."""
+
+    places: Places
+    parts: tuple[int, ...]
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +78,36 @@ class Chosen:
     gain: float = 0.0
 
 
-def adopt(
-    program: Program, cluster: Cluster, places: Places, parts: Sequence[int], label: str, known: Known | None = None
-) -> Program:
-    """The program with the lowering wherever it makes the step on `cluster` shorter, in as many `parts` as are best.
-    `known` is what earlier timelines on the same device found out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A lowering as it makes the step of the program `given` shorter, which it leads to `program`. `ways` say how
+    places are written, by what those that are alike have in common; none where it does not."""
+
+    lowering: Lowering
+    given: Program
+    program: Program
+    ways: Mapping[Key, Chosen] = field(default_factory=dict)
+    starts: frozenset[Key] = frozenset()
+    """The first collectives of these places, by what they have in common."""
+
+    def on(self, program: Program) -> Program:
+        """Another program of the same operators, in which the same places are written alike."""
+        if program is self.given or not self.ways:
+            return self.program if program is self.given else program
+        wanted = {
+            i.outputs[0]: 1.0
+            for i in (*program.forward, *program.backward)
+            if i.collective and _form(i, program.metas) in self.starts
+        }
+        writing = _Lowering(program, self.lowering, wanted, lambda writing, key, place, trial: self.ways.get(key))
+        made = writing.program()
+        logger.info("%s: %d places", self.lowering.label, writing.count)
+        return made
+
+
+def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: Known | None = None) -> Adopted:
+    """The lowering wherever it makes the program's step on `cluster` shorter, in as many parts as are best. `known` is
+    what earlier timelines on the same device found out."""
     known = known or Known()
     told = timeline(program, cluster, known)
     windows = replace(known, latest=[])
@@ -81,51 +119,62 @@ def adopt(
         for name, seconds in stood_still(told).items()
         if seconds > (least := collective_seconds(kinds[name].collective or "", 0.0, links[kinds[name].args[-1]]))
     }
+    left = Adopted(lowering=lowering, given=program, program=program)
     if sum(worth.values()) < LEAST_GAIN:
-        return program
+        return left
+    ways: dict[Key, Chosen] = {}
 
-    def quickest(lowering: _Lowering, place: Place, trial: Trial) -> Chosen | None:
-        return lowering.quickest(place, trial, parts, lambda made: timeline(made, cluster, windows).seconds)
+    def quickest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
+        found = writing.quickest(place, trial, lambda made: timeline(made, cluster, windows).seconds)
+        if found is not None:
+            ways[key] = found
+            starts.add(_form(kinds[place.collective], program.metas))
+        return found
 
-    lowering = _Lowering(program, places, label, worth, quickest)
-    made = lowering.program()
-    if not lowering.count:
-        return program
+    starts: set[Key] = set()
+    writing = _Lowering(program, lowering, worth, quickest)
+    made = writing.program()
+    if not writing.count:
+        return left
     seconds = timeline(made, cluster, known).seconds
-    logger.info("%s: %d places, step of %.3f -> %.3f ms", label, lowering.count, told.seconds * 1e3, seconds * 1e3)
-    return made if seconds < told.seconds * (1 - LEAST_GAIN) else program
+    logger.info(
+        "%s: %d places, step of %.3f -> %.3f ms", lowering.label, writing.count, told.seconds * 1e3, seconds * 1e3
+    )
+    if seconds >= told.seconds * (1 - LEAST_GAIN):
+        return left
+    return replace(left, program=made, ways=ways, starts=frozenset(starts))
 
 
-def everywhere(program: Program, places: Places, parts: int, label: str) -> Program:
+def everywhere(program: Program, lowering: Lowering, parts: int) -> Program:
     """The program with the lowering wherever it can be taken, in so many parts, quicker or not: what a user compares.
     One part is the program as it is."""
     if parts == 1:
         return program
 
-    def widest(lowering: _Lowering, place: Place, trial: Trial) -> Chosen | None:
+    def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
         """The way that has most collectives in parts."""
         found = []
         for number in range(len(place.ways)):
-            made = lowering.tried(place, trial, Chosen(number, parts))
+            made = writing.tried(place, trial, Chosen(number, parts))
             if made is not None:
                 found.append(Chosen(number, parts, float(len(made.collectives()))))
         return max(found, key=lambda chosen: chosen.gain, default=None)
 
-    return _Lowering(program, places, label, None, widest).program()
+    return _Lowering(program, lowering, None, widest).program()
 
 
-def reasons(program: Program, places: Places, parts: int, label: str) -> dict[str, str]:
+def reasons(program: Program, lowering: Lowering, parts: int) -> dict[str, str]:
     """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
     found: dict[str, str] = {}
     for half, _ in halves_of(program):
-        for place in places(half, program.metas, None):
+        for place in lowering.places(half, program.metas, None):
             why = []
             for way in place.ways:
                 first, last = way.span
                 window, metas = half[first : last + 1], dict(program.metas)
                 try:
                     region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
-                    in_parts(window, metas, region, frozenset(), label)
+                    in_parts(window, metas, region, frozenset(), lowering.label)
                 except Refused as refused:
                     why.append(str(refused))
             if len(why) == len(place.ways):
@@ -169,6 +218,11 @@ def _apart(chosen: Sequence[tuple[Place, Chosen]]) -> list[tuple[Place, Chosen]]
     return sorted(kept, key=lambda item: item[0].ways[item[1].way].span)
 
 
+def _form(instruction: Instruction, metas: Metas) -> Key:
+    values = (*instruction.inputs, *instruction.outputs)
+    return (instruction.op, *[metas[name] for name in values if name])
+
+
 class _Lowering:
     """`wanted` are the collectives whose places are looked at, with the part of the step that is stood still for each
     (None: all); `choose` says how a place is written."""
@@ -176,12 +230,11 @@ class _Lowering:
     def __init__(
         self,
         program: Program,
-        places: Places,
-        label: str,
+        lowering: Lowering,
         wanted: Mapping[str, float] | None,
-        choose: Callable[[_Lowering, Place, Trial], Chosen | None],
+        choose: Callable[[_Lowering, Key, Place, Trial], Chosen | None],
     ) -> None:
-        self.given, self.places, self.label, self.wanted, self.choose = program, places, label, wanted, choose
+        self.given, self.lowering, self.wanted, self.choose = program, lowering, wanted, choose
         self.metas: dict[str, TensorMeta] = dict(program.metas)
         self.count = 0
 
@@ -198,17 +251,17 @@ class _Lowering:
             kept = frozenset(name for name in made if name in later or last_read.get(name, -1) > last)
             return Trial(window, first, kept)
 
-        alike: dict[object, list[Place]] = {}
-        for place in self.places(half, self.metas, self.wanted):
+        alike: dict[Key, list[Place]] = {}
+        for place in self.lowering.places(half, self.metas, self.wanted):
             alike.setdefault(self._key(half, place), []).append(place)
         chosen: list[tuple[Place, Chosen]] = []
-        for group in alike.values():
+        for key, group in alike.items():
             if self.wanted is not None and sum(self.wanted[place.collective] for place in group) < LEAST_SHARE:
                 continue
             one = group[len(group) // 2]
             first = max(0, min(way.members[0] for way in one.ways) - AROUND)
             last = min(len(half), max(way.members[-1] for way in one.ways) + AROUND + 1) - 1
-            best = self.choose(self, one, trial(first, last))
+            best = self.choose(self, key, one, trial(first, last))
             if best is not None:
                 chosen += [(place, best) for place in group]
         written = list(half)
@@ -220,14 +273,10 @@ class _Lowering:
                 self.count += 1
         return written
 
-    def _key(self, half: Sequence[Instruction], place: Place) -> object:
+    def _key(self, half: Sequence[Instruction], place: Place) -> Key:
         """What places that are alike have in common."""
-
-        def form(position: int) -> tuple[object, ...]:
-            values = (*half[position].inputs, *half[position].outputs)
-            return (half[position].op, *(self.metas[name] for name in values if name))
-
-        return tuple((way.cut, *map(form, way.members)) for way in place.ways)
+        forms = {m: _form(half[m], self.metas) for m in {m for way in place.ways for m in way.members}}
+        return tuple((way.cut, *[forms[m] for m in way.members]) for way in place.ways)
 
     def write(
         self, place: Place, trial: Trial, chosen: Chosen, metas: dict[str, TensorMeta]
@@ -237,7 +286,7 @@ class _Lowering:
         members = [m - trial.offset for m in way.members]
         try:
             region = spread(trial.window, metas, members, way.seed, way.cut, chosen.parts)
-            return in_parts(trial.window, metas, region, trial.kept, self.label)
+            return in_parts(trial.window, metas, region, trial.kept, self.lowering.label)
         except Refused:
             return None
 
@@ -251,10 +300,9 @@ class _Lowering:
         saved = tuple(sorted(trial.kept))
         return replace(self.given, forward=tuple(window), backward=(), saved=saved, outputs=(), metas=metas)
 
-    def quickest(
-        self, place: Place, trial: Trial, parts: Sequence[int], seconds: Callable[[Program], float]
-    ) -> Chosen | None:
+    def quickest(self, place: Place, trial: Trial, seconds: Callable[[Program], float]) -> Chosen | None:
         """All ways in the fewest parts that they can, and the best of them in more."""
+        parts = self.lowering.parts
 
         def priced(chosen: Chosen) -> list[tuple[float, Chosen]]:
             made = self.tried(place, trial, chosen)

@@ -14,7 +14,7 @@ from ..cluster import Cluster
 from ..layout import Split
 from ..program import Instruction, Program
 from ..timeline import Known
-from .adopt import Place, Way, adopt, everywhere, reasons
+from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
 from .parts import Metas
 from .slice import Around
 
@@ -27,17 +27,17 @@ LONGEST = 200
 
 def chunk(program: Program, cluster: Cluster, known: Known | None = None) -> Program:
     """The program with stretches between collectives in chunks, where that makes the step on `cluster` shorter."""
-    return adopt(program, cluster, places, CHUNKS, "chunk", known)
+    return adopt(program, cluster, CHUNKING, known).program
 
 
 def chunked(program: Program, chunks: int) -> Program:
     """The program with stretches between collectives in so many chunks, whether that is quicker or not."""
-    return everywhere(program, places, chunks, "chunk")
+    return everywhere(program, CHUNKING, chunks)
 
 
 def why_whole(program: Program, chunks: int) -> dict[str, str]:
     """Why stretches cannot run in so many chunks, by the name of the result of the collective that they begin with."""
-    return reasons(program, places, chunks, "chunk")
+    return reasons(program, CHUNKING, chunks)
 
 
 def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
@@ -87,3 +87,6 @@ def _between(around: Around, behind: Sequence[int], first: int, last: int) -> se
             wanted.add(position)
             reads.update(around.half[position].inputs)
     return wanted if first in wanted else set()
+
+
+CHUNKING = Lowering(places=places, parts=CHUNKS, label="chunk")

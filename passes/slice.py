@@ -18,7 +18,7 @@ from ..ops import rule_of
 from ..ops.emit import call_of
 from ..program import Instruction, Program
 from ..timeline import Known
-from .adopt import Place, Way, adopt, everywhere, reasons
+from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
 from .bucket import LAYOUT, WAIT
 from .parts import CONTIGUOUS, Metas
 
@@ -33,17 +33,17 @@ FINER = (2, 4, 8)
 
 def slice_products(program: Program, cluster: Cluster, known: Known | None = None) -> Program:
     """The program with its products in slices, where that makes the step on `cluster` shorter."""
-    return adopt(program, cluster, places, SLICES, "slice", known)
+    return adopt(program, cluster, SLICING, known).program
 
 
 def sliced(program: Program, slices: int) -> Program:
     """The program with all its products next to collectives in so many slices, whether that is quicker or not."""
-    return everywhere(program, places, slices, "slice")
+    return everywhere(program, SLICING, slices)
 
 
 def why_whole(program: Program, slices: int) -> dict[str, str]:
     """Why products next to collectives cannot run in so many slices, by the name of the collective's result."""
-    return reasons(program, places, slices, "slice")
+    return reasons(program, SLICING, slices)
 
 
 def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
@@ -169,3 +169,6 @@ def _reduced(around: Around, position: int) -> Iterator[Way]:
     for dim, size in enumerate(around.metas[seed].shape):
         if size > 1:
             yield Way(members=tuple(sorted({position, wait, *chain})), seed=seed, cut=Split(dim, size))
+
+
+SLICING = Lowering(places=places, parts=SLICES, label="slice")
