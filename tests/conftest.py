@@ -1,9 +1,7 @@
-"""What the suite says at its end beside pytest's own: how much the oracle tried. What its processes share of a machine:
-a thread each, and no time spent on looking for garbage among what imports made."""
+"""What the suite says at its end beside pytest's own: how much the oracle tried. Its processes take a thread each."""
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -58,13 +56,6 @@ LONGEST = ("test_models.py", "test_parity.py", "test_stamp.py", "test_ops.py", "
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-
-
-def pytest_collection_finish() -> None:
-    """All modules are there by now."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:
