@@ -3,7 +3,7 @@
 A cell is a model, a batch and a lab (`autopar lab`: real gloo ranks in network namespaces; needs root). In each, DDP,
 FSDP2 and `parallelize_module` as their documentation writes them, alone and combined on two axes, autopar's presets on
 several meshes, and the plan that autopar finds from the lab's calibrated cluster file. All live in the same
-ranks and take turns, one step each a round; a step is forward, backward and SGD, and takes as long as its slowest rank.
+ranks and take turns (`in_turns`); a step is forward, backward and SGD, and takes as long as its slowest rank.
 Printed are medians, what the cost model predicted, the free plan over the best hand-written one, the
 rank correlation (Spearman) of predicted and measured seconds over autopar's plans, and each collective of the free
 plan, measured alone, beside its prediction.
@@ -16,11 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ FILES = Path(__file__).parent / "lab"
 TIMEOUT_SECONDS = 1500.0
 CLOSE = 0.15
 """A collective's prediction is to be within this part of what is measured."""
+VISIT = 3
+"""Steps in a row whenever it is a plan's turn. The first is not counted: what others left in caches and in the
+allocator is not met in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,10 +256,45 @@ def ours(cell: Cell, batch: Mapping[str, Any], file: str) -> dict[str, tuple[Any
     return made
 
 
+def in_turns(
+    steps: Mapping[str, Callable[[], object]], rounds: int, between: Callable[[int], None] = lambda number: None
+) -> dict[str, list[float]]:
+    """On one rank: seconds of a step of each, by round. In each round they take turns in another order, `VISIT` steps
+    each; before it `between` is called with its number."""
+    import torch.distributed as dist
+
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        between(number)
+        for name in random.Random(number).sample(sorted(steps), len(steps)):
+            dist.barrier()
+            steps[name]()
+            began = time.perf_counter()
+            for _ in range(VISIT - 1):
+                steps[name]()
+            seconds[name].append((time.perf_counter() - began) / (VISIT - 1))
+    return seconds
+
+
+def training_step(module: Any, batch: Mapping[str, Any]) -> Callable[[], None]:
+    """Forward, backward and SGD."""
+    import torch
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        module(**batch).loss.backward()
+        if isinstance(module, _Averaged):
+            module.reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, Any]:
     """On one rank: seconds of every step of every plan, and what was predicted."""
     import torch
-    import torch.distributed as dist
 
     cell = Cell(**cell_fields)
     torch.set_num_threads(1)
@@ -264,20 +303,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     mine = ours(cell, batch, file)
     predicted = {name: seconds for name, (_, _, seconds) in mine.items()}
     made = {**by_hand(cell, batch), **{name: (module, inputs) for name, (module, inputs, _) in mine.items()}}
-    optimizers = {name: torch.optim.SGD(module.parameters(), lr=1e-3) for name, (module, _) in made.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(rounds + 1):  # the first is warm-up
-        for name, (module, inputs) in made.items():
-            dist.barrier()
-            began = time.perf_counter()
-            module(**inputs).loss.backward()
-            if isinstance(module, _Averaged):
-                module.reduce()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            ended = time.perf_counter()
-            if number:
-                seconds[name].append(ended - began)
+    seconds = in_turns({name: training_step(*given) for name, given in made.items()}, rounds)
     return {
         "seconds": seconds,
         "predicted": predicted,
@@ -375,7 +401,7 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("cells", nargs="*", help=f"of {', '.join(CELLS)}; all without one")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calibrate", action="store_true", help="measure every shape anew first")
     parser.add_argument("--json", type=Path, default=Path("lab.json"))
     options = parser.parse_args()

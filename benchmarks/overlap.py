@@ -6,9 +6,9 @@ parameters and gradients and starts them early (`passes/bucket.py`), *overlap* s
 (`passes/overlap.py`), *prefetch* starts gathers further ahead (`passes/prefetch.py`), *slices* and *chunks* run
 products and stretches in parts (`passes/slice.py`, `passes/chunk.py`), each alone on top of overlap, and *all* is what
 `autopar.parallelize` runs. A lowering that changes nothing of a plan is not measured again ("="). All live in the same
-ranks and take turns, one step each a round, in another order each; a step is forward and backward and takes as long as
-its slowest rank. Printed are medians, and what the timeline of each program says; a gain is the part of the plain step
-that is saved, the median over rounds.
+ranks and take turns (`lab.in_turns`); a step is forward and backward and takes as long as its slowest rank. Printed are
+medians, and what the timeline of each program says; a gain is the part of the plain step that is saved, the median over
+rounds.
 
 With them run, of each plan, its operators alone (every collective answered at once by what the rank has itself) and its
 collectives alone (all started, then all waited for): no order of the program makes the step shorter than the longer of
@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +28,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).parent)
 
-from lab import SLOW, VOCABULARY, Cell, by_hand, calibrated, model_of, steps_of  # noqa: E402
+from lab import SLOW, VOCABULARY, Cell, by_hand, calibrated, in_turns, model_of, steps_of  # noqa: E402
 
 from autopar import lab  # noqa: E402
 
@@ -127,7 +125,6 @@ def collectives_alone(program: Any, mesh: Any) -> Callable[[], None]:
 def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, Any]:
     """On one rank: seconds of every step of every program, and what was predicted."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from autopar.planner import Planner
@@ -176,14 +173,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     for name, (module, given) in by_hand(cell, batch).items():
         if name in HAND.values():
             runs[name] = step(name, module, given)
-    seconds: dict[str, list[float]] = {key: [] for key in runs}
-    for number in range(rounds + 1):  # the first is warm-up
-        for key in random.Random(number).sample(sorted(runs), len(runs)):
-            dist.barrier()
-            began = time.perf_counter()
-            runs[key]()
-            if number:
-                seconds[key].append(time.perf_counter() - began)
+    seconds = in_turns(runs, rounds)
     return {"seconds": seconds, "predicted": predicted, "losses": losses, "same": same}
 
 
@@ -235,7 +225,7 @@ def report(cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("families", nargs="*", default=["GPT-2", "Llama"])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--json", type=Path, default=Path("overlap.json"))
     options = parser.parse_args()

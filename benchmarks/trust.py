@@ -40,7 +40,18 @@ if TYPE_CHECKING:
 
 sys.path[0] = str(Path(__file__).parent)
 
-from lab import CELLS, VOCABULARY, Cell, _Averaged, by_hand, calibrated, model_of, spearman, steps_of  # noqa: E402
+from lab import (  # noqa: E402
+    CELLS,
+    VOCABULARY,
+    Cell,
+    by_hand,
+    calibrated,
+    in_turns,
+    model_of,
+    spearman,
+    steps_of,
+    training_step,
+)
 
 from autopar import lab  # noqa: E402
 
@@ -60,9 +71,6 @@ SITTINGS = 3
 """In which each plan's segment program is measured, all plans in turn, between rounds of whole steps: so what disturbs
 a machine for seconds is not in one plan alone, and what slows it for minutes is in what is predicted as it is in what
 is measured."""
-VISIT = 3
-"""Steps in a row whenever it is a plan's turn. The first is not counted: what others left in caches and in the
-allocator is not met in training, nor by a segment program."""
 
 
 def cell_of(model: str, shape: str) -> Cell:
@@ -206,33 +214,17 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
                 about = dict(model=plan.model, mesh=str(plan.mesh), label=plan.solver, fingerprint="")
                 costs.keep(programs[key], found, "sgd", planner.moved_bytes(programs[key]), about)
 
-    modules: dict[str, Any] = {}
+    made: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for key, (planner, device_mesh, plan) in plans.items():
-        modules[key] = ParallelModule(model_of(cell), first.captured, planner.program(plan), plan, device_mesh)
-    hand = {name: made for name, made in by_hand(cell, batch).items()}
-    inputs = {**dict.fromkeys(modules, batch), **{name: given for name, (_, given) in hand.items()}}
-    made = {**modules, **{name: module for name, (module, _) in hand.items()}}
-    optimizers = {name: torch.optim.SGD(module.parameters(), lr=1e-3) for name, module in made.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+        made[key] = ParallelModule(model_of(cell), first.captured, planner.program(plan), plan, device_mesh), batch
+    hand = by_hand(cell, batch)
+    made |= hand
 
-    def step(name: str) -> None:
-        module = made[name]
-        module(**inputs[name]).loss.backward()
-        if isinstance(module, _Averaged):
-            module.reduce()
-        optimizers[name].step()
-        optimizers[name].zero_grad()
-
-    for number in range(rounds):
+    def between(number: int) -> None:
         if number % math.ceil(rounds / SITTINGS) == 0:
             sit(number)
-        for name in random.Random(number).sample(sorted(made), len(made)):  # each meets others in turn
-            dist.barrier()
-            step(name)
-            began = time.perf_counter()
-            for _ in range(VISIT - 1):
-                step(name)
-            seconds[name].append((time.perf_counter() - began) / (VISIT - 1))
+
+    seconds = in_turns({name: training_step(*given) for name, given in made.items()}, rounds, between)
     return {
         "seconds": seconds,
         "by_hand": list(hand),

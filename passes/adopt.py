@@ -92,8 +92,10 @@ class Adopted:
 
     def on(self, program: Program) -> Program:
         """Another program of the same operators, in which the same places are written alike."""
-        if program is self.given or not self.ways:
-            return self.program if program is self.given else program
+        if program is self.given:
+            return self.program
+        if not self.ways:
+            return program
         wanted = {
             i.outputs[0]: 1.0
             for i in (*program.forward, *program.backward)

@@ -75,10 +75,12 @@ class Relaxation:
                         self._behind[node].append(len(self._around[node]))
                     self._around[node].append((len(self.tables), others, spread))
                 self.tables.append(table)
+        self._linked = [node for node, around in enumerate(self._around) if around]
+        """Nodes that stand in tables: the others have nothing to hand on."""
 
     def sweep(self) -> None:
         """Through the nodes and back: each takes what its tables must cost anyway, and hands it on."""
-        for forth, order in ((self._ahead, range(len(self.nodes))), (self._behind, reversed(range(len(self.nodes))))):
+        for forth, order in ((self._ahead, self._linked), (self._behind, self._linked[::-1])):
             for node in order:
                 self._pass_on(node, forth[node])
 
@@ -86,7 +88,7 @@ class Relaxation:
         around = self._around[node]
         total = self.nodes[node]
         for table, others, spread in around:
-            least = self.tables[table].min(axis=others)
+            least = np.minimum.reduce(self.tables[table], axis=others)
             total = total + least
             self.tables[table] -= least.reshape(spread)
         part = total / max(1, len(self._ahead[node]), len(self._behind[node]))
