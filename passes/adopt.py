@@ -125,6 +125,7 @@ def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: Known |
     if sum(worth.values()) < LEAST_GAIN:
         return left
     ways: dict[Key, Chosen] = {}
+    starts: set[Key] = set()
 
     def quickest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
         found = writing.quickest(place, trial, lambda made: timeline(made, cluster, windows).seconds)
@@ -133,7 +134,6 @@ def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: Known |
             starts.add(_form(kinds[place.collective], program.metas))
         return found
 
-    starts: set[Key] = set()
     writing = _Lowering(program, lowering, worth, quickest)
     made = writing.program()
     if not writing.count:

@@ -49,7 +49,7 @@ def planned(preset: str) -> Plan:
 
 
 def parts(program: Program) -> Counter[str]:
-    """How many collectives run in parts, by what stands in the name of their module after the number of the layer."""
+    """How many collectives run in parts, by the number of the layer that they stand in."""
     named = [i for i in (*program.forward, *program.backward) if i.collective]
     return Counter(
         i.module.split(".h.")[1].partition(".")[0]
