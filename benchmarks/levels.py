@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import marked
 import torch
 from torch import nn
 
@@ -34,7 +35,6 @@ from autopar.solve import TooWide, solve, solve_ilp
 from autopar.solve.pricing import Library
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs" / "levels.md"
 LEVELS = ("operator", "block", "cfp")
 CLUSTERS = ("dgx-h100", "a100-pcie", "local")
 ONE_AXIS: tuple[dict[str, int], ...] = ({"tp": 8}, {"tp": 4})
@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS, help="these levels only, operator first")
     parser.add_argument("--axes", type=int, choices=(1, 2), help="meshes of that many axes only")
     parser.add_argument("--json", type=Path, default=Path("levels.json"))
-    parser.add_argument("--docs", action="store_true", help=f"write the table of {DOCS.relative_to(ROOT)}")
+    parser.add_argument("--docs", action="store_true", help="write the table of docs/levels.md")
     options = parser.parse_args(arguments)
     every = tiny() if options.tiny else {name: lambda name=name: planner(name) for name in MODELS}  # type: ignore[misc]
     print(HEADER)
@@ -335,10 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
     options.json.write_text(json.dumps(found, indent=1))
     if options.docs:
-        text = DOCS.read_text()
-        before, _, rest = text.partition("<!-- levels -->\n")
-        after = rest.partition("<!-- end -->")[2]
-        DOCS.write_text(f"{before}<!-- levels -->\n{table(rows)}\n<!-- end -->{after}")
+        marked.write("levels.md", "levels", table(rows))
 
 
 if __name__ == "__main__":

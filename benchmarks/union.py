@@ -1,9 +1,10 @@
-"""The free plan against the best preset: `python benchmarks/union.py [--model NAME ...] [--cluster NAME ...] [--fit]`.
+"""The free plan against the best preset: `python benchmarks/union.py [--model NAME ...] [--cluster NAME ...] [--docs]`.
 
 Every cluster of the library, on up to 64 of its devices, as nodes x devices of a node and, on three axes, nodes x two
 axes within a node: GPT-3 175B, Llama-3 8B and 70B, Mixtral 8x7B, BERT-large, a ViT of 22B parameters and the U-Nets of
 Par4D's Table II, each at its real depth, on meta. All are scored by one evaluator: predicted seconds of a step, nothing
-overlapped. `--fit` asks for plans that fit into the devices' memory.
+overlapped. `--fit` asks for plans that fit into the devices' memory. Rows of other models, clusters and meshes stay in
+the file that `--json` names; with `--docs` the table of `docs/papers.md` is written from those of two axes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import marked
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -232,8 +234,12 @@ def main() -> None:
     parser.add_argument("--cluster", nargs="*", choices=tuple(CLUSTERS), default=tuple(CLUSTERS))
     parser.add_argument("--axes", type=int, nargs="*", choices=(2, 3), default=(2, 3), help="meshes of so many axes")
     parser.add_argument("--fit", action="store_true", help="only plans that fit into the devices' memory")
+    parser.add_argument("--docs", action="store_true", help="write the table of docs/papers.md")
     parser.add_argument("--json", type=Path, default=Path("union.json"))
     options = parser.parse_args()
+    known = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    if any(row["fit"] != options.fit for row in known):
+        parser.error(f"{options.json} has plans {'without' if options.fit else 'with'} --fit: name another file")
     rows: list[dict[str, Any]] = []
     header = ("model", "cluster", "mesh", "best preset", "its ms", "free ms", "below", "planned in")
     print("  ".join(f"{name:<17}" for name in header), flush=True)
@@ -246,13 +252,25 @@ def main() -> None:
                 if first is None:
                     first = Planner(made.model, mesh, made.args, made.kwargs, loss_fn=made.loss_fn, cluster=cluster)
                 found = compared(first.on(mesh, cluster), cluster.device.memory_bytes if options.fit else None)
-                rows.append({"model": name, "cluster": place, "mesh": mesh, **found})
+                rows.append({"model": name, "cluster": place, "mesh": mesh, "fit": options.fit, **found})
                 print("  ".join(f"{cell:<17}" for cell in line(rows[-1])), flush=True)
-                told = {"machine": platform.processor(), "fit": options.fit, "rows": rows}
+                told = {"machine": platform.processor(), "rows": merged(known, rows)}
                 options.json.write_text(json.dumps(told, indent=1) + "\n")
+    rows = merged(known, rows)
     print()
     print("\n".join(summary(rows)))
     print(f"written to {options.json}")
+    if options.docs:
+        marked.write("papers.md", "union", documented(rows))
+
+
+def merged(known: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows, the new ones in the place of known ones of the same model, cluster and mesh."""
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["cluster"], tuple(row["mesh"].items())
+
+    return list({key(row): dict(row) for row in (*known, *new)}.values())
 
 
 def line(row: Mapping[str, Any]) -> list[str]:
@@ -281,6 +299,21 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             below.append(f"{1 - min(r['free'] for r in here) / min(presets):.1%}" if presets else "-")
         cells.append((name, *below))
     return table(cells)
+
+
+def documented(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Cluster by model, on two axes: by how much the free plan is below the best preset, and which that is."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if len(row["mesh"]) == 2 and row["presets"] and row["free"] is not None:
+            mesh = "x".join(map(str, row["mesh"].values()))
+            best = min(row["presets"], key=row["presets"].__getitem__)
+            below = f"{1 - row['free'] / row['presets'][best]:.1%} ({best})"
+            found.setdefault(f"{row['cluster']}, {mesh}", {})[row["model"]] = below
+    models = [name for name in MODELS if any(name in cells for cells in found.values())]
+    lines = [("cluster", *models), ("---",) * (1 + len(models))]
+    lines += [(place, *[found[place].get(name, "") for name in models]) for place in sorted(found)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 if __name__ == "__main__":

@@ -221,8 +221,10 @@ def _apart(chosen: Sequence[tuple[Place, Chosen]]) -> list[tuple[Place, Chosen]]
 
 
 def _form(instruction: Instruction, metas: Metas) -> Key:
+    """The op, of a collective with its mesh axis, on what."""
     values = (*instruction.inputs, *instruction.outputs)
-    return (instruction.op, *[metas[name] for name in values if name])
+    what = instruction.form if instruction.collective else instruction.op
+    return (what, *[metas[name] for name in values if name])
 
 
 class _Lowering:

@@ -120,18 +120,20 @@ def case(name: str) -> Case:
 
 
 def planners(make: Callable[[str], Case]) -> Callable[[str, dict[str, int]], Planner]:
-    """A function from a case's name and a mesh to a planner: each case is captured once, each mesh prepared once."""
-
-    @cache
-    def captured(name: str) -> Planner:
-        made = make(name)
-        return Planner(made.model, {"a": 1}, made.args, made.kwargs, loss_fn=made.loss_fn)
+    """A function from a case's name and a mesh to a planner: each case is captured once in a process, each mesh
+    prepared once."""
 
     @cache
     def on(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
-        return captured(name).on(dict(axes), None)
+        return _captured(make, name).on(dict(axes), None)
 
     return lambda name, mesh: on(name, tuple(mesh.items()))
+
+
+@cache
+def _captured(make: Callable[[str], Case], name: str) -> Planner:
+    made = make(name)
+    return Planner(made.model, {"a": 1}, made.args, made.kwargs, loss_fn=made.loss_fn)
 
 
 def perturbed(made: Case) -> Case:

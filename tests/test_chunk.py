@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import models
 import pytest
 import torch
-from test_bucket import program
+from test_bucket import LAB, program
 
 from autopar.clusters import named_cluster
+from autopar.layout import REPLICATE
 from autopar.passes.bucket import bucket
 from autopar.passes.chunk import chunk, chunked, why_whole
 from autopar.passes.codegen import codegen
@@ -86,6 +89,32 @@ def test_chunks_are_taken_where_the_step_gets_shorter_and_only_there() -> None:
     assert chunk(small, cluster) is small
     taken = chunk(large, cluster)
     assert timeline(taken, cluster).seconds < 0.9 * timeline(large, cluster).seconds
+
+
+def test_like_stretches_on_other_axes_are_looked_at_apart() -> None:
+    """On a slow axis a chunk's transfer hides; on a fast one, where it takes processors, it does not pay."""
+    lines = []
+    for number, axis in enumerate((0, 1)):
+        x, a, b, c, d, e, f, g = (f"{letter}{number}" for letter in "xabcdefg")
+        lines += [
+            f"{x} = aten.neg.default {'x' if number == 0 else 'g0'}",
+            f"{a} = collective.all_reduce {x} sum {axis}",
+            f"{b} = collective.wait {a}",
+            f"{c} = aten.relu.default {b}",
+            f"{d} = aten.mm.default {c} w",
+            f"{e} = collective.all_reduce {d} sum {axis}",
+            f"{f} = collective.wait {e}",
+            f"{g} = aten.relu.default {f}",
+        ]
+    names = ["x", *[line.split()[0] for line in lines]]
+    shapes = {**dict.fromkeys(names, (1024, 512)), "w": (512, 512)}
+    given = program("\n".join(lines), shapes, outputs=("g1",))
+    inputs = tuple(replace(i, layout=(REPLICATE, REPLICATE)) for i in given.inputs)
+    weight = replace(inputs[0], name="w", role="parameter", target="w", meta=given.metas["w"])
+    given = replace(given, axes=("a", "b"), mesh=(2, 2), inputs=(*inputs, weight))
+    made = chunk(given, named_cluster(LAB))
+    in_chunks = {i.args[-1]: "_chunk" in i.outputs[0] for i in made.forward if i.collective}
+    assert in_chunks == {0: True, 1: False}
 
 
 @pytest.mark.parametrize(("name", "solver"), [("llama", "megatron")])
