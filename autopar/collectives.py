@@ -163,6 +163,18 @@ class Link:
         return max((stage.latency_seconds for stage in self.stages), default=0.0)
 
     @property
+    def hop_seconds(self) -> float:
+        """The mean latency of the hops of one ring over all ranks. Nobody waits for all others after a step: what a
+        chunk meets on its way round counts, and most of its hops stay within the innermost level. (NCCL's own model
+        counts steps within and between nodes apart, too: src/graph/tuning.cc.)"""
+        seconds, before, behind = 0.0, 0, 1
+        for stage in self.stages:
+            behind *= stage.width
+            seconds += (behind - before) * stage.latency_seconds
+            before = behind
+        return seconds / behind
+
+    @property
     def overlap(self) -> float:
         """The part of the latency that passes while bytes travel: that of the slowest level."""
         return 0.0 if self.slowest is None else self.slowest.overlap
@@ -275,7 +287,7 @@ def _algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
         # every part goes straight to the rank that adds it up
         yield "pairwise", *pairwise(link)
     rounds = 2 if kind == "all_reduce" else 1
-    yield "ring", *ring(rounds, link.ranks, link.bytes_per_second, link.latency_seconds)
+    yield "ring", *ring(rounds, link.ranks, link.bytes_per_second, link.hop_seconds)
     if all(not stage.ring for stage in link.stages):
         if kind == "all_reduce":
             yield "tree", *double_binary_tree(link)

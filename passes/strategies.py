@@ -101,6 +101,8 @@ class Site:
     """Made whole because every copy of a repeat reads it."""
     zeros: tuple[bool, ...] = ()
     """Of which operands of an op padding is zero: of parameters and inputs, which are given so."""
+    form: int = -1
+    """The same for ops that do the same to operands of the same metas, and are free to do it in parts or are not."""
     choices: dict[int, tuple[AxisChoice, ...]] = field(default_factory=dict)
     """Axis size -> choices on an axis of that size."""
     options: dict[SiteChoice, Option | None] = field(default_factory=dict)
@@ -144,6 +146,12 @@ class Space:
     """Op -> how many nodes have no rule and are replicated."""
     without_rule_in: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Op -> the modules of those nodes, as paths, those of several layers as one with "*" for the number."""
+    layouts: dict[tuple[int, SiteChoice], tuple[tuple[Layout, ...], tuple[Layout, ...]] | None] = field(
+        default_factory=dict
+    )
+    """(form of an op, choice) -> the layouts of operands and results, or None if they are not legal."""
+    local_seconds: dict[tuple[int, tuple[bool, ...], SiteChoice], float] = field(default_factory=dict)
+    """(form of an op, its operands with zeros as padding, choice) -> seconds of the local work."""
 
     @property
     def repeats(self) -> tuple[Repeated, ...]:
@@ -283,6 +291,7 @@ class _Builder:
         self.without_rule: list[int] = []
         """Indices of the nodes that are replicated because their op has no rule."""
         self.rules: dict[Any, OpRule | None] = {}
+        self.forms: dict[Any, int] = {}
         self.gradients = {o.target: o.name for o in self.graph.outputs if o.role == "gradient" and o.name is not None}
         self.input_roles = {i.name: i for i in self.graph.inputs}
         self.given = {i.name for i in self.graph.inputs if i.role in ("parameter", "buffer", "input")}
@@ -413,23 +422,26 @@ class _Builder:
                 node=node,
                 call=call,
             )
+            key = _key(call)
             site.zeros = tuple(read.alias.root in self.given for read in site.reads)
             constant = all(not name or name in self.constant for name in node.outputs)
             if (not constant or not call.inputs) and not whole.intersection(node.outputs):
-                site.rule = self._rule(call)
+                if key not in self.rules:
+                    self.rules[key] = rule_of(call)
+                site.rule = self.rules[key]
                 if site.rule is None and not constant:
                     self.without_rule.append(index)
+            site.form = self.forms.setdefault((key, site.rule is None), len(self.forms))
             sites.append(site)
         return sites
 
-    def _rule(self, call: Call) -> OpRule | None:
-        constants = _signature(call.node.args), _signature(call.node.kwargs)
-        names = call.node.inputs
-        repeats = tuple(names.index(name) for name in names)
-        key = (call.node.op, constants, repeats, call.inputs, call.outputs)
-        if key not in self.rules:
-            self.rules[key] = rule_of(call)
-        return self.rules[key]
+
+def _key(call: Call) -> Any:
+    """What a rule may look at, without names."""
+    constants = _signature(call.node.args), _signature(call.node.kwargs)
+    names = call.node.inputs
+    repeats = tuple(names.index(name) for name in names)
+    return call.node.op, constants, repeats, call.inputs, call.outputs
 
 
 def _signature(value: Any) -> Any:
@@ -754,6 +766,31 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
             seconds=seconds,
             bytes=0.0,
         )
+    if (site.form, choice) not in space.layouts:
+        space.layouts[site.form, choice] = _op_layouts(call, rule, choice, mesh)
+    layouts = space.layouts[site.form, choice]
+    if layouts is None:
+        return None
+    operands, results = layouts
+    reads = []
+    for read, operand in zip(site.reads, operands, strict=True):
+        root = to_root(read.alias.steps, operand, mesh)
+        if root is None or not is_legal(space.metas[read.alias.root].shape, root, mesh):
+            return None
+        # a view of whole dims must also be a view of the local dims
+        if from_root(read.alias.steps, root, mesh) != operand:
+            return None
+        reads.append(root)
+    key = site.form, site.zeros, choice
+    if key not in space.local_seconds:
+        space.local_seconds[key] = _op_seconds(space, site, rule, splits_of(rule, choice), operands, results, choice)
+    return Option(choice=choice, reads=tuple(reads), makes=results, seconds=space.local_seconds[key], bytes=0.0)
+
+
+def _op_layouts(
+    call: Call, rule: OpRule, choice: SiteChoice, mesh: Shape
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
+    """Layouts of an op's operands and results, or None if they are not legal."""
     if sum(axis_choice[0] == "X" for axis_choice in choice) > 1:
         return None  # the experts of rows are found along one axis
     operands = []
@@ -768,19 +805,9 @@ def _op_option(space: Space, site: Site, choice: SiteChoice) -> Option | None:
         if layout is None or (meta is not None and not is_legal(meta.shape, layout, mesh)):
             return None
         results.append(layout)
-    reads = []
-    for read, operand in zip(site.reads, operands, strict=True):
-        root = to_root(read.alias.steps, operand, mesh)
-        if root is None or not is_legal(space.metas[read.alias.root].shape, root, mesh):
-            return None
-        # a view of whole dims must also be a view of the local dims
-        if from_root(read.alias.steps, root, mesh) != operand:
-            return None
-        reads.append(root)
     if not all(factor.may_be_cut(_ranks(mesh, choice, i)) for i, factor in enumerate(rule.factors)):
         return None
-    seconds = _op_seconds(space, site, rule, splits_of(rule, choice), tuple(operands), tuple(results), choice)
-    return Option(choice=choice, reads=tuple(reads), makes=tuple(results), seconds=seconds, bytes=0.0)
+    return tuple(operands), tuple(results)
 
 
 def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:

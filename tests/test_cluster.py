@@ -178,10 +178,11 @@ def test_algorithms_in_closed_form(ranks: int) -> None:
 
 
 def test_levels_in_closed_form() -> None:
-    """Two nodes of four: by level, (w - 1) / w of the bytes on each; in one ring, all at the slower rate."""
+    """Two nodes of four: by level, (w - 1) / w of the bytes on each; in one ring, all at the slower rate, with two
+    of its eight hops between the nodes."""
     link = cluster(level(2, 1.0, latency_seconds=7.0), level(4, 10.0, latency_seconds=2.0)).links((8,))[0]
     found = prices("all_gather", 80.0, link)
-    assert found["ring"].seconds() == pytest.approx(7 * 7 + 7 / 8 * 80 / 1)
+    assert found["ring"].seconds() == pytest.approx(7 * (2 * 7 + 6 * 2) / 8 + 7 / 8 * 80 / 1)
     assert found["hierarchical"].seconds() == pytest.approx(7 + 3 * 2 + 1 / 2 * 80 / 1 + 3 / 4 * 80 / 10)
     # of a rank's 80 bytes 40 leave the node, with those of three others, and 3/4 of the rest stay in it
     exchange = prices("all_to_all", 80.0, link)
