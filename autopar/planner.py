@@ -70,6 +70,10 @@ LEAST_GAIN = 1e-6
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
 
+PRESET_OPTIONS = 20
+"""A preset that leaves more options a site than this, as some do on four axes, is not looked at beside a search: solved
+as one problem, it takes longer than that."""
+
 IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
 
@@ -348,7 +352,10 @@ class Planner:
         for name in PRESETS if plan.solver in EXACT else ():
             try:
                 allowed = self.preset(name)
-                if allowed not in tried:
+                options = sum(map(len, allowed.values())) / len(allowed)
+                if options > PRESET_OPTIONS:
+                    logger.info("no plan by %s: it leaves %.0f options a site", name, options)
+                elif allowed not in tried:
                     tried.append(allowed)
                     yield name, self._priced(search.run(allowed, bounded=False))
             except ValueError as error:
@@ -422,13 +429,14 @@ class Planner:
         return self.peaks[key][1:]
 
     def _estimate(self, assignment: Assignment, memory_limit_bytes: float | None) -> float:
-        """The peak of `peak`, told from the program of fewer copies."""
+        """The peak of `peak`, told from the program of fewer copies, in which nothing runs in parts: what these would
+        change of it is looked at where it counts, on the programs of answers."""
         short = shortened(self.writer.space, assignment)
         if short is None:
             return self.peak(assignment, memory_limit_bytes)[1].bytes
         least = math.inf
         for size in BUCKETS:
-            bucketed = self.writer.written(assignment, size, KEPT)
+            bucketed = self.writer.whole(assignment, size, KEPT)
             found = moments(bucketed, self.optimizer, self.kind_of_device, self.memory)
             least = min(least, short.most(found, bucketed, self.optimizer))
             if _is_settled(least, size, memory_limit_bytes):

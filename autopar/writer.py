@@ -65,6 +65,11 @@ class Writer:
 
         return self._kept(assignment, (copies, "lowered", bucket_bytes), lowered)
 
+    def whole(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
+        """As `written`, but with nothing in parts."""
+        joined = self._joined(assignment, bucket_bytes, copies)
+        return self.phases.timed("compact", compact, joined, self.known.made)
+
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program by which an assignment is measured: of few copies of each of its segments."""
         return self.written(assignment, bucket_bytes, KEPT)

@@ -258,6 +258,18 @@ def test_no_preset_has_a_shorter_step_than_the_free_plan(
     assert free.seconds == timeline(planner.program(free), planner.cluster).seconds + free.account.optimizer_seconds
 
 
+def test_presets_that_leave_too_much_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = captured("gpt2 untied").on({"dp": 2, "tp": 2}, "dgx-h100")
+    with_them = made.plan()
+    monkeypatch.setattr("autopar.planner.PRESET_OPTIONS", 0)
+    with caplog.at_level("INFO", logger="autopar"):
+        without = made.plan()
+    assert {f"no plan by {name}: it leaves" in caplog.text for name in PRESETS} == {True}
+    assert with_them.seconds < without.seconds <= made.plan(cost="serial").seconds
+
+
 def test_what_is_kept_off_an_axis_is_kept_off_it_in_every_candidate() -> None:
     """A preset wins without constraints; with them, no plan breaks them."""
     planner = captured("gpt2 untied").on({"dp": 2, "tp": 2}, "dgx-h100")
