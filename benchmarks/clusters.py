@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import tomllib
 from importlib.resources import files
-from pathlib import Path
+
+import marked
 
 from autopar.cluster import Cluster, Level
 from autopar.clusters import CLUSTERS
 from autopar.collectives import price
 
-DOC = Path(__file__).parent.parent / "docs" / "clusters.md"
-BEGIN, END = "<!-- begin: python benchmarks/clusters.py --write -->", "<!-- end -->"
 SIZES = (16 * 1024, 1024**2, 256 * 1024**2)
 KINDS = ("all_reduce", "all_gather", "all_to_all")
 
@@ -94,20 +93,13 @@ def tables() -> str:
     return "\n\n".join(parts)
 
 
-def put_into(text: str) -> str:
-    """The document with its tables replaced."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the tables into docs/clusters.md")
     options = parser.parse_args()
     print(tables())
     if options.write:
-        DOC.write_text(put_into(DOC.read_text()))
+        marked.write("clusters.md", "begin: python benchmarks/clusters.py --write", f"\n{tables()}\n")
 
 
 if __name__ == "__main__":
