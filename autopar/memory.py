@@ -44,11 +44,13 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes of a rank while an instruction runs, or at the end of a step. `phase`: forward, backward, or what else."""
+    """Bytes of a rank while an instruction runs, or at the end of a step, and those among them that are no temporaries.
+    `phase`: forward, backward, or what else."""
 
     phase: str
     instruction: Instruction | None
     bytes: int
+    lasting_bytes: int
 
 
 def peak(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> Peak:
@@ -192,8 +194,9 @@ class _Step:
 
     def _look(self, phase: str, inside: int = 0, instruction: Instruction | None = None) -> None:
         """Remember this moment if it is the peak. `inside` is what lives within an operator."""
-        total = sum(self.alive.values()) + inside
-        self.moments.append(Moment(phase, instruction, total))
+        alive = sum(self.alive.values())
+        total = alive + inside
+        self.moments.append(Moment(phase, instruction, total, alive - self.alive["temporaries"]))
         if total > self.most:
             self.most = total
             self.found = {**self.alive, "temporaries": self.alive["temporaries"] + inside}

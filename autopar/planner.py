@@ -431,25 +431,30 @@ class Planner:
     def _estimate(self, assignment: Assignment, memory_limit_bytes: float | None) -> float:
         """The peak of `peak`, told from the program of fewer copies, in which nothing runs in parts: what these would
         change of it is looked at where it counts, on the programs of answers."""
-        short = shortened(self.writer.space, assignment)
-        if short is None:
-            return self.peak(assignment, memory_limit_bytes)[1].bytes
-        least = math.inf
+        told = list(self._estimates(assignment, memory_limit_bytes))
+        return min(told) if told else self.peak(assignment, memory_limit_bytes)[1].bytes
+
+    def _estimates(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[float]:
+        """With smaller and smaller buckets, as `_peaks`; none where there are no fewer copies."""
+        if (short := shortened(self.writer.space, assignment)) is None:
+            return
         for size in BUCKETS:
             bucketed = self.writer.whole(assignment, size, KEPT)
             found = moments(bucketed, self.optimizer, self.kind_of_device, self.memory)
-            least = min(least, short.most(found, bucketed, self.optimizer))
-            if _is_settled(least, size, memory_limit_bytes):
-                break
-        return least
+            most = short.most(found, bucketed, self.optimizer)
+            yield most
+            if _is_settled(most, size, memory_limit_bytes):
+                return
 
     @property
     def kind_of_device(self) -> str:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
     def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
-        """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them."""
-        for size in BUCKETS:
+        """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them; from
+        the first on of which that is estimated."""
+        told = [] if memory_limit_bytes is None else list(self._estimates(assignment, memory_limit_bytes))
+        for size in BUCKETS[max(0, len(told) - 1) :]:
             bucketed = self.writer.written(assignment, size)
             found = peak(bucketed, self.optimizer, self.kind_of_device, self.memory)
             yield size, found

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -245,6 +245,24 @@ def evaluate(problem: Problem, choice: Choice) -> Score:
         if [choice.options[v] for v in repeat.right] != border:
             raise ValueError(f"{repeat.name}: the last copy and what follows it disagree about their border")
     return Score(seconds=seconds, bytes=size)
+
+
+def in_runs(problem: Problem, choice: Choice) -> Choice:
+    """The choice with copies alike in a row where that changes no border, at the same score: solvers mix them in any
+    order. What is in fewer runs is read, written and looked at more quickly."""
+    ordered = []
+    for repeat, copies in zip(problem.repeats, choice.repeats, strict=True):
+        left = list(copies)
+        runs: list[Choice] = []
+        while left:
+            copy = left[0]
+            borders = ([copy.options[v] for v in side] for side in (repeat.body_left, repeat.body_right))
+            moves = next(borders) == next(borders)
+            run = [c for c in left if c == copy] if moves else [copy]
+            left = [c for c in left if c != copy] if moves else left[1:]
+            runs += run
+        ordered.append(tuple(runs))
+    return replace(choice, repeats=tuple(ordered))
 
 
 def state_of(tensor: Tensor, options: Sequence[int]) -> tuple[int, int]:

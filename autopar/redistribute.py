@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, islice
@@ -28,6 +28,7 @@ from .layout import (
     REPLICATE,
     Layout,
     Partial,
+    Placement,
     Replicate,
     Shape,
     Split,
@@ -99,6 +100,7 @@ class Redistributor:
         """The part of the seconds of what travels in buckets that passes while the rank computes."""
         self._steps: dict[tuple[Shape, int, int, Layout, Layout], Step | None] = {}
         self._moving: dict[tuple[str, int, int, bool], float] = {}
+        self._moved: dict[tuple[Shape, int, int, Layout, Placement, bool], tuple[tuple[float, Step], ...]] = {}
         self._routes: dict[tuple[Shape, int, Layout, Layout, bool], Route | None] = {}
         self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None] = {}
 
@@ -178,30 +180,39 @@ class Redistributor:
                 return Route(steps, seconds)
             if seconds > least[layout]:
                 continue
+            over_several = self.others or layout.count(PARTIAL) > 1
             for axis, (here, there) in enumerate(zip(layout, target, strict=True)):
                 if here == there:
                     continue
-                for after in self._after(shape, axis, layout, target):
-                    step = self._step(shape, itemsize, axis, layout, after)
-                    if step is None:
-                        continue
-                    cost = seconds + self.step_seconds(step, bucketed)
+                moves = self._moves(shape, itemsize, axis, layout, there, bucketed)
+                if over_several and (here, there) == (PARTIAL, REPLICATE) and not is_routed(layout):
+                    shards = islice(self._shards(shape, axis, layout, target), 1)
+                    moves = (*moves, *self._priced_steps(shape, itemsize, axis, layout, shards, bucketed))
+                for more, step in moves:
+                    after, cost = step.after, seconds + more
                     if cost < least.get(after, math.inf):
                         least[after] = cost
                         heapq.heappush(queue, (cost, next(ticket), after, (*steps, step)))
         return None
 
-    def _after(self, shape: Shape, axis: int, layout: Layout, target: Layout) -> Iterator[Layout]:
-        """The layouts that one step on an axis may lead to."""
-        here, there = layout[axis], target[axis]
-        for placement in (there, REPLICATE) if there != REPLICATE else (REPLICATE,):
-            if placement != here:
-                after = (*layout[:axis], placement, *layout[axis + 1 :])
-                if is_legal(shape, after, self.mesh):
-                    yield after
-        over_several = self.others or layout.count(PARTIAL) > 1
-        if over_several and (here, there) == (PARTIAL, REPLICATE) and not is_routed(layout):
-            yield from islice(self._shards(shape, axis, layout, target), 1)
+    def _moves(
+        self, shape: Shape, itemsize: int, axis: int, layout: Layout, there: Placement, bucketed: bool
+    ) -> tuple[tuple[float, Step], ...]:
+        """The steps on an axis to a placement, or to the whole on the way to it, with their seconds."""
+        key = (shape, itemsize, axis, layout, there, bucketed)
+        if key not in self._moved:
+            placements = [p for p in dict.fromkeys((there, REPLICATE)) if p != layout[axis]]
+            reached = [(*layout[:axis], placement, *layout[axis + 1 :]) for placement in placements]
+            legal = [after for after in reached if is_legal(shape, after, self.mesh)]
+            self._moved[key] = self._priced_steps(shape, itemsize, axis, layout, legal, bucketed)
+        return self._moved[key]
+
+    def _priced_steps(
+        self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Iterable[Layout], bucketed: bool
+    ) -> tuple[tuple[float, Step], ...]:
+        """The steps that there are to these layouts."""
+        steps = [self._step(shape, itemsize, axis, before, there) for there in after]
+        return tuple((self.step_seconds(step, bucketed), step) for step in steps if step is not None)
 
     def _shards(self, shape: Shape, axis: int, layout: Layout, target: Layout) -> Iterator[Layout]:
         """With a dim cut on an axis, below what others cut of it now or in the end, and without padding of its own; the

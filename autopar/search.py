@@ -26,7 +26,7 @@ from .passes.group import Groups, block_groups, group
 from .passes.problem import Allowed, Assignment, Decisions, ProblemBuilder
 from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, reached
 from .passes.widen import widened
-from .problem import Infeasible, Problem, Score, Solution, evaluate
+from .problem import Infeasible, Problem, Score, Solution, evaluate, in_runs
 from .solve import EXACT, TooWide, solve
 
 JOINT_OPTIONS_MOST = 8
@@ -197,6 +197,7 @@ class Search:
                 self.log(f"divided, for fewer options: {', '.join(grouped.divided)}")
             solution = self._solution(grouped.problem, solver, bytes_limit, bounded)
             choice = grouped.expand(solution.choice)
+        choice = in_runs(problem, choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
 
     def _solution(self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool) -> Solution:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 from . import liveness
 from .cluster import Cluster
@@ -12,7 +13,7 @@ from .passes.bucket import LIMIT_BYTES
 from .passes.chunk import CHUNKING
 from .passes.codegen import codegen
 from .passes.compact import compact
-from .passes.prefetch import prefetch
+from .passes.prefetch import furthest, prefetch
 from .passes.problem import Assignment
 from .passes.shorten import KEPT as LOOKED_AT
 from .passes.shorten import shortened
@@ -29,10 +30,28 @@ LATEST_INSTRUCTIONS = 200_000
 """Of the programs that are kept, since most are looked at more than once."""
 
 LATEST_CHOICES = 8
-"""Assignments of which is kept what runs in parts."""
+"""Assignments of which is kept what was found out about them."""
+
+T = TypeVar("T")
 
 Form = tuple[int, str, int]
 """Of each run of copies alike at most so many (0: all); how far it is written; its largest bucket (0: none)."""
+
+
+class _Latest(Generic[T]):
+    """What was found out about the last assignments that were looked at, the latest first."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Assignment, T]] = []
+
+    def of(self, assignment: Assignment, find: Callable[[], T]) -> T:
+        for number, (other, found) in enumerate(self.found):
+            if other == assignment:
+                self.found.insert(0, self.found.pop(number))
+                return found
+        made = find()
+        self.found = [(assignment, made), *self.found[: LATEST_CHOICES - 1]]
+        return made
 
 
 class Writer:
@@ -46,8 +65,10 @@ class Writer:
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
         self.programs: list[tuple[Assignment, Form, Program]] = []
         """The last ones that were written, the latest first."""
-        self.chosen: list[tuple[Assignment, tuple[Adopted, ...]]] = []
-        """What runs in parts, of the last assignments that were looked at, the latest first."""
+        self.chosen: _Latest[tuple[Adopted, ...]] = _Latest()
+        """What runs in parts."""
+        self.ahead: _Latest[int] = _Latest()
+        """Bytes that gathers of parameters may be ahead of their readers."""
 
     def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0) -> Program:
         """The program of an assignment, with its collectives in buckets of at most so many bytes. Where smaller ones
@@ -76,32 +97,49 @@ class Writer:
 
     def _plain(self, assignment: Assignment, copies: int) -> Program:
         """As it follows from the assignment, with nothing lowered."""
-        short = shortened(self.space, assignment, copies) if copies else None
-        space, assignment = (self.space, assignment) if short is None else (short.space, short.assignment)
-        return self.phases.timed("codegen", codegen, space, assignment)
+
+        def made() -> Program:
+            short = shortened(self.space, assignment, copies) if copies else None
+            space, shorter = (self.space, assignment) if short is None else (short.space, short.assignment)
+            return self.phases.timed("codegen", codegen, space, shorter)
+
+        return self._kept(assignment, (copies, "plain", 0), made)
 
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """In buckets, its collectives started early."""
-        plain = self._kept(assignment, (copies, "plain", 0), lambda: self._plain(assignment, copies))
-        sizes = self.space.redistributor.bucket_bytes
+        ahead = self._ahead(assignment) if bucket_bytes >= LIMIT_BYTES else bucket_bytes
+        plain, sizes = self._plain(assignment, copies), self.space.redistributor.bucket_bytes
 
         def joined() -> Program:
-            return prefetch(plain, self.cluster, sizes, limit_bytes=bucket_bytes, known=self.known)
+            return prefetch(plain, self.cluster, sizes, limit_bytes=bucket_bytes, ahead_bytes=ahead, known=self.known)
 
         return self._kept(assignment, (copies, "joined", bucket_bytes), lambda: self.phases.timed("bucket", joined))
 
+    def _few(self, assignment: Assignment) -> int:
+        """Copies on which is found out what holds for all programs of an assignment, so that it costs the same at any
+        depth: as few as stand for the others, or 0, all."""
+        return LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
+
+    def _ahead(self, assignment: Assignment) -> int:
+        """How far ahead of their readers gathers of parameters pay."""
+
+        def found() -> int:
+            few, sizes = self._few(assignment), self.space.redistributor.bucket_bytes
+            plain = self._plain(assignment, few)
+            bound, program = self.phases.timed("bucket", furthest, plain, self.cluster, sizes, known=self.known)
+            self._kept(assignment, (few, "joined", LIMIT_BYTES), lambda: program)
+            return bound
+
+        return self.ahead.of(assignment, found)
+
     def _in_parts(self, assignment: Assignment) -> tuple[Adopted, ...]:
-        """What runs in parts, one after the other: found on few copies, so that it costs the same at any depth, and
-        the same for all programs of the assignment."""
-        for number, (other, found) in enumerate(self.chosen):
-            if other == assignment:
-                self.chosen.insert(0, self.chosen.pop(number))
-                return found
-        copies = LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
-        program = self._joined(assignment, LIMIT_BYTES, copies)
-        found = self.phases.timed("choose", self._quickest, program)
-        self.chosen = [(assignment, found), *self.chosen[: LATEST_CHOICES - 1]]
-        return found
+        """What runs in parts, one after the other."""
+
+        def found() -> tuple[Adopted, ...]:
+            program = self._joined(assignment, LIMIT_BYTES, self._few(assignment))
+            return self.phases.timed("choose", self._quickest, program)
+
+        return self.chosen.of(assignment, found)
 
     def _quickest(self, program: Program) -> tuple[Adopted, ...]:
         """Products in slices, stretches in chunks, or both."""

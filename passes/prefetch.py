@@ -32,33 +32,47 @@ def prefetch(
     bucket_bytes: Sequence[int] = (),
     *,
     limit_bytes: int = LIMIT_BYTES,
+    ahead_bytes: int | None = None,
     known: Known | None = None,
 ) -> Program:
     """The program in buckets, its collectives started early, and gathers of parameters as early as they pay on
-    `cluster`. With a `limit_bytes` below the usual one, taken to save memory, that is the bound for gathers, too."""
-
+    `cluster`, or as `ahead_bytes` bounds them. With a `limit_bytes` below the usual one, taken to save memory, that is
+    the bound."""
     known = known or Known()
+    if limit_bytes < LIMIT_BYTES:
+        ahead_bytes = limit_bytes
+    if ahead_bytes is None:
+        return furthest(program, cluster, bucket_bytes, known=known)[1]
+    return _written(program, cluster, bucket_bytes, limit_bytes, ahead_bytes, known)
 
-    def written(ahead: int) -> Program:
-        joined = bucket(program, bucket_bytes, limit_bytes=limit_bytes, ahead_bytes=ahead)
-        return overlap(joined, alone_seconds(joined, cluster, known))
 
-    best = written(limit_bytes)
+def furthest(
+    program: Program, cluster: Cluster, bucket_bytes: Sequence[int] = (), *, known: Known
+) -> tuple[int, Program]:
+    """The smallest bound with which the step is as short as with any, and the program with it."""
+    bound = AHEAD_BYTES[0]
+    best = _written(program, cluster, bucket_bytes, LIMIT_BYTES, bound, known)
     of_parameters = _gathers(best)
-    gathered = sum(best.metas[name].bytes for name in of_parameters)
-    if limit_bytes < LIMIT_BYTES or gathered <= limit_bytes:
-        return best  # all of them may be under way already
+    if sum(best.metas[name].bytes for name in of_parameters) <= bound:
+        return bound, best  # all of them may be under way already
     told = timeline(best, cluster, known)
     for ahead in AHEAD_BYTES[1:]:
         waited = stood_still(told)
         if sum(waited.get(name, 0.0) for name in of_parameters) < SHORTER * told.seconds:
             break
-        more = written(ahead)
+        more = _written(program, cluster, bucket_bytes, LIMIT_BYTES, ahead, known)
         now = timeline(more, cluster, known)
         if now.seconds < told.seconds * (1 - SHORTER):
             logger.info("prefetch: %d MiB ahead, step of %.3f ms", ahead >> 20, now.seconds * 1e3)
-            best, told, of_parameters = more, now, _gathers(more)
-    return best
+            bound, best, told, of_parameters = ahead, more, now, _gathers(more)
+    return bound, best
+
+
+def _written(
+    program: Program, cluster: Cluster, bucket_bytes: Sequence[int], limit_bytes: int, ahead_bytes: int, known: Known
+) -> Program:
+    joined = bucket(program, bucket_bytes, limit_bytes=limit_bytes, ahead_bytes=ahead_bytes)
+    return overlap(joined, alone_seconds(joined, cluster, known))
 
 
 def _gathers(program: Program) -> set[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..graph import TensorMeta
-from ..layout import Layout, local_shape
+from ..layout import REPLICATE, Layout, local_shape
 from ..problem import Choice, Problem, Repeat, Tensor, Variable
 from .strategies import REGATHER, Option, Region, Site, SiteChoice, Space, border_name
 
@@ -228,6 +228,8 @@ class ProblemBuilder:
 
     def _is_free(self, meta: TensorMeta, produced: Layout, wanted: Layout) -> bool:
         """Whether a layout is had by local slices alone."""
+        if any(here != there and here != REPLICATE for here, there in zip(produced, wanted, strict=True)):
+            return False
         route = self.space.redistributor.route(meta.shape, meta.dtype, produced, wanted)
         return route is not None and all(step.kind == "slice" for step in route.steps)
 

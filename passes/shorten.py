@@ -85,13 +85,15 @@ class Short:
 
 
 def _left(placed: Sequence[tuple[str, Place, Moment]], place: Place) -> tuple[float, float]:
-    """What a copy leaves behind when its forward is over, and of both phases when its backward is."""
-    first: dict[tuple[str, Place], int] = {}
+    """What a copy leaves behind when its forward is over, and of both phases when its backward is. What is on its way
+    in forward where a copy begins, such as gathers for the next ones, is not left behind, and differs from one copy to
+    the next; in backward that is what travels until the end."""
+    first: dict[tuple[str, Place], Moment] = {}
     for phase, at, moment in placed:
-        first.setdefault((phase, at), moment.bytes)
+        first.setdefault((phase, at), moment)
     number, k = place
-    left = first["forward", (number, k + 1)] - first["forward", place]
-    return left, left + first["backward", (number, k - 1)] - first["backward", place]
+    left = first["forward", (number, k + 1)].lasting_bytes - first["forward", place].lasting_bytes
+    return left, left + first["backward", (number, k - 1)].bytes - first["backward", place].bytes
 
 
 def _held(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[float, float]:

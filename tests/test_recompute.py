@@ -111,9 +111,9 @@ def test_a_limit_makes_copies_again_where_that_wins_and_the_plan_is_saved_so(tmp
     )
 
 
-@pytest.mark.parametrize("limit_bytes", [1, 2**12])
-def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int) -> None:
-    """Of what travels alone truly, of buckets that reach across copies nearly."""
+@pytest.mark.parametrize("limit_bytes, ahead_bytes", [(1, 1), (2**12, 2**12), (2**14, 2**16)])
+def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int, ahead_bytes: int) -> None:
+    """Of what travels alone truly, of buckets that reach across copies nearly, however far ahead gathers are."""
     made = planner("deep llama", {"dp": 2, "tp": 2})
     kept = made.assignment(made.plan(solver="fsdp"))
     (copies,) = kept.copies
@@ -122,7 +122,7 @@ def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int) -> None:
         short = shortened(made.space, assignment)
         assert short is not None and len(short.assignment.copies[0]) < len(copies)
         small, whole = (
-            bucket(codegen(space, decided), limit_bytes=limit_bytes)
+            bucket(codegen(space, decided), limit_bytes=limit_bytes, ahead_bytes=ahead_bytes)
             for space, decided in ((short.space, short.assignment), (made.space, assignment))
         )
         told = short.most(moments(small, made.optimizer, "cpu"), small, made.optimizer)

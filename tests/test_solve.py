@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from autopar.problem import (
     Tensor,
     Variable,
     evaluate,
+    in_runs,
 )
 from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
 from autopar.solve.dp import LIMITED_GAP
@@ -350,6 +353,22 @@ def test_identical_layers_mix_under_a_memory_limit(solver: str, limit: float, fa
     solution = solve(chain(layers=12), solver, bytes_limit=limit)
     assert sum(copy.options[1] == 0 for copy in solution.choice.repeats[0]) == fat
     assert solution.score.seconds == fat * 1.0 + (12 - fat) * 2.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_alike_stand_in_a_row_at_the_same_score(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = layered(count=24, ops=3)
+    (repeat,) = problem.repeats
+    states = rng.choices(range(2), k=repeat.count + 1)
+    copies = [Choice(options=(left, *rng.choices(range(2), k=3), right)) for left, right in itertools.pairwise(states)]
+    mixed = Choice(options=(states[0], states[-1], 0), repeats=(tuple(copies),))
+    ordered = in_runs(problem, mixed)
+    assert evaluate(problem, ordered).seconds == pytest.approx(evaluate(problem, mixed).seconds, rel=1e-12)
+    assert Counter(ordered.repeats[0]) == Counter(copies)
+    runs = [copy for copy, _ in itertools.groupby(ordered.repeats[0])]
+    kept = [copy for copy in runs if copy.options[0] == copy.options[-1]]
+    assert len(kept) == len(set(kept)) and len(runs) < len(copies)
 
 
 def layered(*, count: int, ops: int = 20, layouts: int = 3, seed: int = 0) -> Problem:
