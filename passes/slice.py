@@ -163,8 +163,9 @@ def _reduced(around: Around, position: int) -> Iterator[Way]:
     chain = around.back(around.half[position].inputs[0])
     if not chain or not around.is_product(chain[-1]):
         return
-    if any(len(around.readers[name]) > 1 for p in chain for name in around.half[p].outputs if name):
-        return
+    results = [name for p in chain for name in around.half[p].outputs if name]
+    if any(len(around.readers.get(name, ())) != 1 for name in results):
+        return  # another result of it, such as a weight's gradient, would not be whole
     seed = around.half[wait].outputs[0]
     for dim, size in enumerate(around.metas[seed].shape):
         if size > 1:

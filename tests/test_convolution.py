@@ -26,6 +26,7 @@ from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
 from autopar.passes.bucket import bucket
 from autopar.passes.capture import capture
 from autopar.passes.codegen import codegen
+from autopar.passes.slice import sliced
 from autopar.passes.strategies import AxisChoice, Site
 from autopar.planner import Planner
 from autopar.program import Program
@@ -399,6 +400,14 @@ def test_models_under_presets_and_the_solver(name: str, mesh: dict[str, int]) ->
     assert not made.space.without_rule
     for solver in ("ddp", "fsdp", "megatron", *(["dp"] if len(mesh) == 1 else [])):
         check(name, mesh, made.program(made.plan(solver=solver, cost="serial")))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_several_results_in_slices(name: str) -> None:
+    """A backward of a convolution makes sums that travel, and gradients of weights that no instruction reads."""
+    made = planner(name, {"a": 4})
+    plan = made.plan(solver="atp", cost="serial")
+    check(name, {"a": 4}, sliced(made.program(plan), 2))
 
 
 @pytest.mark.parametrize("name", [f"{name} uneven" for name in MODELS])
