@@ -44,7 +44,7 @@ from .problem import Infeasible, Score
 from .profiling import Costs, real_tensors
 from .program import Program
 from .redistribute import Redistributor
-from .search import Found, Search, unique_sites
+from .search import Found, Peaks, Search, unique_sites
 from .solve import EXACT, SOLVERS
 from .timeline import Known, Timeline, timeline
 from .volume import volumes, with_arithmetic_split
@@ -66,6 +66,9 @@ WORTH = 0.02
 
 LEAST_GAIN = 1e-6
 """Relative gain for which another plan is taken."""
+
+UNSURE = 0.05
+"""Of a step that fewer copies tell."""
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
@@ -300,7 +303,7 @@ class Planner:
         if cost == "volume" and solver not in PRESETS:
             search.pins = with_arithmetic_split(space, search.pins)
         measured = space.cluster.device.operators is not None  # bounds hold for rooflines alone
-        found: Found = self.seconds.timed("search", search.run, allowed, bounded=not measured)
+        found: Found = self.seconds.timed("search", self._searched, search, allowed, cost, not measured)
         if space is not self.space:
             logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
             found = replace(self._priced(found), lower_bound=0.0)
@@ -308,6 +311,32 @@ class Planner:
         if solver in PRESETS or cost != "analytical":
             return plan
         return self._with_overlap(found, plan, memory_limit_bytes, constraints)
+
+    def _searched(self, search: Search, allowed: Allowed | None, cost: str, bounded: bool) -> Found:
+        """What a search finds. Of the whole space, where overlaps count, under a limit: with the largest buckets, or
+        with smaller ones, that leave more memory to all else and hide less, whichever makes the shorter step. (What a
+        preset says is kept, and smaller buckets are taken first.)"""
+        limit = search.bytes_limit
+        if limit is None or allowed is not None or cost != "analytical":
+            return search.run(allowed, bounded=bounded)
+        search.peak, search.estimate = self._told(limit, BUCKETS[:1])
+        try:
+            whole = search.run(bounded=bounded)
+        except Infeasible as error:
+            logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
+            self.peaks = {}
+            return search.otherwise(self._told(limit), sure=True)
+        assert search.cheapest is not None
+        self.peaks = {key: known for key, known in self.peaks.items() if known[-1].bytes <= limit}
+        if whole.assignment == search.cheapest[0].assignment:
+            return whole
+        parted = search.otherwise(self._told(limit), sure=False)
+        seconds = whole.seconds + parted.seconds
+        if parted.assignment != whole.assignment:
+            quick = self._short_seconds(parted.assignment, limit) < self._short_seconds(whole.assignment, limit)
+            if quick and self.peak(parted.assignment, limit)[1].bytes <= limit:
+                return replace(parted, seconds=seconds)
+        return replace(whole, seconds=seconds)
 
     def _with_overlap(self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
         """The plan, or another one with a shorter step on its timeline: of a second search, in which most of what
@@ -330,6 +359,10 @@ class Planner:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
+            nearly = self.seconds.timed("steps", self._short_seconds, other.assignment, limit)
+            if nearly > best.seconds * (1 + UNSURE):
+                logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
+                continue
             step = self.seconds.timed("steps", self._step_seconds, other.assignment, limit)
             if step < best.seconds * (1 - LEAST_GAIN):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, step * 1e3, best.seconds * 1e3)
@@ -413,52 +446,71 @@ class Planner:
             memory_limit_bytes,
             logger.info,
             pins=pins(self.space, constraints or {}),
-            peak=lambda assignment: self.peak(assignment, memory_limit_bytes)[1].bytes,
-            estimate=lambda assignment: self.seconds.timed("estimate", self._estimate, assignment, memory_limit_bytes),
+            peaks=self._told(memory_limit_bytes),
         )
 
-    def peak(self, assignment: Assignment, memory_limit_bytes: float | None = None) -> tuple[int, Peak]:
+    def _told(self, limit: float | None, buckets: Sequence[int] = BUCKETS) -> tuple[Peaks, Peaks]:
+        """Peaks of assignments with such buckets, true and estimated."""
+        return (
+            lambda assignment: self.peak(assignment, limit, buckets)[1].bytes,
+            lambda assignment: self.seconds.timed("estimate", self._estimate, assignment, limit, buckets),
+        )
+
+    def peak(
+        self, assignment: Assignment, memory_limit_bytes: float | None = None, buckets: Sequence[int] = BUCKETS
+    ) -> tuple[int, Peak]:
         """The largest buckets with which the program of an assignment keeps the limit (else those with which it needs
         the least), and the most memory that a rank then needs during a training step."""
         key = id(assignment)
         if key not in self.peaks:
-            found = self.seconds.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes)))
+            found = self.seconds.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes, buckets)))
             fits = memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes
             best = found[-1] if fits else min(found, key=lambda item: item[1].bytes)
             self.peaks[key] = assignment, *best
         return self.peaks[key][1:]
 
-    def _estimate(self, assignment: Assignment, memory_limit_bytes: float | None) -> float:
+    def _estimate(self, assignment: Assignment, limit: float | None, buckets: Sequence[int] = BUCKETS) -> float:
         """The peak of `peak`, told from the program of fewer copies, in which nothing runs in parts: what these would
         change of it is looked at where it counts, on the programs of answers."""
-        told = list(self._estimates(assignment, memory_limit_bytes))
-        return min(told) if told else self.peak(assignment, memory_limit_bytes)[1].bytes
+        told = list(self._estimates(assignment, limit, buckets))
+        return min(told) if told else self.peak(assignment, limit, buckets)[1].bytes
 
-    def _estimates(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[float]:
+    def _estimates(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[float]:
         """With smaller and smaller buckets, as `_peaks`; none where there are no fewer copies."""
         if (short := shortened(self.writer.space, assignment)) is None:
             return
-        for size in BUCKETS:
+        for size in buckets:
             bucketed = self.writer.whole(assignment, size, KEPT)
             found = moments(bucketed, self.optimizer, self.kind_of_device, self.memory)
             most = short.most(found, bucketed, self.optimizer)
             yield most
-            if _is_settled(most, size, memory_limit_bytes):
+            if _is_settled(most, size, limit):
                 return
+
+    def _short_seconds(self, assignment: Assignment, limit: float | None) -> float:
+        """Nearly what `_step_seconds` says, told from the program of fewer copies."""
+        short = shortened(self.writer.space, assignment)
+        if short is None:
+            return self._step_seconds(assignment, limit)
+        sizes = BUCKETS if limit is not None else BUCKETS[:1]
+        bucket_bytes = sizes[len(list(self._estimates(assignment, limit, sizes))) - 1]
+        program = self.writer.written(assignment, bucket_bytes, KEPT)
+        step = short.seconds(timeline(program, self.cluster, self.operators), program)
+        return step * self._correction(assignment, bucket_bytes) + account(self.space, assignment).optimizer_seconds
 
     @property
     def kind_of_device(self) -> str:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
-    def _peaks(self, assignment: Assignment, memory_limit_bytes: float | None) -> Iterator[tuple[int, Peak]]:
+    def _peaks(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[tuple[int, Peak]]:
         """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them; from
         the first on of which that is estimated."""
-        told = [] if memory_limit_bytes is None else list(self._estimates(assignment, memory_limit_bytes))
-        for size in BUCKETS[max(0, len(told) - 1) :]:
+        told = [] if limit is None else list(self._estimates(assignment, limit, buckets))
+        for size in buckets[max(0, len(told) - 1) :]:
             bucketed = self.writer.written(assignment, size)
             found = peak(bucketed, self.optimizer, self.kind_of_device, self.memory)
             yield size, found
-            if _is_settled(found.bytes, size, memory_limit_bytes):
+            if _is_settled(found.bytes, size, limit):
                 return
 
     def describe(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan:

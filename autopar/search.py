@@ -71,6 +71,9 @@ DESCENT_SOLVER = "dp"
 Axes = tuple[int, ...]
 """An axis, or several that choose alike."""
 
+Peaks = Callable[[Assignment], float]
+"""The bytes that an assignment needs at its peak, or an estimate of them."""
+
 Level = Literal["operator", "block", "cfp"]
 """What a variable of a problem is: an operator, a block that loses nothing (`passes.widen`), or a ParallelBlock as
 the paper has it (`passes.group.block_groups`)."""
@@ -129,8 +132,8 @@ class Search:
     what was solved before (descents from several starts meet) is not solved again.
 
     At `level` "cfp" the space is narrower, and the lower bound is that of what is left. `bytes_limit`
-    bounds the `peak` of an assignment, or, if none is given, its sum of bytes. If `estimate` is given, peaks are
-    estimated, and that of the answer is looked at."""
+    bounds the peak of an assignment, or, if no `peaks` are given (true ones, and estimates of them), its sum of bytes.
+    Peaks are estimated, and that of the answer is looked at."""
 
     def __init__(
         self,
@@ -140,17 +143,21 @@ class Search:
         log: Callable[[str], None],
         level: Level = "operator",
         pins: Pins | None = None,
-        peak: Callable[[Assignment], float] | None = None,
-        estimate: Callable[[Assignment], float] | None = None,
+        peaks: tuple[Peaks, Peaks] | None = None,
     ) -> None:
         self.space, self.solver, self.bytes_limit, self.log = space, solver, bytes_limit, log
         self.descent = DESCENT_SOLVER if solver in EXACT else solver
         self.pins = pins or {}
-        self.peak, self.estimate = peak, estimate or peak
+        self.peak: Peaks | None = None
+        self.estimate: Peaks | None = None
+        if peaks is not None:
+            self.peak, self.estimate = peaks
         self.peaks: dict[int, tuple[Solved, float]] = {}
         """As estimated, by the identity of the assignment."""
         self.aim = math.inf if bytes_limit is None else bytes_limit
         """What estimates are to keep, so that the limit is kept."""
+        self.cheapest: tuple[Solved, Callable[[float, Solved], Solved]] | None = None
+        """What `run` found without a limit, and what solves at a price of memory, from another solution."""
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solves = 0
@@ -243,15 +250,26 @@ class Search:
         if allowed is not None:
             options = allowed
             best = self.solve(options, self.solver, bounded=bounded)
-            best = self._limited(best, lambda price, _: self.solve(options, self.descent, price=price), thorough)
-        else:
-            first = self._whole() if start is None else taken(space, start)
-            best = self._descend_all() if thorough else self._descend(first, self._axes(), below=below)
-            bound = lower_bound_seconds(space) if bounded else 0.0
-            self.log(f"lower bound {bound * 1e3:.3f} ms")
-            if best.score.objective < below:
-                best = self._limited(best, self._descend_priced, thorough)
-            best = replace(best, lower_bound=bound)
+            self.cheapest = best, lambda price, _: self.solve(options, self.descent, price=price)
+            return self._found(self._limited(thorough), started)
+        first = self._whole() if start is None else taken(space, start)
+        best = self._descend_all() if thorough else self._descend(first, self._axes(), below=below)
+        bound = lower_bound_seconds(space) if bounded else 0.0
+        self.log(f"lower bound {bound * 1e3:.3f} ms")
+        self.cheapest = replace(best, lower_bound=bound), self._descend_priced
+        if best.score.objective < below:
+            best = self._limited(thorough)
+        return self._found(replace(best, lower_bound=bound), started)
+
+    def otherwise(self, peaks: tuple[Peaks, Peaks], *, sure: bool) -> Found:
+        """The best that keeps the limit with other peaks, from the cheapest that `run` found. Raises `Infeasible` as
+        that."""
+        assert self.bytes_limit is not None
+        started = time.perf_counter()
+        (self.peak, self.estimate), self.peaks, self.aim = peaks, {}, self.bytes_limit
+        return self._found(self._limited(sure), started)
+
+    def _found(self, best: Solved, started: float) -> Found:
         return Found(
             assignment=best.assignment,
             score=best.score,
@@ -308,21 +326,23 @@ class Search:
     def _true_peak(self, found: Solved) -> float:
         return found.score.bytes if self.peak is None else self.peak(found.assignment)
 
-    def _limited(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved], sure: bool) -> Solved:
+    def _limited(self, sure: bool) -> Solved:
         """The best that keeps the limit, if there is one, as estimated or, if that is to be `sure`, in truth. Where the
         answer is over it by more than was estimated, the next one is to be as much below; at last nothing is
         estimated any more."""
+        assert self.cheapest is not None
+        cheapest = self.cheapest[0]
         if self.bytes_limit is None:
             return cheapest
         for _ in range(CONFIRMATIONS):
-            best = self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
+            best = self._within_limit(*self.cheapest) if self._is_over(cheapest) else cheapest
             if not sure or (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
             self.log(f"estimated to need {self._peak(best):.0f} bytes, and needs {true:.0f}")
             nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
             self.aim = nearer - max(true - self.bytes_limit, LIMIT_SLACK / 2 * self.bytes_limit)
         self.aim, self.estimate, self.peaks = self.bytes_limit, self.peak, {}
-        return self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
+        return self._within_limit(*self.cheapest) if self._is_over(cheapest) else cheapest
 
     def _within_limit(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
         """The best that keeps the limit: solves at rising prices of memory fill a pool of options, in

@@ -26,7 +26,7 @@ from .timeline import Known, timeline
 KEPT = 2
 """Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
 
-LATEST_INSTRUCTIONS = 200_000
+LATEST_INSTRUCTIONS = 400_000
 """Of the programs that are kept, since most are looked at more than once."""
 
 LATEST_CHOICES = 8

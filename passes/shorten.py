@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from ..layout import local_shape
 from ..memory import Moment
 from ..optimizers import Optimizer
-from ..program import Program
+from ..program import Instruction, Program
+from ..timeline import COMPUTE, Timeline
 from .problem import Assignment
 from .segments import Repeated
 from .strategies import Space
@@ -37,7 +39,7 @@ class Missing:
     own: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Short:
     """Fewer copies, as a space and an assignment of their own."""
 
@@ -64,24 +66,49 @@ class Short:
                 added[i] += missing.count * (static + more)
         return max(moment.bytes + more for (_, _, moment), more in zip(placed, added, strict=True))
 
+    def seconds(self, told: Timeline, program: Program) -> float:
+        """Nearly what a step of the whole assignment takes, from the timeline of the short program: each copy that is
+        missing takes what those around the one that stands for it take."""
+        started: dict[tuple[str, Place], float] = {}
+        starts = {event.name: event.start_seconds for event in reversed(told.events) if event.stream == COMPUTE}
+        for phase, instructions in (("forward", program.forward), ("backward", program.backward)):
+            for place, instruction in zip(self._passed(phase, instructions), instructions, strict=True):
+                if (at := starts.get(instruction.outputs[0])) is not None:
+                    started.setdefault((phase, place), at)
+        total = told.seconds
+        for missing in self.missing:
+            number, k = missing.place
+            forward = started["forward", (number, k + 2)] - started["forward", (number, k - 1)]
+            backward = started["backward", (number, k - 1)] - started["backward", (number, k + 2)]
+            total += missing.count * (forward + backward) / 3
+        return total
+
     def _placed(self, moments: Sequence[Moment]) -> Iterator[tuple[str, Place, Moment]]:
         """Each moment with its phase and the copy that the program is at."""
+        for phase, group in groupby(moments, key=lambda moment: moment.phase):
+            same = list(group)
+            for place, moment in zip(self._passed(phase, [m.instruction for m in same]), same, strict=True):
+                yield phase, place, moment
+
+    def _passed(self, phase: str, instructions: Sequence[Instruction | None]) -> Iterator[Place]:
+        """The copy that the program is at, at each of the instructions of a phase."""
+        place = BEFORE if phase == "forward" else AFTER
+        for instruction in instructions:
+            if instruction is not None:  # not what was moved from another place: collectives and their layouts
+                found = self._home.get((instruction.node, instruction.op), place)
+                place = max(place, found) if phase == "forward" else min(place, found)
+            yield place
+
+    @cached_property
+    def _home(self) -> dict[tuple[str, str], Place]:
+        """The copy that a node is of, by what an instruction tells of it."""
         nodes = self.space.graph.nodes
-        home = {
+        return {
             (nodes[index].outputs[0], nodes[index].op): (number, k)
             for number, repeat in enumerate(self.space.repeats)
             for k, copy in enumerate(repeat.copies)
             for index in copy
         }
-        place, last = BEFORE, ""
-        for moment in moments:
-            if moment.phase != last:
-                place, last = BEFORE if moment.phase == "forward" else AFTER, moment.phase
-            instruction = moment.instruction
-            if instruction is not None:  # not what was moved from another place: collectives and their layouts
-                found = home.get((instruction.node, instruction.op), place)
-                place = max(place, found) if last == "forward" else min(place, found)
-            yield last, place, moment
 
 
 def _left(placed: Sequence[tuple[str, Place, Moment]], place: Place) -> tuple[float, float]:
