@@ -67,8 +67,8 @@ WORTH = 0.02
 LEAST_GAIN = 1e-6
 """Relative gain for which another plan is taken."""
 
-UNSURE = 0.05
-"""Of a step that fewer copies tell."""
+UNSURE = 0.2
+"""The part of a step that fewer copies tell, with nothing in parts, by which it may be shorter in truth."""
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
@@ -359,8 +359,8 @@ class Planner:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
-            nearly = self.seconds.timed("steps", self._short_seconds, other.assignment, limit)
-            if nearly > best.seconds * (1 + UNSURE):
+            nearly = self.seconds.timed("steps", self._short_seconds, other.assignment, limit, in_parts=False)
+            if nearly * (1 - UNSURE) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
             step = self.seconds.timed("steps", self._step_seconds, other.assignment, limit)
@@ -487,14 +487,15 @@ class Planner:
             if _is_settled(most, size, limit):
                 return
 
-    def _short_seconds(self, assignment: Assignment, limit: float | None) -> float:
-        """Nearly what `_step_seconds` says, told from the program of fewer copies."""
+    def _short_seconds(self, assignment: Assignment, limit: float | None, *, in_parts: bool = True) -> float:
+        """Nearly what `_step_seconds` says, told from the program of fewer copies, if there are fewer."""
         short = shortened(self.writer.space, assignment)
         if short is None:
             return self._step_seconds(assignment, limit)
         sizes = BUCKETS if limit is not None else BUCKETS[:1]
         bucket_bytes = sizes[len(list(self._estimates(assignment, limit, sizes))) - 1]
-        program = self.writer.written(assignment, bucket_bytes, KEPT)
+        write = self.writer.written if in_parts else self.writer.whole
+        program = write(assignment, bucket_bytes, KEPT)
         step = short.seconds(timeline(program, self.cluster, self.operators), program)
         return step * self._correction(assignment, bucket_bytes) + account(self.space, assignment).optimizer_seconds
 

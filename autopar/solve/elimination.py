@@ -405,14 +405,17 @@ def _greedy(
         others.discard(node)
     logs = [math.log2(size) for size in sizes]
 
+    log_of = logs.__getitem__
+
     def weight(node: int) -> float:
-        return logs[node] + sum(logs[other] for other in near[node])
+        return logs[node] + sum(map(log_of, near[node]))
 
     def key(node: int) -> float:
         fill = 0.0
         for a in near[node]:
             missing = near[node] - near[a]
-            fill += logs[a] * (sum(logs[b] for b in missing) - logs[a])
+            if len(missing) > 1:  # more than itself
+                fill += logs[a] * (sum(map(log_of, missing)) - logs[a])
         return round((fill / 2 + share * weight(node)) * factors[node], 6)
 
     keys = {node: key(node) for node in range(len(sizes)) if node not in keep}
