@@ -330,7 +330,10 @@ class Planner:
         self.peaks = {key: known for key, known in self.peaks.items() if known[-1].bytes <= limit}
         if whole.assignment == search.cheapest[0].assignment:
             return whole
-        parted = search.otherwise(self._told(limit), sure=False)
+        try:
+            parted = search.otherwise(self._told(limit), sure=False)
+        except Infeasible:  # by what is estimated alone
+            return whole
         seconds = whole.seconds + parted.seconds
         if parted.assignment != whole.assignment:
             quick = self._short_seconds(parted.assignment, limit) < self._short_seconds(whole.assignment, limit)
@@ -492,8 +495,8 @@ class Planner:
         short = shortened(self.writer.space, assignment)
         if short is None:
             return self._step_seconds(assignment, limit)
-        sizes = BUCKETS if limit is not None else BUCKETS[:1]
-        bucket_bytes = sizes[len(list(self._estimates(assignment, limit, sizes))) - 1]
+        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
+        bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if in_parts else self.writer.whole
         program = write(assignment, bucket_bytes, KEPT)
         step = short.seconds(timeline(program, self.cluster, self.operators), program)

@@ -252,15 +252,16 @@ def in_runs(problem: Problem, choice: Choice) -> Choice:
     order. What is in fewer runs is read, written and looked at more quickly."""
     ordered = []
     for repeat, copies in zip(problem.repeats, choice.repeats, strict=True):
-        left = list(copies)
+        rest = list(copies)
         runs: list[Choice] = []
-        while left:
-            copy = left[0]
-            borders = ([copy.options[v] for v in side] for side in (repeat.body_left, repeat.body_right))
-            moves = next(borders) == next(borders)
-            run = [c for c in left if c == copy] if moves else [copy]
-            left = [c for c in left if c != copy] if moves else left[1:]
-            runs += run
+        while rest:
+            copy = rest[0]
+            left, right = ([copy.options[v] for v in side] for side in (repeat.body_left, repeat.body_right))
+            if left == right:  # more of it may follow
+                runs += [other for other in rest if other == copy]
+                rest = [other for other in rest if other != copy]
+            else:
+                runs.append(rest.pop(0))
         ordered.append(tuple(runs))
     return replace(choice, repeats=tuple(ordered))
 
