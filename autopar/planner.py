@@ -472,7 +472,7 @@ class Planner:
             self.peaks[key] = assignment, *best
         return self.peaks[key][1:]
 
-    def _estimate(self, assignment: Assignment, limit: float | None, buckets: Sequence[int] = BUCKETS) -> float:
+    def _estimate(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> float:
         """The peak of `peak`, told from the program of fewer copies, in which nothing runs in parts: what these would
         change of it is looked at where it counts, on the programs of answers."""
         told = list(self._estimates(assignment, limit, buckets))

@@ -107,7 +107,7 @@ class Writer:
 
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """In buckets, its collectives started early."""
-        ahead = self._ahead(assignment) if bucket_bytes >= LIMIT_BYTES else bucket_bytes
+        ahead = self._ahead(assignment) if bucket_bytes >= LIMIT_BYTES else None
         plain, sizes = self._plain(assignment, copies), self.space.redistributor.bucket_bytes
 
         def joined() -> Program:

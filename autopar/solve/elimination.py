@@ -404,7 +404,6 @@ def _greedy(
     for node, others in enumerate(near):
         others.discard(node)
     logs = [math.log2(size) for size in sizes]
-
     log_of = logs.__getitem__
 
     def weight(node: int) -> float:
