@@ -27,6 +27,7 @@ from autopar.problem import (
     in_runs,
 )
 from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
+from autopar.solve.relax import Relaxation
 from autopar.solve.dp import LIMITED_GAP
 from autopar.solve.elimination import network
 from autopar.solve.exhaustive import MAX_COMBINATIONS
@@ -146,9 +147,10 @@ def test_every_form_of_the_integer_program_agrees(seed: int, setting: str, monke
         assert_all_agree(problem, best.score.bytes * 0.8)
 
 
-@pytest.mark.parametrize("narrow", [32, 4096])
+@pytest.mark.parametrize("narrow", [0, 32, 4096])
 def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardly any node is eliminated first, and states near the bound only in tables of `narrow` entries."""
+    """Hardly any node is eliminated first, and states near the bound only in tables of `narrow` entries: with 0 of them
+    every choice is one of node after node."""
     monkeypatch.setattr(relax, "SMALL_ENTRIES", 4)
     monkeypatch.setattr(relax, "NARROW_ENTRIES", narrow)
     monkeypatch.setattr(relax, "SWEEPS", (0, 1, 2, *relax.SWEEPS))  # tables that do not agree on any state at first
@@ -164,6 +166,25 @@ def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int, monkeypatch: 
         over.append(evaluate(problem, choice).objective / best)
     assert len(over) >= 40 and min(over) >= 1 - 1e-9
     assert sum(o <= 1 + relax.STANDING_GAP for o in over) >= 0.9 * len(over)
+
+
+def test_messages_tell_small_differences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nearly all of the cost is the same for every choice, all states lie near the bound, as a share of it."""
+    monkeypatch.setattr(relax, "SMALL_ENTRIES", 4)
+    monkeypatch.setattr(relax, "NARROW_ENTRIES", 64)
+    monkeypatch.setattr(Relaxation, "rounded", lambda self: np.zeros((len(self.nodes), 1), dtype=np.int64))
+    weights = (1.0, TIE_BREAK_SECONDS_PER_BYTE)
+    found = 0
+    for seed in range(20):
+        problem = random_problem(random.Random(seed), depth=0, most=40, blocked=0.0)
+        first, *others = problem.variables
+        much = 1e4 * solve(problem, "dp").score.objective
+        heavy = dataclasses.replace(first, seconds=tuple(much + s for s in first.seconds))
+        problem = dataclasses.replace(problem, variables=(heavy, *others))
+        choice, _ = relax.relaxed(problem, weights)
+        best = solve(problem, "dp").score.objective - much
+        found += evaluate(problem, choice).objective - much <= best * (1 + relax.STANDING_GAP)
+    assert found >= 18
 
 
 @pytest.mark.parametrize("count", [7, 8, 13, 40])

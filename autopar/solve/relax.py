@@ -4,7 +4,8 @@ The costs of a network are moved between its tables so that their minima add up 
 (sequential reweighted message passing: Kolmogorov, "A new look at reweighted message passing", 2015). That
 sum is a lower bound; how far a state lies above it says how much a choice with that state costs at least.
 States that lie far above are left out, and what remains is eliminated exactly: its optimum is a choice, and the
-optimum of the whole as soon as it lies no further above the bound than the states that were left out.
+optimum of the whole as soon as it lies no further above the bound than the states that were left out. Where even those
+that lie on the bound are too many, node after node takes the state that costs least beside those taken before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.solve.expand import expand
 SWEEPS = (15, 25, 40, 80, 160)
 """Sweeps, there and back, before each elimination of what is near the bound."""
 
-REACHES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """How far above the bound, as a share of it, states are kept: one after the other, as long as tables are small."""
 
 NARROW_ENTRIES = 4_000_000
@@ -39,6 +40,9 @@ NARROW_ENTRIES = 4_000_000
 
 GAP, STANDING_GAP = 1e-3, 1e-2
 """Relative gaps at which no more is looked for: after a better choice was found, and after none was."""
+
+STANDING = 1e-6
+"""The part of the bound by which it rises at least in a round that is worth another, if no better choice was found."""
 
 SMALL_ENTRIES = 200_000
 """Nodes are eliminated before as long as tables have at most so many entries: that makes the bound tighter."""
@@ -109,6 +113,19 @@ class Relaxation:
             excess = excess + least - least.min()
         return np.asarray(excess)
 
+    def rounded(self) -> Ints:
+        """A state of each node, one after the other: the one of least cost beside those taken already. [node, 1]"""
+        states = np.zeros(len(self.nodes), dtype=np.int64)
+        tables = list(self.tables)
+        for node, costs in enumerate(self.nodes):
+            total = costs
+            for table, others, _ in self._around[node]:
+                total = total + tables[table].min(axis=others)
+            states[node] = state = total.argmin()
+            for table, _, spread in self._around[node]:
+                tables[table] = tables[table].take([state], axis=spread.index(-1))
+        return states[:, None]
+
 
 def lower_bound(problem: Problem, weights: tuple[float, float], sweeps: int = SWEEPS[0]) -> float:
     """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
@@ -140,21 +157,33 @@ def relaxed(problem: Problem, weights: tuple[float, float], *, folded: bool = Fa
     for sweeps in SWEEPS:
         for _ in range(sweeps):
             relaxation.sweep()
+        before, lower = best, bound
         bound = max(bound, relaxation.bound())
-        before = best
+        value = math.inf
         for reach, value, near in _near(tables, relaxation):
             if value < best:
                 best, states = value, near
             if best - bound <= reach * abs(bound):  # nothing better was left out
                 bound = best
                 break
+        if math.isinf(value):  # too many on the bound, or none that join
+            near = relaxation.rounded()
+            if (value := _value(tables, near)) < best:
+                best, states = value, near
         if best - bound <= (GAP if best < before else STANDING_GAP) * abs(bound):
+            break
+        if best == before < math.inf and bound - lower <= STANDING * abs(bound):
             break
     if states is None:
         raise TooWide("message passing found no choice")
     trace_back(steps, joined, np.zeros(1, dtype=np.int64), states)
     choice = tuple(int(options[state]) for options, state in zip(found.options, states[:, 0], strict=False))
     return expanded.layout.choice(choice), min(bound, best)
+
+
+def _value(tables: Sequence[tuple[tuple[int, ...], Floats]], states: Ints) -> float:
+    """What a choice of states [node, 1] costs, infinite where it is blocked."""
+    return sum(float(costs[tuple(states[node, 0] for node in nodes)]) for nodes, costs in tables)
 
 
 def _near(
