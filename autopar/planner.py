@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from . import liveness
+from .beside import beside
 from .candidates import profiled
 from .cluster import Cluster
 from .clusters import named_cluster
@@ -44,7 +46,7 @@ from .problem import Infeasible, Score
 from .profiling import Costs, real_tensors
 from .program import Program
 from .redistribute import Redistributor
-from .search import Found, Peaks, Search, unique_sites
+from .search import Found, Peaks, Search, Solved, unique_sites
 from .solve import EXACT, SOLVERS
 from .timeline import Known, Timeline, timeline
 from .volume import volumes, with_arithmetic_split
@@ -200,7 +202,7 @@ class Planner:
         self.peaks = {id(assignment): (assignment, plan.bucket_bytes, plan.peak)}
         priced = account(self.space, assignment)
         score = Score(seconds=priced.seconds, bytes=priced.bytes)
-        found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds, solves=0)
+        found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
         return _asked(self.describe(found, plan.solver, plan.cost), plan.memory_limit_bytes, plan.constraints)
 
     def moved_bytes(self, program: Program) -> int:
@@ -302,52 +304,78 @@ class Planner:
         search = self.search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
         if cost == "volume" and solver not in PRESETS:
             search.pins = with_arithmetic_split(space, search.pins)
-        measured = space.cluster.device.operators is not None  # bounds hold for rooflines alone
-        found: Found = self.seconds.timed("search", self._searched, search, allowed, cost, not measured)
+        bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
+        if solver not in PRESETS and cost == "analytical":
+            return self._overlapped(search, solver, memory_limit_bytes, constraints, bounded)
+        found: Found = self.seconds.timed("search", search.run, allowed, bounded=bounded)
         if space is not self.space:
             logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
             found = replace(self._priced(found), lower_bound=0.0)
-        plan = self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
-        if solver in PRESETS or cost != "analytical":
-            return plan
-        return self._with_overlap(found, plan, memory_limit_bytes, constraints)
+        return self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
 
-    def _searched(self, search: Search, allowed: Allowed | None, cost: str, bounded: bool) -> Found:
-        """What a search finds. Of the whole space, where overlaps count, under a limit: with the largest buckets, or
-        with smaller ones, that leave more memory to all else and hide less, whichever makes the shorter step. (What a
-        preset says is kept, and smaller buckets are taken first.)"""
+    def _overlapped(
+        self, search: Search, solver: str, limit: float | None, constraints: Constraints | None, bounded: bool
+    ) -> Plan:
+        """The plan with the shortest step on its timeline, of what the search finds and of `_others`: these, and the
+        bound, are looked for beside what the limit takes, and the writing of the first plan's program."""
+        started = time.perf_counter()
+        cheapest = self.seconds.timed("search", search.explore, bounded=bounded)
+        apart = search.is_large
+        with (
+            beside(search.bound, worthwhile=apart and bounded and not search.proved) as bound,
+            beside(lambda: list(self._others(search, cheapest, solver, constraints)), worthwhile=apart) as others,
+        ):
+            found: Found = self.seconds.timed("search", self._within, search, cheapest)
+            if bounded:
+                found = replace(found, lower_bound=max(found.lower_bound, self.seconds.timed("bound", bound)))
+            plan = self.seconds.timed("describe", self.describe, found, solver, "analytical", limit)
+            plan = self._shortest(found, plan, self.seconds.timed("others", others), limit, constraints)
+        return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
+
+    def _within(self, search: Search, cheapest: Solved) -> Found:
+        """What a search finds under its limit, if it has one: with the largest buckets, or with smaller ones, that
+        leave more memory to all else and hide less, whichever makes the shorter step. (What a preset says is kept, and
+        smaller buckets are taken first.)"""
         limit = search.bytes_limit
-        if limit is None or allowed is not None or cost != "analytical":
-            return search.run(allowed, bounded=bounded)
-        search.peak, search.estimate = self._told(limit, BUCKETS[:1])
+        if limit is None:
+            return search.within(None, sure=False)
+        largest, any_size = self._told(limit, BUCKETS[:1]), self._told(limit)
+
+        def parted() -> Found | None:
+            try:
+                return search.within(any_size, sure=False)
+            except Infeasible:  # by what is estimated alone
+                return None
+
         try:
-            whole = search.run(bounded=bounded)
+            whole = search.within(largest, sure=False)
+            free = whole.assignment == cheapest.assignment
+            with beside(parted, worthwhile=search.is_large and not free) as found:
+                if largest[0](whole.assignment) > limit:
+                    whole = search.within(largest, sure=True)
+                other = None if whole.assignment == cheapest.assignment else found()
         except Infeasible as error:
             logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
             self.peaks = {}
-            return search.otherwise(self._told(limit), sure=True)
-        assert search.cheapest is not None
+            return search.within(any_size, sure=True)
         self.peaks = {key: known for key, known in self.peaks.items() if known[-1].bytes <= limit}
-        if whole.assignment == search.cheapest[0].assignment:
-            return whole
-        try:
-            parted = search.otherwise(self._told(limit), sure=False)
-        except Infeasible:  # by what is estimated alone
-            return whole
-        seconds = whole.seconds + parted.seconds
-        if parted.assignment != whole.assignment:
-            quick = self._short_seconds(parted.assignment, limit) < self._short_seconds(whole.assignment, limit)
-            if quick and self.peak(parted.assignment, limit)[1].bytes <= limit:
-                return replace(parted, seconds=seconds)
-        return replace(whole, seconds=seconds)
+        if other is not None and other.assignment != whole.assignment:
+            quick = self._short_seconds(other.assignment, limit) < self._short_seconds(whole.assignment, limit)
+            if quick and self.peak(other.assignment, limit)[1].bytes <= limit:
+                return other
+        return whole
 
-    def _with_overlap(self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
-        """The plan, or another one with a shorter step on its timeline: of a second search, in which most of what
-        travels in buckets is hidden, or of a preset, of which some hide what no price foretells."""
-        others = self.seconds.timed("others", lambda: list(self._others(found, plan, limit, constraints)))
-        best, seconds, seen = plan, found.seconds, [found.assignment]
+    def _shortest(
+        self,
+        found: Found,
+        plan: Plan,
+        others: Sequence[tuple[str, Found]],
+        limit: float | None,
+        constraints: Constraints | None,
+    ) -> Plan:
+        """The plan, or one of the others with a shorter step on its timeline."""
+        best, seen = plan, [found.assignment]
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
-            seconds += other.seconds
             if least_seconds(self.space, other.assignment) >= best.seconds:
                 continue
             if name in PRESETS and limit is not None:
@@ -358,7 +386,6 @@ class Planner:
                     logger.info("no plan by %s: %s", name, error)
                     continue
                 other = self._priced(other)
-                seconds += other.seconds
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
@@ -370,22 +397,25 @@ class Planner:
             if step < best.seconds * (1 - LEAST_GAIN):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, step * 1e3, best.seconds * 1e3)
                 best = self.seconds.timed("describe", self.describe, other, plan.solver, plan.cost, limit)
-        return replace(best, lower_bound_seconds=found.lower_bound, solve_seconds=seconds)
+        return best
 
     def _others(
-        self, found: Found, plan: Plan, limit: float | None, constraints: Constraints | None
+        self, first: Search, cheapest: Solved, solver: str, constraints: Constraints | None
     ) -> Iterator[tuple[str, Found]]:
-        """What a search with "hidden buckets" finds from what was `found`, and what the presets leave, without a limit
-        yet; at the prices of the first search."""
-        if plan.account.communication_seconds >= WORTH * plan.seconds:
-            search = self.search(plan.solver, limit, constraints, self._hiding(HIDDEN))
+        """Plans that some prices do not foretell: what a second search finds, from the cheapest of the first, with most
+        of what travels in buckets hidden, under the limit; and what the presets leave, of which some hide much, without
+        a limit yet. At the prices of the first search."""
+        priced = account(self.space, cheapest.assignment)
+        if priced.communication_seconds >= WORTH * priced.seconds:
+            search = self.search(solver, first.bytes_limit, constraints, self._hiding(HIDDEN))
             try:
-                yield "hidden buckets", self._priced(search.run(start=found.assignment, bounded=False, thorough=False))
+                hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
+                yield "hidden buckets", self._priced(hidden)
             except Infeasible as error:
                 logger.info("no plan where most of what travels in buckets is hidden: %s", error)
         search = self.search("dp", None, constraints)
         tried: list[Allowed] = []
-        for name in PRESETS if plan.solver in EXACT else ():
+        for name in PRESETS if solver in EXACT else ():
             try:
                 allowed = self.preset(name)
                 options = sum(map(len, allowed.values())) / len(allowed)

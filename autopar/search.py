@@ -14,9 +14,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import accumulate, chain, cycle, product
 from typing import Literal
 
+from .beside import beside, together
 from .bound import lower_bound_seconds
 from .constraints import Pins
 from .layout import Split
@@ -64,6 +66,9 @@ CONFIRMATIONS = 3
 LIMIT_SLACK = 0.01
 """Part of a limit that may be left unused."""
 
+APART_OPTIONS = 5000
+"""Joint options of a space from which on parts of its search are worth a process of their own."""
+
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
 
@@ -82,13 +87,12 @@ the paper has it (`passes.group.block_groups`)."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """An assignment with its score. `lower_bound` is in seconds and holds for the whole space that
-    was searched, or is 0 where none was computed; `solves` counts exact solves."""
+    was searched, or is 0 where none was computed."""
 
     assignment: Assignment
     score: Score
     lower_bound: float
     seconds: float
-    solves: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +161,11 @@ class Search:
         self.aim = math.inf if bytes_limit is None else bytes_limit
         """What estimates are to keep, so that the limit is kept."""
         self.cheapest: tuple[Solved, Callable[[float, Solved], Solved]] | None = None
-        """What `run` found without a limit, and what solves at a price of memory, from another solution."""
+        """What was found without a limit, and what solves at a price of memory, from another solution."""
+        self.proved = False
+        """Whether that is all that the solver proves: the space is one problem."""
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
-        self.solves = 0
         self.solved: dict[Question, Solved] = {}
         self.level = level
         self.groups: list[Groups] = []
@@ -189,7 +194,6 @@ class Search:
 
     def _solve(self, allowed: Allowed, solver: str, price: float, bytes_limit: float | None, bounded: bool) -> Solved:
         problem, decoder = self.builder.build(allowed)
-        self.solves += 1
         weighed = priced(problem, price) if price else problem
         if self.level == "operator":
             solution = self._solution(weighed, solver, bytes_limit, bounded)
@@ -236,46 +240,77 @@ class Search:
         Raises `Infeasible` where nothing keeps the memory limit.
         """
         started = time.perf_counter()
-        space = self.space
+        best = self.explore(allowed, start=start, bounded=bounded, thorough=thorough, below=below)
+        if not best.score.objective < below:
+            return self._found(best, started)
+        with beside(self.bound, worthwhile=bounded and self.is_large and not self.proved) as bound:
+            found = self._found(self._limited(thorough), started)
+            if bounded:
+                found = replace(found, lower_bound=max(found.lower_bound, bound()))
+        return replace(found, seconds=time.perf_counter() - started)
+
+    def explore(
+        self,
+        allowed: Allowed | None = None,
+        *,
+        start: Assignment | None = None,
+        bounded: bool = True,
+        thorough: bool = True,
+        below: float = math.inf,
+    ) -> Solved:
+        """The cheapest without the memory limit, with its bound where the space is one problem."""
         if allowed is not None:
             allowed = {name: self._keeping(self.sites[name], choices) for name, choices in allowed.items()}
-        else:
-            everything = {
-                name: [self._offered(site, axis) for axis in range(len(space.mesh))]
-                for name, site in self.sites.items()
-            }
-            largest = max(_count(per_axis) for per_axis in everything.values())
-            if sum(1 for n in space.mesh if n > 1) <= 1 or largest <= JOINT_OPTIONS_MOST:
-                allowed = {n: joint(space, self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
+        elif sum(1 for n in self.space.mesh if n > 1) <= 1 or max(self.joint_options.values()) <= JOINT_OPTIONS_MOST:
+            allowed = {n: joint(self.space, self.sites[n], p, self.bytes_limit) for n, p in self._everything().items()}
+        self.proved = allowed is not None
         if allowed is not None:
             options = allowed
             best = self.solve(options, self.solver, bounded=bounded)
             self.cheapest = best, lambda price, _: self.solve(options, self.descent, price=price)
-            return self._found(self._limited(thorough), started)
-        first = self._whole() if start is None else taken(space, start)
-        best = self._descend_all() if thorough else self._descend(first, self._axes(), below=below)
-        bound = lower_bound_seconds(space) if bounded else 0.0
-        self.log(f"lower bound {bound * 1e3:.3f} ms")
-        self.cheapest = replace(best, lower_bound=bound), self._descend_priced
-        if best.score.objective < below:
-            best = self._limited(thorough)
-        return self._found(replace(best, lower_bound=bound), started)
+        else:
+            first = self._whole() if start is None else taken(self.space, start)
+            best = self._descend_all() if thorough else self._descend(first, self._axes(), below=below)
+            self.cheapest = best, self._descend_priced
+        return best
 
-    def otherwise(self, peaks: tuple[Peaks, Peaks], *, sure: bool) -> Found:
-        """The best that keeps the limit with other peaks, from the cheapest that `run` found. Raises `Infeasible` as
-        that."""
-        assert self.bytes_limit is not None
+    def bound(self) -> float:
+        """Seconds that no assignment undercuts, where the space is several problems; 0 where a solver proves them."""
+        if self.proved:
+            return 0.0
+        bound = lower_bound_seconds(self.space)
+        self.log(f"lower bound {bound * 1e3:.3f} ms")
+        return bound
+
+    def within(self, peaks: tuple[Peaks, Peaks] | None, *, sure: bool) -> Found:
+        """The best that keeps the limit, if there is one, with such peaks, from the cheapest that was found. Raises
+        `Infeasible` as `run`."""
         started = time.perf_counter()
-        (self.peak, self.estimate), self.peaks, self.aim = peaks, {}, self.bytes_limit
+        if peaks is not None and self.bytes_limit is not None:
+            (self.peak, self.estimate), self.peaks, self.aim = peaks, {}, self.bytes_limit
         return self._found(self._limited(sure), started)
+
+    @cached_property
+    def joint_options(self) -> dict[str, int]:
+        """Of each site, on all axes together."""
+        return {name: math.prod(map(len, per_axis)) for name, per_axis in self._everything().items()}
+
+    @property
+    def is_large(self) -> bool:
+        """Whether parts of the search are worth a process of their own."""
+        return sum(self.joint_options.values()) >= APART_OPTIONS
+
+    def _everything(self) -> dict[str, list[tuple[AxisChoice, ...]]]:
+        """The choices of each site, axis by axis."""
+        axes = range(len(self.space.mesh))
+        return {name: [self._offered(site, axis) for axis in axes] for name, site in self.sites.items()}
 
     def _found(self, best: Solved, started: float) -> Found:
         return Found(
             assignment=best.assignment,
             score=best.score,
-            lower_bound=best.lower_bound,
+            lower_bound=best.lower_bound if self.proved else 0.0,  # not that of a part of the space
             seconds=time.perf_counter() - started,
-            solves=self.solves,
         )
 
     def _offered(self, site: Site, axis: int) -> tuple[AxisChoice, ...]:
@@ -505,18 +540,18 @@ class Search:
             for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
 
-        starts = [
-            ("whole, slowest axis first", whole, axes),
-            ("whole, fastest axis first", whole, axes[::-1]),
-            ("batch on every axis", self._batch(), axes),
-        ]
+        descents: dict[str, Callable[[], Solved]] = {
+            "whole, slowest axis first": lambda: self._descend(whole, axes),
+            "whole, fastest axis first": lambda: self._descend(whole, axes[::-1]),
+            "batch on every axis": lambda: self._descend(self._batch(), axes),
+        }
         for groups in self._coarser():
-            label = " ".join("*".join(space.axes[axis] for axis in group) for group in groups)
-            starts.append((f"mesh {label}", taken(space, self._descend(whole, groups).assignment), axes))
-        for label, start, order in starts:
-            note(self._descend(start, order))
-            score = found[-1].score
-            self.log(f"descent from {label}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
+            name = " ".join("*".join(space.axes[axis] for axis in group) for group in groups)
+            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups)
+        for name, solved in zip(descents, together([*descents.values()], worthwhile=self.is_large), strict=True):
+            note(solved)
+            score = solved.score
+            self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
         for _ in range(POOL_ROUNDS):
             previous = min(solved.score.objective for solved in found)
             size = sum(map(len, pool.values()))
@@ -526,6 +561,10 @@ class Search:
                 break
             note(self._descend(taken(space, found[-1].assignment), axes))
         return min(found, key=lambda solved: solved.score.objective)
+
+    def _descend_from_coarser(self, groups: list[Axes]) -> Solved:
+        """From where a coarser mesh ends."""
+        return self._descend(taken(self.space, self._descend(self._whole(), groups).assignment), self._axes())
 
     def _whole(self) -> dict[str, list[SiteChoice]]:
         return {name: [self._pinned(site, self.space.whole(site))] for name, site in self.sites.items()}
@@ -653,13 +692,6 @@ def priced(problem: Problem, price: float) -> Problem:
         ),
         repeats=tuple(replace(r, body=priced(r.body, price)) for r in problem.repeats),
     )
-
-
-def _count(per_axis: list[tuple[AxisChoice, ...]]) -> int:
-    total = 1
-    for choices in per_axis:
-        total *= len(choices)
-    return total
 
 
 def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:

@@ -27,12 +27,12 @@ from autopar.problem import (
     in_runs,
 )
 from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
-from autopar.solve.relax import Relaxation
 from autopar.solve.dp import LIMITED_GAP
 from autopar.solve.elimination import network
 from autopar.solve.exhaustive import MAX_COMBINATIONS
 from autopar.solve.expand import expand
 from autopar.solve.pricing import Library, Pricing
+from autopar.solve.relax import Relaxation
 
 
 def variable(name: str, *costs: tuple[float, float]) -> Variable:

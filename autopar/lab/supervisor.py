@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 def main() -> int:
-    _die_with_parent()
+    end_with(os.getppid())
     spec = json.loads(sys.stdin.buffer.readline())
     try:
         _call("unshare", NEW_PIDS | NEW_MOUNTS | NEW_NETWORK)
@@ -65,8 +65,8 @@ def _no_lab(what: str) -> int:
     return NO_LAB
 
 
-def _die_with_parent() -> None:
-    parent = os.getppid()
+def end_with(parent: int) -> None:
+    """This process ends when its parent does, of which it knows the id."""
     _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

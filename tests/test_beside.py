@@ -1,0 +1,112 @@
+"""What a second process computes is what this one would have, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from models import case, planners
+
+from autopar import beside as module
+from autopar import search
+from autopar.beside import beside, together
+
+pytestmark = pytest.mark.skipif(not module._can_fork(), reason="one core: nothing is computed beside")
+
+
+def children() -> list[str]:
+    me = os.getpid()
+    return Path(f"/proc/{me}/task/{me}/children").read_text().split()
+
+
+def test_another_process_answers() -> None:
+    before = children()
+    with beside(lambda: (os.getpid(), {"a": [1, 2]})) as answer:
+        process, found = answer()
+        assert process != os.getpid() and found == {"a": [1, 2]}
+        assert answer() == (process, found)
+    assert children() == before
+
+
+def test_what_is_not_worth_it_is_computed_here_when_asked() -> None:
+    asked = []
+    with beside(lambda: asked.append(1) or os.getpid(), worthwhile=False) as answer:
+        assert not asked
+        assert answer() == answer() == os.getpid() and asked == [1]
+
+
+def test_an_error_is_raised_where_the_answer_is_asked_for() -> None:
+    def fails() -> None:
+        raise ValueError("no plan fits in 3 bytes")
+
+    with beside(fails) as answer, pytest.raises(ValueError, match="no plan fits in 3 bytes"):
+        answer()
+
+
+def test_what_it_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "autopar")
+    with beside(lambda: logging.getLogger("autopar").info("a descent of %d ms", 3)) as answer:
+        assert not caplog.messages
+        answer()
+    assert caplog.messages == ["a descent of 3 ms"]
+
+
+def test_a_process_that_dies_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    def dies(parent: int = os.getpid()) -> int:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 7
+
+    with beside(dies) as answer:
+        assert answer() == 7
+    assert "gave no answer" in caplog.text
+
+
+def test_so_is_one_that_stands_still(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+
+    def hangs(parent: int = os.getpid()) -> int:
+        if os.getpid() != parent:
+            time.sleep(600)
+        return 7
+
+    before = children()
+    with beside(hangs) as answer:
+        assert answer() == 7
+    assert "gave no answer" in caplog.text and children() == before
+
+
+def test_one_that_nobody_asks_is_ended() -> None:
+    before = children()
+    with pytest.raises(KeyError), beside(lambda: time.sleep(600)):
+        assert children() != before
+        raise KeyError
+    assert children() == before
+
+
+def test_tasks_are_done_once_each_and_come_in_order(tmp_path: Path) -> None:
+    def task(number: int) -> int:
+        (tmp_path / f"{number}-{os.getpid()}").touch()
+        time.sleep(0.05)
+        return number
+
+    found = together([lambda n=n: task(n) for n in range(12)])  # type: ignore[misc]
+    names = sorted(path.name.split("-") for path in tmp_path.iterdir())
+    assert found == list(range(12))
+    assert len(names) == 12 and len({process for _, process in names}) == 2
+
+
+def test_plans_are_the_same_whoever_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit that takes some planning."""
+    planner = planners(case)("gpt2", {"a": 2, "b": 2})
+    limit = 0.8 * planner.plan().bytes
+    plans = {}
+    for options in (10**9, 0):
+        monkeypatch.setattr(search, "APART_OPTIONS", options)
+        plans[options] = dataclasses.replace(planner.plan(memory_limit_bytes=limit), solve_seconds=0.0)
+    assert plans[0] == plans[10**9]
