@@ -3,8 +3,9 @@
 `runtime.measure` measures; here is no process group. Each level is fitted by itself, from the collectives of the axis
 that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, and for the level how
 much of the latencies passes while bytes travel, by the same formula that later prices it; and what operators lose while
-a collective is under way. Axes that span several levels are not fitted: what is predicted for them says how far the
-model is to be believed.
+a collective is under way. Axes that span several levels, or a part of one, are not fitted: what is predicted for them
+says how far the formulas are to be believed. What was measured of each axis is kept beside them, and prices those that
+a mesh has.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from .cluster import Cluster, Device, Level
+from .cluster import Cluster, Device, Groups, Level
 from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, price, together
 
 Axis = TypeVar("Axis", bound=Hashable)
@@ -45,11 +46,11 @@ class Case(Generic[Axis]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Median and quartiles of the seconds of one collective. `axis` are the levels that the mesh axis spans,
-    `bytes` the larger of a rank's input and output. `alone`: one group only, and not all of the axis at once."""
+    """Median and quartiles of the seconds of one collective. `axis` are the ranks of a group and how far they are
+    apart, `bytes` the larger of a rank's input and output. `alone`: one group only, and not all of the axis at once."""
 
     kind: str
-    axis: tuple[int, ...]
+    axis: tuple[int, int]
     bytes: int
     alone: bool
     seconds: float
@@ -58,10 +59,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """Seconds of products by themselves, of one collective by itself on the axis that spans these levels, and of both
-    begun at once."""
+    """Seconds of products by themselves, of one collective by itself on the axis of these ranks and stride, and of
+    both begun at once."""
 
-    axis: tuple[int, ...]
+    axis: tuple[int, int]
     compute_seconds: float
     collective_seconds: float
     seconds: float
@@ -138,16 +139,47 @@ def fit(measured: Measurements, name: str) -> Cluster:
         levels=levels,
         source=f"{measured.backend} on {math.prod(measured.levels)} ranks, measured by autopar calibrate",
         algorithms=algorithms,
+        groups=_curves(measured),
     )
 
 
+def _curves(measured: Measurements) -> tuple[Groups, ...]:
+    """What was measured of each axis."""
+    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    for sample in measured.samples:
+        if not sample.alone:
+            curve = found.setdefault(sample.axis, {}).setdefault(sample.kind, {})
+            curve[sample.bytes] = _digits(sample.seconds)
+    return tuple(
+        Groups(
+            ranks=ranks,
+            stride=stride,
+            seconds=tuple((kind, tuple(sorted(curve.items()))) for kind, curve in curves.items()),
+        )
+        for (ranks, stride), curves in found.items()
+    )
+
+
+def level_axis(levels: Sequence[int], number: int) -> tuple[int, int]:
+    """The ranks and the stride of the axis that spans a level alone."""
+    return levels[number], math.prod(levels[number + 1 :])
+
+
+def axes(ranks: int) -> list[tuple[int, int]]:
+    """(ranks, stride) of every axis that a mesh of so many ranks may have."""
+    strides = [stride for stride in range(1, ranks) if ranks % stride == 0]
+    return [
+        (size, stride) for stride in strides for size in range(2, ranks // stride + 1) if ranks // stride % size == 0
+    ]
+
+
 def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
-    sizes = measured.levels
+    sizes, axis = measured.levels, level_axis(measured.levels, number)
     shared = _devices_per_link(measured, number)
     link = _unit_link(sizes, number, shared, algorithms)
     fits: dict[float, dict[str, _Line]] = {overlap: {} for overlap in OVERLAPS}
     for kind in KINDS:
-        samples = [s for s in measured.samples if (s.kind, s.axis, s.alone) == (kind, (number,), False)]
+        samples = [s for s in measured.samples if (s.kind, s.axis, s.alone) == (kind, axis, False)]
         steps, moving = (price(kind, size, link) for size in (0.0, 1.0))
         for overlap, lines in fits.items():
             lines[kind] = _line(samples, steps.fixed, moving.moving, overlap)
@@ -162,7 +194,7 @@ def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
         latency_seconds=max(_digits(latency) for latency, _ in found.values()),
         devices_per_link=shared,
         overlap=overlap,
-        compute_share=max((_digits(both.share) for both in measured.together if both.axis == (number,)), default=0.0),
+        compute_share=max((_digits(both.share) for both in measured.together if both.axis == axis), default=0.0),
         measured=tuple(
             Measured(kind=kind, efficiency=min(1.0, _digits(own / rate)), latency_seconds=_digits(latency))
             for kind, (latency, own) in found.items()
@@ -191,8 +223,9 @@ def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Names
 
 def _devices_per_link(measured: Measurements, number: int) -> int:
     """How many devices share a link out of a child: as many times as slow all groups at once are."""
-    below = math.prod(measured.levels[number + 1 :])
-    seconds = {(s.kind, s.bytes, s.alone): s.seconds for s in measured.samples if s.axis == (number,)}
+    axis = level_axis(measured.levels, number)
+    below = axis[1]
+    seconds = {(s.kind, s.bytes, s.alone): s.seconds for s in measured.samples if s.axis == axis}
     ratios = [
         together / seconds[kind, size, True]
         for (kind, size, alone), together in seconds.items()
@@ -289,10 +322,12 @@ def _digits(value: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One collective as predicted and as measured. `axis` names the levels that it spans."""
+    """One collective as predicted and as measured. `axis` names the levels that it spans, or its ranks; `fitted` says
+    whether it is one whole level."""
 
     kind: str
     axis: str
+    fitted: bool
     bytes: int
     predicted_seconds: float
     measured_seconds: float
@@ -312,15 +347,18 @@ def check(measured: Measurements, cluster: Cluster) -> list[Row]:
         theirs, ours = (" x ".join(map(str, sizes)) for sizes in ([v.size for v in cluster.levels], measured.levels))
         raise ValueError(f"cluster {cluster.name} is {theirs}, and {ours} was measured: give the same --levels")
     rows = []
+    whole = [level_axis(measured.levels, number) for number in range(len(measured.levels))]
     for sample in measured.samples:
         if not sample.alone:
-            mesh, place = _mesh(measured.levels, sample.axis)
+            ranks, stride = sample.axis
+            link = cluster.links((math.prod(measured.levels) // (ranks * stride), ranks, stride))[1]
             rows.append(
                 Row(
                     kind=sample.kind,
-                    axis="+".join(cluster.levels[level].name for level in sample.axis),
+                    axis=_axis_name(cluster, ranks, stride),
+                    fitted=sample.axis in whole,
                     bytes=sample.bytes,
-                    predicted_seconds=price(sample.kind, sample.bytes, cluster.links(mesh)[place]).seconds(),
+                    predicted_seconds=price(sample.kind, sample.bytes, link).seconds(),
                     measured_seconds=sample.seconds,
                     quartiles=sample.quartiles,
                 )
@@ -328,10 +366,12 @@ def check(measured: Measurements, cluster: Cluster) -> list[Row]:
     return rows
 
 
-def _mesh(levels: Sequence[int], axis: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """A mesh that has the axis, and which of its axes it is."""
-    outer, inner = math.prod(levels[: axis[0]]), math.prod(levels[axis[-1] + 1 :])
-    return (outer, math.prod(levels[axis[0] : axis[-1] + 1]), inner), 1
+def _axis_name(cluster: Cluster, ranks: int, stride: int) -> str:
+    sizes = [level.size for level in cluster.levels]
+    for first, last in combinations(range(len(sizes) + 1), 2):
+        if (ranks, stride) == (math.prod(sizes[first:last]), math.prod(sizes[last:])):
+            return "+".join(level.name for level in cluster.levels[first:last])
+    return f"{ranks} ranks" + (f", {stride} apart" if stride > 1 else "")
 
 
 def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, str, float, float]]:

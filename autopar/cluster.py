@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .collectives import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated
+from .collectives import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated, price
 from .graph import TensorMeta
 
 TOPOLOGIES = ("switch", "full", "ring")
@@ -135,17 +135,39 @@ class Level:
     compute_share: float = 0.0
 
 
+Curves = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+"""Of kinds of collectives: (bytes of the larger of a rank's input and output, seconds), by size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """What collectives take in groups of `ranks` devices, `stride` apart, all groups at once, as it was measured."""
+
+    ranks: int
+    stride: int
+    seconds: Curves
+
+    def factors(self, link: Link) -> Factors:
+        """What was measured, over what the formulas say."""
+        return tuple(
+            (kind, tuple((size, seconds / price(kind, size, link).seconds()) for size, seconds in points))
+            for kind, points in self.seconds
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first.
-    `algorithms` are those of `collectives` that the communication library has; the cheapest is taken. `factors` are
-    those of the links of each axis of meshes (by their sizes) on which collectives were measured."""
+    `algorithms` are those of `collectives` that the communication library has; the cheapest is taken. `groups` are what
+    was measured of axes, which goes before what the levels say. `factors` are those of the links of each axis of
+    meshes (by their sizes) on which the collectives of programs were measured, and go before both."""
 
     name: str
     device: Device
     levels: tuple[Level, ...]
     source: str = ""
     algorithms: Names = ALGORITHMS
+    groups: tuple[Groups, ...] = ()
     factors: Mapping[tuple[int, ...], tuple[Factors, ...]] = field(default_factory=dict)
 
     @property
@@ -169,9 +191,14 @@ class Cluster:
                 f"{sizes} = {self.devices} devices: give a smaller mesh, or a cluster with a larger outermost level"
             )
         strides = {axis: math.prod(mesh[inner] for inner in order[k + 1 :]) for k, axis in enumerate(order)}
-        links = tuple(self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh)))
-        factors = self.factors.get(tuple(mesh), ((),) * len(mesh))
-        return tuple(replace(link, factors=own) for link, own in zip(links, factors, strict=True))
+        links = [self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh))]
+        known = {(groups.ranks, groups.stride): groups for groups in self.groups}
+        own = self.factors.get(tuple(mesh), ((),) * len(mesh))
+        for axis, link in enumerate(links):
+            measured = known.get((mesh[axis], strides[axis]))
+            if factors := own[axis] or (measured.factors(link) if measured is not None else ()):
+                links[axis] = replace(link, factors=factors)
+        return tuple(links)
 
     def _link(self, ranks: int, stride: int, all_ranks: int) -> Link:
         """Of groups of `ranks` devices, `stride` apart."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 Algorithm = Callable[[int, int, float, float], tuple[float, float]]
@@ -141,7 +141,7 @@ class Link:
     stages: tuple[Stage, ...]
     launch_seconds: float = 0.0
     algorithms: Names = ALGORITHMS
-    factors: Factors = ()
+    factors: Factors = field(default=(), hash=False)
 
     def factor(self, kind: str, size: float) -> float:
         """What was measured of collectives of that size, over what the formula says: between two sizes in between on
@@ -235,7 +235,7 @@ def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -
         return 0.0
     overlap = link.overlap
     seconds = min(together(fixed * share, moving * size, overlap) for _, fixed, moving in _candidates(kind, link))
-    return seconds * link.factor(kind, size) if link.factors else seconds
+    return seconds * link.factor(kind, size / share if share else size) if link.factors else seconds
 
 
 def price(kind: str, size: float, link: Link) -> Price:

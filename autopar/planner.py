@@ -70,7 +70,8 @@ LEAST_GAIN = 1e-6
 """Relative gain for which another plan is taken."""
 
 UNSURE = 0.2
-"""The part of a step that fewer copies tell, with nothing in parts, by which it may be shorter in truth."""
+"""The part of a step that fewer copies tell, with nothing in parts, by which it may be shorter in truth, and by which
+one with smaller buckets may be longer before no smaller ones are tried."""
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
@@ -78,6 +79,9 @@ BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 PRESET_OPTIONS = 20
 """A preset that leaves more options a site than this, as some do on four axes, is not looked at beside a search: solved
 as one problem, it takes longer than that."""
+
+FINER = 0.01
+"""The part of a step that smaller buckets save at least, where they are taken for that."""
 
 IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
@@ -311,6 +315,8 @@ class Planner:
         if space is not self.space:
             logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
             found = replace(self._priced(found), lower_bound=0.0)
+        if cost == "analytical":
+            return self._described(found, solver, cost, memory_limit_bytes)
         return self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
 
     def _overlapped(
@@ -328,7 +334,7 @@ class Planner:
             found: Found = self.seconds.timed("search", self._within, search, cheapest)
             if bounded:
                 found = replace(found, lower_bound=max(found.lower_bound, self.seconds.timed("bound", bound)))
-            plan = self.seconds.timed("describe", self.describe, found, solver, "analytical", limit)
+            plan = self._described(found, solver, "analytical", limit)
             plan = self._shortest(found, plan, self.seconds.timed("others", others), limit, constraints)
         return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
 
@@ -393,11 +399,37 @@ class Planner:
             if nearly * (1 - UNSURE) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
-            step = self.seconds.timed("steps", self._step_seconds, other.assignment, limit)
-            if step < best.seconds * (1 - LEAST_GAIN):
-                logger.info("%s: a step of %.3f ms instead of %.3f", name, step * 1e3, best.seconds * 1e3)
-                best = self.seconds.timed("describe", self.describe, other, plan.solver, plan.cost, limit)
+            made = self._described(other, plan.solver, plan.cost, limit)
+            if made.seconds < best.seconds * (1 - LEAST_GAIN) and (limit is None or made.bytes <= limit):
+                logger.info("%s: a step of %.3f ms instead of %.3f", name, made.seconds * 1e3, best.seconds * 1e3)
+                best = made
         return best
+
+    def _described(self, found: Found, solver: str, cost: str, limit: float | None) -> Plan:
+        """The plan that an assignment is, in buckets that make its step short."""
+        plan = self.seconds.timed("describe", self.describe, found, solver, cost, limit)
+        return self.seconds.timed("finer", self._finer, plan, limit)
+
+    def _finer(self, plan: Plan, limit: float | None) -> Plan:
+        """The plan, with smaller buckets where these make a shorter step, as told from fewer copies first: they hide
+        more, since the last one hides behind nothing, and each costs its latencies."""
+        assignment = self.assignment(plan)
+        told: dict[int, float] = {}
+        for size in (size for size in BUCKETS if size <= plan.bucket_bytes):
+            told[size] = self._few_seconds(assignment, size)
+            if told[size] > (1 + UNSURE) * min(told.values()):
+                break
+        best = min(told, key=told.__getitem__)
+        if told[best] > (1 - FINER) * told[plan.bucket_bytes]:
+            return plan
+        most = peak(self.writer.written(assignment, best), self.optimizer, self.kind_of_device, self.memory)
+        seconds, exposed = self._step(assignment, best)
+        if seconds > plan.seconds * (1 - LEAST_GAIN) or (limit is not None and most.bytes > limit):
+            return plan
+        logger.info(
+            "buckets of %d KiB: a step of %.3f ms instead of %.3f", best >> 10, seconds * 1e3, plan.seconds * 1e3
+        )
+        return replace(plan, bucket_bytes=best, peak=most, seconds=seconds, exposed_seconds=exposed)
 
     def _others(
         self, first: Search, cheapest: Solved, solver: str, constraints: Constraints | None
@@ -443,11 +475,14 @@ class Planner:
             bucket_bytes, most = self.peak(assignment, limit)
             if most.bytes > limit:
                 return math.inf
-        step = timeline(self.writer.written(assignment, bucket_bytes), self.cluster, self.operators)
-        return (
-            step.seconds * self._correction(assignment, bucket_bytes)
-            + account(self.space, assignment).optimizer_seconds
-        )
+        return self._step(assignment, bucket_bytes)[0]
+
+    def _step(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
+        """Seconds of an assignment's step by its timeline, and for how many of them a rank stands still."""
+        told = timeline(self.writer.written(assignment, bucket_bytes), self.cluster, self.operators)
+        ratio = self._correction(assignment, bucket_bytes)
+        updating = account(self.space, assignment).optimizer_seconds
+        return told.seconds * ratio + updating, told.exposed_seconds * ratio
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
         """By what a timeline is multiplied: what measured programs took over theirs."""
@@ -522,11 +557,16 @@ class Planner:
 
     def _short_seconds(self, assignment: Assignment, limit: float | None, *, in_parts: bool = True) -> float:
         """Nearly what `_step_seconds` says, told from the program of fewer copies, if there are fewer."""
-        short = shortened(self.writer.space, assignment)
-        if short is None:
+        if shortened(self.writer.space, assignment) is None:
             return self._step_seconds(assignment, limit)
         tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
-        bucket_bytes = BUCKETS[tried - 1]
+        return self._few_seconds(assignment, BUCKETS[tried - 1], in_parts=in_parts)
+
+    def _few_seconds(self, assignment: Assignment, bucket_bytes: int, *, in_parts: bool = True) -> float:
+        """Nearly the seconds of `_step`, told from the program of fewer copies, if there are fewer."""
+        short = shortened(self.writer.space, assignment)
+        if short is None:
+            return self._step(assignment, bucket_bytes)[0]
         write = self.writer.written if in_parts else self.writer.whole
         program = write(assignment, bucket_bytes, KEPT)
         step = short.seconds(timeline(program, self.cluster, self.operators), program)
@@ -552,9 +592,7 @@ class Planner:
         space, assignment = self.space, found.assignment
         bucket_bytes, most = self.peak(assignment, memory_limit_bytes)
         priced = account(space, assignment)
-        written = self.writer.written(assignment, bucket_bytes)
-        step = self.seconds.timed("timeline", timeline, written, self.cluster, self.operators)
-        ratio = self._correction(assignment, bucket_bytes)
+        seconds, exposed = self.seconds.timed("timeline", self._step, assignment, bucket_bytes)
         return Plan(
             model=self.model_name,
             graph=graph_digest(self.captured.graph),
@@ -585,8 +623,8 @@ class Planner:
             account=priced,
             peak=most,
             bucket_bytes=bucket_bytes,
-            seconds=step.seconds * ratio + priced.optimizer_seconds,
-            exposed_seconds=step.exposed_seconds * ratio,
+            seconds=seconds,
+            exposed_seconds=exposed,
             objective_seconds=found.score.objective,
             lower_bound_seconds=found.lower_bound,
             solve_seconds=found.seconds,

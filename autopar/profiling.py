@@ -240,9 +240,10 @@ class Costs:
 
     def _factors(self, axis: int, link: Link) -> Factors:
         points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        plain = replace(link, factors=())
         for row in self.profiles.rows("collectives", machine=self.machine, links=links_key([link])):
             if self.collectives is None or Case(kind=row.kind, axis=axis, bytes=row.bytes) in self.collectives:
-                points[row.kind].append((row.bytes, row.seconds / collective_seconds(row.kind, row.bytes, link)))
+                points[row.kind].append((row.bytes, row.seconds / collective_seconds(row.kind, row.bytes, plain)))
         return tuple((kind, _smoothed(found)) for kind, found in sorted(points.items()))
 
     def unmeasured(self, program: Program) -> tuple[Case[int], ...]:

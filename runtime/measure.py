@@ -7,18 +7,17 @@ medians over the rounds are taken by who reads the samples.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.calibration import Axis, Case, Compute, Measurements, Sample, Together, quartiles
+from autopar.calibration import Axis, Case, Compute, Measurements, Sample, Together, axes, level_axis, quartiles
 
 from .execute import Pending, all_gather, all_reduce_in_place, all_to_all, exchange, reduce_scatter, shift, wait
 
@@ -80,7 +79,8 @@ def measure(
     mine, first = _groups(levels)
     samples = _collectives(tuple(levels), mine, first, sizes, rounds, device, report)
     report(1.0, "operators under collectives")
-    together = tuple(_together(axis, mine[axis], rounds, device) for axis in mine if len(axis) == 1)
+    whole = [level_axis(levels, number) for number, size in enumerate(levels) if size > 1]
+    together = tuple(_together(axis, mine[axis], rounds, device) for axis in whole)
     return Measurements(
         levels=tuple(levels),
         device=_device_name(device),
@@ -128,28 +128,23 @@ def measured_here(
         dist.destroy_process_group()
 
 
-def axes(levels: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Runs of neighbouring levels of more than one child, as mesh axes that span them: (0,), (1,), (0, 1)."""
-    wide = [level for level, size in enumerate(levels) if size > 1]
-    for count in range(1, len(wide) + 1):
-        yield from (tuple(wide[first : first + count]) for first in range(len(wide) - count + 1))
+def groups(world: int, axis: tuple[int, int]) -> list[list[int]]:
+    """The ranks of each group of an axis of so many ranks, so far apart."""
+    ranks, stride = axis
+    return [
+        [first + stride * k for k in range(ranks)]
+        for block in range(0, world, ranks * stride)
+        for first in range(block, block + stride)
+    ]
 
 
-def groups(levels: Sequence[int], axis: Sequence[int]) -> list[list[int]]:
-    """The ranks of each group of an axis."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(itertools.product(*map(range, levels))):
-        found.setdefault(tuple(p for level, p in enumerate(place) if level not in axis), []).append(rank)
-    return list(found.values())
-
-
-def _groups(levels: Sequence[int]) -> tuple[dict[tuple[int, ...], dist.ProcessGroup], set[tuple[int, ...]]]:
+def _groups(levels: Sequence[int]) -> tuple[dict[tuple[int, int], dist.ProcessGroup], set[tuple[int, int]]]:
     """This rank's group of each axis, and the axes of which it is the one that works alone."""
     rank = dist.get_rank()
-    mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    first: set[tuple[int, ...]] = set()
-    for axis in axes(levels):
-        members = groups(levels, axis)
+    mine: dict[tuple[int, int], dist.ProcessGroup] = {}
+    first: set[tuple[int, int]] = set()
+    for axis in axes(math.prod(levels)):
+        members = groups(math.prod(levels), axis)
         for ranks in members:
             group = dist.new_group(ranks)
             if rank in ranks:
@@ -161,16 +156,18 @@ def _groups(levels: Sequence[int]) -> tuple[dict[tuple[int, ...], dist.ProcessGr
 
 def _collectives(
     levels: tuple[int, ...],
-    mine: Mapping[tuple[int, ...], dist.ProcessGroup],
-    first: Collection[tuple[int, ...]],
+    mine: Mapping[tuple[int, int], dist.ProcessGroup],
+    first: Collection[tuple[int, int]],
     sizes: Sequence[int],
     rounds: int,
     device: torch.device,
     report: Report,
 ) -> tuple[Sample, ...]:
     cases = []
+    whole = [level_axis(levels, number) for number in range(len(levels))]
     for axis in mine:
-        for alone in (False, True)[: 1 + (len(groups(levels, axis)) > 1)]:
+        # alone, to find how many share a link
+        for alone in (False, True)[: 1 + (axis in whole and axis[0] < math.prod(levels))]:
             cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
     found = _rounds(cases, mine, first, rounds, device, report)
     return tuple(
@@ -243,7 +240,7 @@ def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor,
     return (time.perf_counter() - began) / repeats
 
 
-def _together(axis: tuple[int, ...], group: dist.ProcessGroup, rounds: int, device: torch.device) -> Together:
+def _together(axis: tuple[int, int], group: dist.ProcessGroup, rounds: int, device: torch.device) -> Together:
     """Products beside an all-reduce that takes about half as long, all groups of the axis at once."""
     buffer = torch.zeros(TOGETHER_BYTES[device.type] // 4, device=device)
     a, b = (torch.randn(TOGETHER_ROWS, TOGETHER_ROWS, device=device) for _ in range(2))

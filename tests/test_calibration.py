@@ -14,7 +14,17 @@ import torch
 from typer.testing import CliRunner
 
 from autopar import lab
-from autopar.calibration import Compute, Measurements, Sample, Together, check, compute_check, fit
+from autopar.calibration import (
+    Compute,
+    Measurements,
+    Sample,
+    Together,
+    axes,
+    check,
+    compute_check,
+    fit,
+    level_axis,
+)
 from autopar.cli import app
 from autopar.cluster import Cluster, Device, Level
 from autopar.clusters import CLUSTERS, parse_cluster, read_cluster
@@ -68,17 +78,14 @@ CLUSTER = Cluster(
 def measurements(cluster: Cluster) -> Measurements:
     """What would be measured on a cluster that costs what is predicted."""
     outer, inner = (level.size for level in cluster.levels)
-    links = {
-        (0,): cluster.links((outer, inner))[0],
-        (1,): cluster.links((outer, inner))[1],
-        (0, 1): cluster.links((outer * inner,))[0],
-    }
+    world = outer * inner
+    links = {axis: cluster.links((world // math.prod(axis), *axis))[1] for axis in axes(world)}
     samples = []
     for (axis, link), kind, size in itertools.product(links.items(), KINDS, SIZES):
         seconds = price(kind, size, link).seconds()
         one = Sample(kind=kind, axis=axis, bytes=size, alone=False, seconds=seconds, quartiles=(seconds, seconds))
         samples.append(one)
-        if axis == (0,):  # a group has the nodes' link to itself
+        if axis == (outer, inner):  # a group has the nodes' link to itself
             samples.append(replace(one, alone=True, seconds=seconds / inner))
     device = cluster.device
     matmuls = []
@@ -93,7 +100,12 @@ def measurements(cluster: Cluster) -> Measurements:
     )
     # two seconds of products beside a second of a collective, which takes its share of them
     together = tuple(
-        Together(axis=(number,), compute_seconds=2.0, collective_seconds=1.0, seconds=2.0 + level.compute_share)
+        Together(
+            axis=level_axis((outer, inner), number),
+            compute_seconds=2.0,
+            collective_seconds=1.0,
+            seconds=2.0 + level.compute_share,
+        )
         for number, level in enumerate(cluster.levels)
     )
     return Measurements(
@@ -122,11 +134,23 @@ def test_the_figures_of_a_cluster_are_found_again() -> None:
     assert found.device.reached(1e6) == pytest.approx(0.5, rel=0.02)
 
 
+def by_levels(measured: Measurements) -> Cluster:
+    """What is fitted, without the curves."""
+    return replace(fit(measured, "found"), groups=())
+
+
 def test_what_was_fitted_predicts_what_was_measured_also_on_axes_that_span_levels() -> None:
     measured = measurements(CLUSTER)
-    rows = check(measured, fit(measured, "found"))
-    assert {row.axis for row in rows} == {"nodes", "ranks", "nodes+ranks"}
-    assert len(rows) == 3 * len(KINDS) * len(SIZES)
+    rows = check(measured, by_levels(measured))
+    assert {row.axis for row in rows} == {
+        "nodes",
+        "ranks",
+        "nodes+ranks",
+        "2 ranks",
+        "2 ranks, 2 apart",
+        "4 ranks, 2 apart",
+    }
+    assert len(rows) == 6 * len(KINDS) * len(SIZES)
     assert max(abs(row.error) for row in rows) < 0.02
     assert max(abs(p / m - 1) for *_, p, m in compute_check(measured, fit(measured, "found"))) < 0.02
 
@@ -137,8 +161,31 @@ def test_sizes_that_something_disturbed_do_not_bend_the_fit() -> None:
         measured,
         samples=tuple(replace(s, seconds=3 * s.seconds) if s.bytes == SIZES[3] else s for s in measured.samples),
     )
-    rows = [row for row in check(measured, fit(disturbed, "found")) if row.bytes != SIZES[3]]
+    rows = [row for row in check(measured, by_levels(disturbed)) if row.bytes != SIZES[3]]
     assert max(abs(row.error) for row in rows) < 0.05
+
+
+def test_what_no_line_says_is_kept_as_it_was_measured() -> None:
+    """Large messages between two ranks take turns, axes within a level find links of their own: each axis of a mesh is
+    priced by what was measured of such groups, sizes in between by both neighbours, and a part of a bucket as one."""
+    measured = measurements(CLUSTER)
+
+    def slower(sample: Sample) -> float:
+        return sample.seconds * (1.5 if sample.axis == (2, 1) and sample.bytes >= SIZES[5] else 1.0)
+
+    uneven = replace(measured, samples=tuple(replace(s, seconds=slower(s)) for s in measured.samples))
+    found = fit(uneven, "found")
+    assert max(abs(row.error) for row in check(uneven, found)) < 0.005
+    assert max(abs(row.error) for row in check(uneven, by_levels(uneven))) > 0.3
+    pairs, plain = (cluster.links((4, 2))[1] for cluster in (found, by_levels(uneven)))
+    for size, factor in ((SIZES[4], 1.0), (2 * SIZES[4], math.sqrt(1.5)), (SIZES[5], 1.5), (4 * SIZES[-1], 1.5)):
+        told = [price("all_gather", size, link).seconds() for link in (pairs, plain)]
+        assert told[0] == pytest.approx(factor * told[1], rel=0.02)
+    part = [collective_seconds("all_gather", SIZES[5] / 8, link, share=1 / 8) for link in (pairs, plain)]
+    assert part[0] == pytest.approx(1.5 * part[1], rel=0.02)
+    apart = (found.links((4, 2))[0], found.links((2, 4))[1])
+    assert all(link.factors and link.factors != pairs.factors for link in apart)
+    assert found.links((8,))[0].factors and not found.links((2,), order=(0,))[0].stages[0].ring
 
 
 def test_rates_of_products_that_fall_with_size_become_their_mean() -> None:
@@ -170,7 +217,9 @@ def test_what_was_saved_before_shares_were_measured_is_read() -> None:
 # --- the format
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, *CLUSTERS.values()], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize(
+    "cluster", [CLUSTER, fit(measurements(CLUSTER), "found"), *CLUSTERS.values()], ids=lambda cluster: cluster.name
+)
 def test_a_written_cluster_is_read_back(cluster: Cluster) -> None:
     assert parse_cluster(cluster_toml(cluster, "a test", "two\nlines"), "a file") == cluster
 
@@ -196,6 +245,22 @@ def test_calibrated_clusters_are_read(path: Path) -> None:
 )
 def test_bad_tables_by_kind_are_refused(line: str, instead: str, error: str) -> None:
     text = cluster_toml(CLUSTER, "a test")
+    assert line in text
+    with pytest.raises(ValueError, match=error):
+        parse_cluster(text.replace(line, instead), "a file")
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "error"),
+    [
+        ("stride = 4", "stride = 3", "groups ., ranks = 2 and stride = 3 do not divide 8 devices"),
+        ("all_reduce = [[1024", "all_reduce = [[-1024", "groups 0, seconds = .* is not a table by kind"),
+        ("all_reduce = [[1024", "all_reduse = [[1024", "groups 0, seconds = .* is not a table by kind"),
+        ("[groups.source]\nseconds", "[groups.source]\nsecond", "groups 0, seconds has no source"),
+    ],
+)
+def test_bad_curves_are_refused(line: str, instead: str, error: str) -> None:
+    text = cluster_toml(fit(measurements(CLUSTER), "found"), "a test")
     assert line in text
     with pytest.raises(ValueError, match=error):
         parse_cluster(text.replace(line, instead), "a file")
@@ -247,7 +312,7 @@ def test_a_lab_is_measured_and_its_links_are_found(tmp_path: Path) -> None:
     assert level.group_bytes_per_second == pytest.approx(10e6, rel=0.25)
     assert cluster.device.flops_per_second.keys() == {"float32", "bfloat16", "float64"}
     (both,) = found[0]["together"]
-    assert both["axis"] == [0] and 0 < both["collective_seconds"] < both["compute_seconds"]
+    assert both["axis"] == [2, 1] and 0 < both["collective_seconds"] < both["compute_seconds"]
     assert both["seconds"] > 0.5 * both["compute_seconds"] and 0 <= level.compute_share <= 1
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -143,11 +144,16 @@ def calibrate_command(
         when = datetime.datetime.now(datetime.UTC).date().isoformat()
         ranks = math.prod(measured.levels)
         source = f"autopar calibrate, {when}: {ranks} ranks, {measured.backend}, torch {torch.__version__}"
-        summary = _summary(check(measured, cluster))
-        told = f"Made by autopar calibrate, {when}; medians of {measured.rounds} rounds.\n{summary}"
-        out_file.write_text(cluster_toml(cluster, source, told))
+        summary = _summary(check(measured, _formulas(cluster)))
+        made = f"Made by autopar calibrate, {when}; medians of {measured.rounds} rounds. By the levels alone:"
+        out_file.write_text(cluster_toml(cluster, source, f"{made}\n{summary}"))
         notes().print(f"wrote {out_file}")
-    _print_check(measured, cluster)
+    _print_check(measured, cluster if known is not None else _formulas(cluster))
+
+
+def _formulas(cluster: Cluster) -> Cluster:
+    """Without what was measured of groups, which this is compared with."""
+    return replace(cluster, groups=())
 
 
 def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -> Measurements | None:
@@ -192,10 +198,10 @@ def _cell(row: Row) -> str:
 def _summary(rows: list[Row]) -> str:
     """How good the predictions are, by what they are for."""
     lines = []
-    for several, small in itertools.product((False, True), (True, False)):
-        errors = [abs(row.error) for row in rows if ("+" in row.axis) == several and (row.bytes < SMALL_BYTES) == small]
+    for fitted, small in itertools.product((True, False), (True, False)):
+        errors = [abs(row.error) for row in rows if row.fitted == fitted and (row.bytes < SMALL_BYTES) == small]
         if errors:
-            where = "several levels" if several else "one level"
+            where = "one level" if fitted else "other axes"
             size = f"{'under' if small else 'from'} {bytes_text(SMALL_BYTES)}"
             near = sum(error <= 0.15 for error in errors)
             lines.append(

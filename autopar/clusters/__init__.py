@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..cluster import TOPOLOGIES, Cluster, Device, Level
+from ..cluster import TOPOLOGIES, Cluster, Device, Groups, Level
 from ..collectives import ALGORITHMS, KINDS, Measured, Names
 
 BASIC = ("ring", "pairwise", "message")
@@ -35,7 +35,8 @@ BASIC_OF: Mapping[str, frozenset[str]] = {
 class Key:
     """`kind` is text, count, rate (above 0), seconds or amount (0 or more), part (above 0, at most 1), share (from 0
     to 1), links (a rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
-    latencies (one, or a table of them by kind of collective). `write` is an example."""
+    latencies (one, or a table of them by kind of collective), times (curves of seconds by kind). `write` is an
+    example."""
 
     kind: str
     write: str
@@ -74,6 +75,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "overlap": Key("share", "overlap = 0.5", required=False),
         "compute_share": Key("share", "compute_share = 0.2", required=False),
     },
+    "groups": {
+        "ranks": Key("count", "ranks = 2", figure=False),
+        "stride": Key("count", "stride = 1", figure=False),
+        "seconds": Key("times", "seconds = { all_reduce = [[1024, 1e-3], [1048576, 2e-2]] }"),
+    },
 }
 
 
@@ -99,12 +105,16 @@ def parse_cluster(text: str, where: str) -> Cluster:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"cluster file {where}: not TOML: {error}") from error
-    device, levels = data.pop("device", None), data.pop("level", None)
+    device, levels, groups = data.pop("device", None), data.pop("level", None), data.pop("groups", [])
     if not isinstance(device, dict):
         raise ValueError(f"cluster file {where}: device is missing: write a table [device]")
     if not isinstance(levels, list) or not levels or not all(isinstance(level, dict) for level in levels):
         raise ValueError(
             f"cluster file {where}: level is missing: write a table [[level]] for each, the outermost first"
+        )
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError(
+            f"cluster file {where}: groups is {groups!r}: write a table [[groups]] for each kind of groups"
         )
     top = _Table(where, "", KEYS["cluster"], data)
     made = tuple(
@@ -116,6 +126,9 @@ def parse_cluster(text: str, where: str) -> Cluster:
         levels=made,
         source=top["source"],
         algorithms=_names(top.get("algorithms", ALGORITHMS)),
+        groups=tuple(
+            _groups(_Table(where, f"groups {number}, ", KEYS["groups"], group)) for number, group in enumerate(groups)
+        ),
     )
     if cluster.devices != top["devices"]:
         sizes = " x ".join(str(level.size) for level in made)
@@ -123,6 +136,13 @@ def parse_cluster(text: str, where: str) -> Cluster:
             f"cluster file {where}: devices = {top['devices']}, but the levels hold {sizes} = {cluster.devices}: "
             f"write devices = {cluster.devices}, or correct a level's size"
         )
+    for number, measured in enumerate(cluster.groups):
+        ranks, stride = measured.ranks, measured.stride
+        if cluster.devices % (ranks * stride):
+            raise ValueError(
+                f"cluster file {where}: groups {number}, ranks = {ranks} and stride = {stride} do not divide "
+                f"{cluster.devices} devices: correct one of them"
+            )
     return cluster
 
 
@@ -191,6 +211,18 @@ def _is_curve(value: Any) -> bool:
     return all(a[0] < b[0] and a[1] <= b[1] and b[1] / a[1] <= b[0] / a[0] for a, b in pairwise(value))
 
 
+def _is_times(value: Any) -> bool:
+    """Rising sizes, each with seconds, for some kinds of collectives."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and set(value) <= set(KINDS)
+        and all(isinstance(curve, list) and bool(curve) for curve in value.values())
+        and all(isinstance(p, list) and len(p) == 2 and all(map(_is_rate, p)) for c in value.values() for p in c)
+        and all(a[0] < b[0] for curve in value.values() for a, b in pairwise(curve))
+    )
+
+
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and set(BASIC) <= set(value) <= set(ALGORITHMS)
 
@@ -219,6 +251,7 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "topology": lambda value: value in TOPOLOGIES,
     "algorithms": lambda value: _is_names(value) or _by_kind(value, _does),
     "parts": lambda value: _VALID["part"](value) or _by_kind(value, lambda _, part: _VALID["part"](part)),
+    "times": _is_times,
     "latencies": lambda value: _VALID["seconds"](value) or _by_kind(value, lambda _, time: _VALID["seconds"](time)),
 }
 
@@ -237,6 +270,7 @@ _MEANING = {
     "algorithms": f"a list of {', '.join(ALGORITHMS)}, with at least {', '.join(BASIC)}, or a table of lists by kind "
     f"({', '.join(KINDS)}), with one of {', '.join(BASIC)} that does the kind in each",
     "parts": f"a part above 0 and at most 1, or a table of them by kind ({', '.join(KINDS)})",
+    "times": f"a table by kind ({', '.join(KINDS)}) of lists of [bytes, seconds], above 0, with rising bytes",
     "latencies": f"a number of seconds, 0 or more, or a table of them by kind ({', '.join(KINDS)})",
 }
 
@@ -290,6 +324,17 @@ def _level(table: _Table) -> Level:
                 latency_seconds=float(latency[kind] if isinstance(latency, dict) else latency),
             )
             for kind in (KINDS if by_kind else ())
+        ),
+    )
+
+
+def _groups(table: _Table) -> Groups:
+    return Groups(
+        ranks=table["ranks"],
+        stride=table["stride"],
+        seconds=tuple(
+            (kind, tuple((int(size), float(seconds)) for size, seconds in curve))
+            for kind, curve in table["seconds"].items()
         ),
     )
 

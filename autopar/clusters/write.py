@@ -22,6 +22,10 @@ def cluster_toml(cluster: Cluster, source: str, comment: str = "") -> str:
     lines += ["", *_table("[device]", _device(cluster.device), source)]
     for level in cluster.levels:
         lines += ["", *_table("[[level]]", _level(level), source)]
+    for groups in cluster.groups:
+        curves = {kind: [list(point) for point in curve] for kind, curve in groups.seconds}
+        figures = {"ranks": groups.ranks, "stride": groups.stride, "seconds": curves}
+        lines += ["", *_table("[[groups]]", figures, source)]
     return "\n".join(lines) + "\n"
 
 
@@ -67,7 +71,7 @@ def _level(level: Level) -> dict[str, object]:
     return found
 
 
-_NO_FIGURES = ("name", "size", "topology")
+_NO_FIGURES = ("name", "size", "topology", "ranks", "stride")
 
 
 def _table(header: str, figures: Mapping[str, object], source: str) -> Iterable[str]:
@@ -75,7 +79,7 @@ def _table(header: str, figures: Mapping[str, object], source: str) -> Iterable[
     for key, value in figures.items():
         yield f"{key} = {_value(value)}"
     yield ""
-    yield header.replace("[device]", "[device.source]").replace("[[level]]", "[level.source]")
+    yield f"[{header.strip('[]')}.source]"
     for key in figures:
         if key not in _NO_FIGURES:
             yield f"{key} = {_value(source)}"
