@@ -78,7 +78,9 @@ def beside(compute: Callable[[], T], *, worthwhile: bool = True) -> Iterator[Cal
 def _stands_still(answers: int, child: int) -> bool:
     """Waits for an answer, or until the child has not computed for a while."""
     used = -1.0
-    while not select.select([answers], [], [], PATIENCE_SECONDS)[0]:
+    there = select.poll()
+    there.register(answers, select.POLLIN)
+    while not there.poll(1e3 * PATIENCE_SECONDS):
         before, used = used, _processor_seconds(child)
         if used == before:
             return True

@@ -408,12 +408,11 @@ class Planner:
     def _described(self, found: Found, solver: str, cost: str, limit: float | None) -> Plan:
         """The plan that an assignment is, in buckets that make its step short."""
         plan = self.seconds.timed("describe", self.describe, found, solver, cost, limit)
-        return self.seconds.timed("finer", self._finer, plan, limit)
+        return self.seconds.timed("finer", self._finer, plan, found.assignment, limit)
 
-    def _finer(self, plan: Plan, limit: float | None) -> Plan:
+    def _finer(self, plan: Plan, assignment: Assignment, limit: float | None) -> Plan:
         """The plan, with smaller buckets where these make a shorter step, as told from fewer copies first: they hide
         more, since the last one hides behind nothing, and each costs its latencies."""
-        assignment = self.assignment(plan)
         told: dict[int, float] = {}
         for size in (size for size in BUCKETS if size <= plan.bucket_bytes):
             told[size] = self._few_seconds(assignment, size)

@@ -6,6 +6,8 @@ import dataclasses
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -87,6 +89,28 @@ def test_one_that_nobody_asks_is_ended() -> None:
         assert children() != before
         raise KeyError
     assert children() == before
+
+
+def test_it_ends_with_its_parent() -> None:
+    code = """
+import os, time
+from autopar.beside import beside
+with beside(lambda: time.sleep(600)):
+    print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read(), flush=True)
+    time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as told:
+        (child,) = map(int, told.readline().split())
+        parent.kill()
+        parent.wait(60)
+    for _ in range(100):
+        if not Path(f"/proc/{child}/stat").exists() or ") Z " in Path(f"/proc/{child}/stat").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail(f"process {child} outlived its parent")
 
 
 def test_tasks_are_done_once_each_and_come_in_order(tmp_path: Path) -> None:

@@ -20,10 +20,12 @@ from ..calibration import Measurements, Row, check, compute_check, fit
 from ..cluster import Cluster
 from ..clusters import CLUSTERS, named_cluster, read_cluster
 from ..clusters.write import cluster_toml
+from ..collectives import KINDS, interpolated
 from ..plan import bytes_text, seconds_text
 from .common import notes, out, progress, reports_bad_input, whole_numbers
 
 SMALL_BYTES = 1 << 18
+SHOWN_BYTES = 1 << 20
 
 
 def add(app: typer.Typer) -> None:
@@ -255,6 +257,13 @@ def clusters_command(
             seconds_text(level.launch_seconds),
         )
     out().print(table)
+    if cluster.groups:
+        groups = Table("measured groups", "apart", *KINDS, title=f"collectives of {bytes_text(SHOWN_BYTES)}")
+        for measured in cluster.groups:
+            curves = dict(measured.seconds)
+            shown = [seconds_text(interpolated(curves[kind], SHOWN_BYTES)) if kind in curves else "" for kind in KINDS]
+            groups.add_row(f"{measured.ranks} ranks", str(measured.stride), *shown)
+        out().print(groups)
 
 
 def _cluster(name: str) -> Cluster:
@@ -284,5 +293,9 @@ def _facts(cluster: Cluster) -> dict[str, object]:
                 "launch_seconds": level.launch_seconds,
             }
             for level in cluster.levels
+        ],
+        "groups": [
+            {"ranks": groups.ranks, "stride": groups.stride, "seconds": dict(groups.seconds)}
+            for groups in cluster.groups
         ],
     }
