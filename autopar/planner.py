@@ -70,8 +70,7 @@ LEAST_GAIN = 1e-6
 """Relative gain for which another plan is taken."""
 
 UNSURE = 0.2
-"""The part of a step that fewer copies tell, with nothing in parts, by which it may be shorter in truth, and by which
-one with smaller buckets may be longer before no smaller ones are tried."""
+"""The part of a step that fewer copies tell, with nothing in parts, by which it may be shorter in truth."""
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
@@ -79,10 +78,6 @@ BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 PRESET_OPTIONS = 20
 """A preset that leaves more options a site than this, as some do on four axes, is not looked at beside a search: solved
 as one problem, it takes longer than that."""
-
-FINER = 0.05
-"""The part of a step that smaller buckets save at least, where they are taken for that. In a lab, a plan of which a
-timeline told 2% took 3% longer with them: each collective costs ranks that share processors more than its latency."""
 
 IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
@@ -316,8 +311,6 @@ class Planner:
         if space is not self.space:
             logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
             found = replace(self._priced(found), lower_bound=0.0)
-        if cost == "analytical":
-            return self._described(found, solver, cost, memory_limit_bytes)
         return self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
 
     def _overlapped(
@@ -335,7 +328,7 @@ class Planner:
             found: Found = self.seconds.timed("search", self._within, search, cheapest)
             if bounded:
                 found = replace(found, lower_bound=max(found.lower_bound, self.seconds.timed("bound", bound)))
-            plan = self._described(found, solver, "analytical", limit)
+            plan = self.seconds.timed("describe", self.describe, found, solver, "analytical", limit)
             plan = self._shortest(found, plan, self.seconds.timed("others", others), limit, constraints)
         return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
 
@@ -400,36 +393,11 @@ class Planner:
             if nearly * (1 - UNSURE) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
-            made = self._described(other, plan.solver, plan.cost, limit)
+            made = self.seconds.timed("describe", self.describe, other, plan.solver, plan.cost, limit)
             if made.seconds < best.seconds * (1 - LEAST_GAIN) and (limit is None or made.bytes <= limit):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, made.seconds * 1e3, best.seconds * 1e3)
                 best = made
         return best
-
-    def _described(self, found: Found, solver: str, cost: str, limit: float | None) -> Plan:
-        """The plan that an assignment is, in buckets that make its step short."""
-        plan = self.seconds.timed("describe", self.describe, found, solver, cost, limit)
-        return self.seconds.timed("finer", self._finer, plan, found.assignment, limit)
-
-    def _finer(self, plan: Plan, assignment: Assignment, limit: float | None) -> Plan:
-        """The plan, with smaller buckets where these make a shorter step, as told from fewer copies first: they hide
-        more, since the last one hides behind nothing, and each costs its latencies."""
-        told: dict[int, float] = {}
-        for size in (size for size in BUCKETS if size <= plan.bucket_bytes):
-            told[size] = self._few_seconds(assignment, size)
-            if told[size] > (1 + UNSURE) * min(told.values()):
-                break
-        best = min(told, key=told.__getitem__)
-        if told[best] > (1 - FINER) * told[plan.bucket_bytes]:
-            return plan
-        most = peak(self.writer.written(assignment, best), self.optimizer, self.kind_of_device, self.memory)
-        seconds, exposed = self._step(assignment, best)
-        if seconds > plan.seconds * (1 - LEAST_GAIN) or (limit is not None and most.bytes > limit):
-            return plan
-        logger.info(
-            "buckets of %d KiB: a step of %.3f ms instead of %.3f", best >> 10, seconds * 1e3, plan.seconds * 1e3
-        )
-        return replace(plan, bucket_bytes=best, peak=most, seconds=seconds, exposed_seconds=exposed)
 
     def _others(
         self, first: Search, cheapest: Solved, solver: str, constraints: Constraints | None
@@ -557,16 +525,11 @@ class Planner:
 
     def _short_seconds(self, assignment: Assignment, limit: float | None, *, in_parts: bool = True) -> float:
         """Nearly what `_step_seconds` says, told from the program of fewer copies, if there are fewer."""
-        if shortened(self.writer.space, assignment) is None:
-            return self._step_seconds(assignment, limit)
-        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
-        return self._few_seconds(assignment, BUCKETS[tried - 1], in_parts=in_parts)
-
-    def _few_seconds(self, assignment: Assignment, bucket_bytes: int, *, in_parts: bool = True) -> float:
-        """Nearly the seconds of `_step`, told from the program of fewer copies, if there are fewer."""
         short = shortened(self.writer.space, assignment)
         if short is None:
-            return self._step(assignment, bucket_bytes)[0]
+            return self._step_seconds(assignment, limit)
+        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
+        bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if in_parts else self.writer.whole
         program = write(assignment, bucket_bytes, KEPT)
         step = short.seconds(timeline(program, self.cluster, self.operators), program)
