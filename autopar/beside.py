@@ -18,7 +18,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -128,15 +130,15 @@ def _answer(compute: Callable[[], Any], pipe: int, parent: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         end_with(parent)
         torch.set_num_threads(1)  # the parent's other threads are not here
-        kept = _Kept()
-        logger.handlers, logger.propagate = [kept], False
+        records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+        logger.handlers, logger.propagate = [QueueHandler(records)], False
         found, raised = None, None
         try:
             found = compute()
         except Exception as error:  # the caller's, who asks for the answer
             raised = error
         with os.fdopen(pipe, "wb") as answers:
-            pickle.dump((found, raised, kept.records), answers)
+            pickle.dump((found, raised, [records.get() for _ in range(records.qsize())]), answers)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -144,15 +146,3 @@ def _answer(compute: Callable[[], Any], pipe: int, parent: int) -> NoReturn:
         raise
     finally:
         os._exit(status)
-
-
-class _Kept(logging.Handler):
-    """Keeps what is logged, as text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args, record.exc_info = record.getMessage(), None, None
-        self.records.append(record)

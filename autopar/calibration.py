@@ -160,21 +160,19 @@ def _curves(measured: Measurements) -> tuple[Groups, ...]:
     )
 
 
-def level_axis(levels: Sequence[int], number: int) -> tuple[int, int]:
-    """The ranks and the stride of the axis that spans a level alone."""
-    return levels[number], math.prod(levels[number + 1 :])
+def level_axes(levels: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranks and the stride of the axis that spans each level alone."""
+    return [(size, math.prod(levels[number + 1 :])) for number, size in enumerate(levels)]
 
 
 def axes(ranks: int) -> list[tuple[int, int]]:
     """(ranks, stride) of every axis that a mesh of so many ranks may have."""
-    strides = [stride for stride in range(1, ranks) if ranks % stride == 0]
-    return [
-        (size, stride) for stride in strides for size in range(2, ranks // stride + 1) if ranks // stride % size == 0
-    ]
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    return [(size, stride) for stride in divisors for size in divisors[1:] if ranks % (size * stride) == 0]
 
 
 def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
-    sizes, axis = measured.levels, level_axis(measured.levels, number)
+    sizes, axis = measured.levels, level_axes(measured.levels)[number]
     shared = _devices_per_link(measured, number)
     link = _unit_link(sizes, number, shared, algorithms)
     fits: dict[float, dict[str, _Line]] = {overlap: {} for overlap in OVERLAPS}
@@ -223,7 +221,7 @@ def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Names
 
 def _devices_per_link(measured: Measurements, number: int) -> int:
     """How many devices share a link out of a child: as many times as slow all groups at once are."""
-    axis = level_axis(measured.levels, number)
+    axis = level_axes(measured.levels)[number]
     below = axis[1]
     seconds = {(s.kind, s.bytes, s.alone): s.seconds for s in measured.samples if s.axis == axis}
     ratios = [
@@ -347,7 +345,7 @@ def check(measured: Measurements, cluster: Cluster) -> list[Row]:
         theirs, ours = (" x ".join(map(str, sizes)) for sizes in ([v.size for v in cluster.levels], measured.levels))
         raise ValueError(f"cluster {cluster.name} is {theirs}, and {ours} was measured: give the same --levels")
     rows = []
-    whole = [level_axis(measured.levels, number) for number in range(len(measured.levels))]
+    whole = level_axes(measured.levels)
     for sample in measured.samples:
         if not sample.alone:
             ranks, stride = sample.axis

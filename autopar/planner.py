@@ -320,14 +320,13 @@ class Planner:
         bound, are looked for beside what the limit takes, and the writing of the first plan's program."""
         started = time.perf_counter()
         cheapest = self.seconds.timed("search", search.explore, bounded=bounded)
-        apart = search.is_large
+        looked_for = self._others(cheapest, solver, limit, constraints)
         with (
-            beside(search.bound, worthwhile=apart and bounded and not search.proved) as bound,
-            beside(lambda: list(self._others(search, cheapest, solver, constraints)), worthwhile=apart) as others,
+            search.bounding(bounded) as bound,
+            beside(lambda: list(looked_for), worthwhile=search.is_large) as others,
         ):
             found: Found = self.seconds.timed("search", self._within, search, cheapest)
-            if bounded:
-                found = replace(found, lower_bound=max(found.lower_bound, self.seconds.timed("bound", bound)))
+            found = replace(found, lower_bound=max(found.lower_bound, self.seconds.timed("bound", bound)))
             plan = self.seconds.timed("describe", self.describe, found, solver, "analytical", limit)
             plan = self._shortest(found, plan, self.seconds.timed("others", others), limit, constraints)
         return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
@@ -400,14 +399,14 @@ class Planner:
         return best
 
     def _others(
-        self, first: Search, cheapest: Solved, solver: str, constraints: Constraints | None
+        self, cheapest: Solved, solver: str, limit: float | None, constraints: Constraints | None
     ) -> Iterator[tuple[str, Found]]:
         """Plans that some prices do not foretell: what a second search finds, from the cheapest of the first, with most
         of what travels in buckets hidden, under the limit; and what the presets leave, of which some hide much, without
         a limit yet. At the prices of the first search."""
         priced = account(self.space, cheapest.assignment)
         if priced.communication_seconds >= WORTH * priced.seconds:
-            search = self.search(solver, first.bytes_limit, constraints, self._hiding(HIDDEN))
+            search = self.search(solver, limit, constraints, self._hiding(HIDDEN))
             try:
                 hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
                 yield "hidden buckets", self._priced(hidden)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, cycle, product
@@ -243,10 +244,9 @@ class Search:
         best = self.explore(allowed, start=start, bounded=bounded, thorough=thorough, below=below)
         if not best.score.objective < below:
             return self._found(best, started)
-        with beside(self.bound, worthwhile=bounded and self.is_large and not self.proved) as bound:
+        with self.bounding(bounded) as bound:
             found = self._found(self._limited(thorough), started)
-            if bounded:
-                found = replace(found, lower_bound=max(found.lower_bound, bound()))
+            found = replace(found, lower_bound=max(found.lower_bound, bound()))
         return replace(found, seconds=time.perf_counter() - started)
 
     def explore(
@@ -274,10 +274,13 @@ class Search:
             self.cheapest = best, self._descend_priced
         return best
 
-    def bound(self) -> float:
-        """Seconds that no assignment undercuts, where the space is several problems; 0 where a solver proves them."""
-        if self.proved:
-            return 0.0
+    def bounding(self, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
+        """Finds, beside this process where that is worth one, seconds that no assignment undercuts: 0 where a solver
+        proves them, or they are not asked for."""
+        wanted = bounded and not self.proved
+        return beside(self._bound if wanted else lambda: 0.0, worthwhile=wanted and self.is_large)
+
+    def _bound(self) -> float:
         bound = lower_bound_seconds(self.space)
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound

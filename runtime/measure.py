@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.calibration import Axis, Case, Compute, Measurements, Sample, Together, axes, level_axis, quartiles
+from autopar.calibration import Axis, Case, Compute, Measurements, Sample, Together, axes, level_axes, quartiles
 
 from .execute import Pending, all_gather, all_reduce_in_place, all_to_all, exchange, reduce_scatter, shift, wait
 
@@ -79,8 +79,7 @@ def measure(
     mine, first = _groups(levels)
     samples = _collectives(tuple(levels), mine, first, sizes, rounds, device, report)
     report(1.0, "operators under collectives")
-    whole = [level_axis(levels, number) for number, size in enumerate(levels) if size > 1]
-    together = tuple(_together(axis, mine[axis], rounds, device) for axis in whole)
+    together = tuple(_together(axis, mine[axis], rounds, device) for axis in level_axes(levels) if axis in mine)
     return Measurements(
         levels=tuple(levels),
         device=_device_name(device),
@@ -164,7 +163,7 @@ def _collectives(
     report: Report,
 ) -> tuple[Sample, ...]:
     cases = []
-    whole = [level_axis(levels, number) for number in range(len(levels))]
+    whole = level_axes(levels)
     for axis in mine:
         # alone, to find how many share a link
         for alone in (False, True)[: 1 + (axis in whole and axis[0] < math.prod(levels))]:

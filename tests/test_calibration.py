@@ -23,7 +23,7 @@ from autopar.calibration import (
     check,
     compute_check,
     fit,
-    level_axis,
+    level_axes,
 )
 from autopar.cli import app
 from autopar.cluster import Cluster, Device, Level
@@ -101,7 +101,7 @@ def measurements(cluster: Cluster) -> Measurements:
     # two seconds of products beside a second of a collective, which takes its share of them
     together = tuple(
         Together(
-            axis=level_axis((outer, inner), number),
+            axis=level_axes((outer, inner))[number],
             compute_seconds=2.0,
             collective_seconds=1.0,
             seconds=2.0 + level.compute_share,
