@@ -64,8 +64,11 @@ the limit: its program need not be written to see that."""
 CONFIRMATIONS = 3
 """Answers of which the true peak is looked at, before peaks are no longer estimated."""
 
-LIMIT_SLACK = 0.01
+LIMIT_SLACK = 0.001
 """Part of a limit that may be left unused."""
+
+LIMIT_MARGIN = 0.005
+"""Part of a limit by which estimates are to be further below it after one was wrong."""
 
 APART_OPTIONS = 5000
 """Joint options of a space from which on parts of its search are worth a process of their own."""
@@ -165,6 +168,8 @@ class Search:
         """What was found without a limit, and what solves at a price of memory, from another solution."""
         self.proved = False
         """Whether that is all that the solver proves: the space is one problem."""
+        self.several = False
+        """Whether it came of descents from several starts."""
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solved: dict[Question, Solved] = {}
@@ -263,7 +268,7 @@ class Search:
             allowed = {name: self._keeping(self.sites[name], choices) for name, choices in allowed.items()}
         elif sum(1 for n in self.space.mesh if n > 1) <= 1 or max(self.joint_options.values()) <= JOINT_OPTIONS_MOST:
             allowed = {n: joint(self.space, self.sites[n], p, self.bytes_limit) for n, p in self._everything().items()}
-        self.proved = allowed is not None
+        self.proved, self.several = allowed is not None, allowed is None and thorough
         if allowed is not None:
             options = allowed
             best = self.solve(options, self.solver, bounded=bounded)
@@ -378,13 +383,14 @@ class Search:
                 return best
             self.log(f"estimated to need {self._peak(best):.0f} bytes, and needs {true:.0f}")
             nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
-            self.aim = nearer - max(true - self.bytes_limit, LIMIT_SLACK / 2 * self.bytes_limit)
+            self.aim = nearer - max(true - self.bytes_limit, LIMIT_MARGIN * self.bytes_limit)
         self.aim, self.estimate, self.peaks = self.bytes_limit, self.peak, {}
         return self._within_limit(*self.cheapest) if self._is_over(cheapest) else cheapest
 
     def _within_limit(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
-        """The best that keeps the limit: solves at rising prices of memory fill a pool of options, in
-        which the limit is then kept exactly, layers of one structure mixing their options.
+        """The best that keeps the limit: solves at rising prices of memory, each from the one before, and a descent
+        from the start at the last of them, fill a pool of options, in which the limit is then kept exactly, layers of
+        one structure mixing their options.
 
         A solver limits a sum of bytes. The peak is that sum and an excess (temporaries, less what is not there at
         once), which differs from plan to plan: what it is for one plan says what sum the next may have.
@@ -413,6 +419,8 @@ class Search:
                 tried.append((middle, found))
                 over = found.score.bytes + excess > limit
                 below, above = (middle, above) if over else (below, middle)
+            if self.several:  # what is cheapest without a limit may lie far from what is cheapest within it
+                tried.append((above, self._descend(self._whole(), self._axes(), above)))
             kept += self._mixed([found for _, found in tried], limit, excess)
         again = self._recomputing([found for _, found in tried], kept, limit)
         if not kept and not again:
