@@ -6,7 +6,7 @@ several meshes, and the plan that autopar finds from the lab's calibrated cluste
 ranks and take turns (`in_turns`); a step is forward, backward and SGD, and takes as long as its slowest rank.
 Printed are medians, what the cost model predicted, the free plan over the best hand-written one, the
 rank correlation (Spearman) of predicted and measured seconds over autopar's plans, and each collective of the free
-plan, measured alone, beside its prediction.
+plan, measured alone before each round, beside its prediction.
 
 Cluster files lie in `benchmarks/lab/`; a shape without one, or any with `--calibrate`, is calibrated first.
 """
@@ -296,6 +296,8 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     """On one rank: seconds of every step of every plan, and what was predicted."""
     import torch
 
+    from autopar.runtime.measure import collectives_seconds
+
     cell = Cell(**cell_fields)
     torch.set_num_threads(1)
     ids = torch.randint(0, VOCABULARY, (cell.batch, cell.sequence), generator=torch.Generator().manual_seed(1))
@@ -303,25 +305,36 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     mine = ours(cell, batch, file)
     predicted = {name: seconds for name, (_, _, seconds) in mine.items()}
     made = {**by_hand(cell, batch), **{name: (module, inputs) for name, (module, inputs, _) in mine.items()}}
-    seconds = in_turns({name: training_step(*given) for name, given in made.items()}, rounds)
+    free = mine["free"][0]
+    alone: list[dict[Any, float]] = []
+
+    def between(number: int) -> None:
+        alone.append(collectives_seconds(list(cases_of(free)), free.mesh))
+
+    seconds = in_turns({name: training_step(*given) for name, given in made.items()}, rounds, between)
     return {
         "seconds": seconds,
         "predicted": predicted,
         "by_hand": [name for name in made if name not in mine],
-        "collectives": collectives(mine["free"][0], file, rounds),
+        "collectives": collectives(free, file, alone),
     }
 
 
-def collectives(module: Any, file: str, rounds: int) -> list[dict[str, Any]]:
-    """Each kind, axis and size of a program's collectives: how many, and predicted and measured seconds of one."""
+def cases_of(module: Any) -> dict[Any, int]:
+    """Each kind, axis and size of a program's collectives, and how many there are."""
     from autopar.calibration import Case
-    from autopar.collectives import collective_seconds
-    from autopar.runtime.measure import collectives_seconds
 
     counts = Counter(module.program.collectives())
+    return {Case(kind=kind, axis=axis, bytes=size): n for (kind, axis, size), n in counts.items()}
+
+
+def collectives(module: Any, file: str, sittings: list[dict[Any, float]]) -> list[dict[str, Any]]:
+    """Of each kind, axis and size how many, predicted seconds of one, and the median of what sittings measured."""
+    from autopar.collectives import collective_seconds
+
     links = dict(zip(module.mesh.mesh_dim_names, named_cluster(file).links(tuple(module.mesh.shape)), strict=True))
-    cases = {Case(kind=kind, axis=axis, bytes=size): n for (kind, axis, size), n in counts.items()}
-    measured = collectives_seconds(list(cases), module.mesh, rounds=rounds)
+    cases = cases_of(module)
+    measured = {case: statistics.median(sitting[case] for sitting in sittings) for case in cases}
     return [
         {
             "kind": case.kind,
@@ -330,6 +343,7 @@ def collectives(module: Any, file: str, rounds: int) -> list[dict[str, Any]]:
             "count": n,
             "predicted": collective_seconds(case.kind, case.bytes, links[case.axis]),
             "measured": measured[case],
+            "sittings": [sitting[case] for sitting in sittings],
         }
         for case, n in sorted(cases.items(), key=lambda item: -item[1] * measured[item[0]])
     ]

@@ -1,14 +1,15 @@
 """What the ranks of this process group reach: collectives by size and axis, and arithmetic on all at once.
 
 All ranks call these functions together. Collectives are those of `execute`, which programs call. Everything is measured
-in rounds, each of which runs every case once, so that what disturbs the machine disturbs all cases alike;
-medians over the rounds are taken by who reads the samples.
+in rounds, each of which runs every case, in another order, so that what disturbs the machine disturbs all cases alike;
+medians are taken over all runs of a case.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +28,9 @@ CASE_SECONDS = 0.02
 """In a round, a case is repeated for about so long. What takes as long is run once, and begun together: repeated,
 two ranks that exchange large messages fall out of step and take turns."""
 MOST_REPEATS = 16
+SHORT_VISITS = 3
+"""Times in a round that a case is come back to which is shorter: where ranks share processors, such a collective takes
+up to three times as long as another time, by how their processes are scheduled."""
 WINDOW_SECONDS = 0.05
 OPERATOR_SECONDS = 0.3
 TOGETHER_BYTES: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 28}
@@ -200,7 +204,7 @@ def _rounds(
     device: torch.device,
     report: Report,
 ) -> dict[Case[Axis], list[float]]:
-    """Seconds of each case's slowest rank in each round. `mine` is this rank's group of each axis, `first` are the
+    """Seconds of each case's slowest rank, whenever it ran. `mine` is this rank's group of each axis, `first` are the
     axes of which it is the one that works alone."""
     # a collective is of a number for each pair of ranks at least
     largest = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
@@ -208,9 +212,11 @@ def _rounds(
     repeats: dict[Case[Axis], int] = {}
     found: dict[Case[Axis], list[float]] = {case: [] for case in cases}
     for number in range(rounds + 1):
-        for position, case in enumerate(found):
+        order = [case for case in found for _ in range(1 if repeats.get(case, 1) == 1 else SHORT_VISITS)]
+        random.Random(number).shuffle(order)  # alike on all ranks: what runs before a case changes what it takes
+        for position, case in enumerate(order):
             if position % 8 == 0:
-                report((number + position / len(cases)) / (rounds + 1), f"{case.kind} of {case.bytes} bytes")
+                report((number + position / len(order)) / (rounds + 1), f"{case.kind} of {case.bytes} bytes")
             busy = case.axis in first or not case.alone
             seconds = _timed(case.kind, case.bytes, mine[case.axis], buffer, repeats.get(case, 2)) if busy else 0.0
             slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
