@@ -415,7 +415,7 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("cells", nargs="*", help=f"of {', '.join(CELLS)}; all without one")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9, help="a step varies by a fifth")
     parser.add_argument("--calibrate", action="store_true", help="measure every shape anew first")
     parser.add_argument("--json", type=Path, default=Path("lab.json"))
     options = parser.parse_args()

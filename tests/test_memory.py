@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -184,6 +186,32 @@ def test_the_smallest_that_is_named_does() -> None:
     smallest = caught.value.smallest_bytes
     assert planner.plan(cost="serial", memory_limit_bytes=smallest).bytes <= smallest
     assert smallest < planner.plan(cost="serial").bytes
+
+
+def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one from what was found before, nor one from the start, of which there is one at least."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 4096), nn.Tanh())
+        x = torch.zeros(32768, 4096)
+    mesh = {"a": 2, "b": 2, "c": 2}
+    planner = Planner(model, mesh, (x,), loss_fn=models.mean_square, cluster="dgx-a100")
+    fastest, smallest = (planner.plan(solver=solver, cost="serial").bytes for solver in ("dp", "fsdp"))
+    limit = (fastest + smallest) / 2
+    search = planner.search("dp", limit, None)
+    descend, ends, starts = search._descend, [], []
+
+    def noted(start, order, price=0.0, below=math.inf):  # type: ignore[no-untyped-def]
+        found = descend(start, order, price, below)
+        if price:
+            ends.append(found)
+            starts.append(start)
+        return found
+
+    monkeypatch.setattr(search, "_descend", noted)
+    answer = search.run(bounded=False)
+    assert search._whole() in starts
+    kept = [found.score.objective for found in ends if planner.peak(found.assignment, limit)[1].bytes <= limit]
+    assert kept and answer.score.objective <= min(kept) * (1 + 1e-9)
 
 
 def test_the_optimizer_is_part_of_the_peak() -> None:
