@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -309,7 +309,7 @@ class _Builder:
     def rest(self, segments: Segments) -> Region:
         owned = {name for repeat in segments.repeats for own in repeat.own for name in own}
         result_values = {name for repeat in segments.repeats for results in repeat.results for name in results}
-        shared = self._shared_roots({name for repeat in segments.repeats for name in repeat.shared})
+        shared = frozenset(self._shared_roots(name for repeat in segments.repeats for name in repeat.shared))
         sites = [self._input(i.name, -1) for i in self.graph.inputs if i.name not in owned]
         for site in sites:
             site.fixed = site.name in shared
@@ -327,7 +327,7 @@ class _Builder:
     def body(self, repeat: Repeated) -> Region:
         home = self.space.roots.home[repeat.copies[0][0]]
         sites = [self._input(name, home) for name in repeat.own[0]]
-        for name in self._shared_roots(set(repeat.shared)):
+        for name in self._shared_roots(repeat.shared):
             sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.graph.metas[name]))
         before = len(self.without_rule)
         sites += self._ops(repeat.copies[0], home=home, whole=frozenset())
@@ -359,9 +359,9 @@ class _Builder:
             module=f"{output.role} {output.target}",
         )
 
-    def _shared_roots(self, shared: set[str]) -> frozenset[str]:
-        """What stands behind shared values. They are made whole: a copy takes the part that it wants."""
-        return frozenset(self.space.roots.alias(name, -1).root for name in sorted(shared))
+    def _shared_roots(self, shared: Iterable[str]) -> tuple[str, ...]:
+        """What stands behind shared values, sorted. They are made whole: a copy takes the part that it wants."""
+        return tuple(sorted({self.space.roots.alias(name, -1).root for name in shared}))
 
     def _border(self, value: str, *, reader_home: int, read: bool, backward: bool) -> Site:
         """A border site makes the crossing tensor; on the side that makes the value it reads it too."""

@@ -254,6 +254,12 @@ def test_the_same_plans_in_another_process() -> None:
         assert made.stdout.strip().splitlines()[-len(here) :] == here
 
 
+def test_shared_values_stand_in_one_order_in_every_process() -> None:
+    for region in planner("llama of 4 layers", {"a": 2}).space.bodies:
+        shared = [site.name for site in region.sites.values() if site.kind == "shared"]
+        assert len(shared) > 1 and shared == sorted(shared)
+
+
 def test_plans_of_two_meshes_do_not_disturb_each_other() -> None:
     first = planner("llama tied", {"a": 4})
     plan = first.plan(solver="dp", cost="serial")
