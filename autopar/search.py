@@ -169,7 +169,7 @@ class Search:
         self.proved = False
         """Whether that is all that the solver proves: the space is one problem."""
         self.several = False
-        """Whether it came of descents from several starts."""
+        """Whether the cheapest came of descents from several starts."""
         self.builder = ProblemBuilder(space)
         self.sites = unique_sites(space)
         self.solved: dict[Question, Solved] = {}

@@ -306,10 +306,11 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     predicted = {name: seconds for name, (_, _, seconds) in mine.items()}
     made = {**by_hand(cell, batch), **{name: (module, inputs) for name, (module, inputs, _) in mine.items()}}
     free = mine["free"][0]
+    cases = list(cases_of(free))
     alone: list[dict[Any, float]] = []
 
     def between(number: int) -> None:
-        alone.append(collectives_seconds(list(cases_of(free)), free.mesh))
+        alone.append(collectives_seconds(cases, free.mesh))
 
     seconds = in_turns({name: training_step(*given) for name, given in made.items()}, rounds, between)
     return {
@@ -415,7 +416,7 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("cells", nargs="*", help=f"of {', '.join(CELLS)}; all without one")
-    parser.add_argument("--rounds", type=int, default=9, help="a step varies by a fifth")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each plan; a step varies by a fifth")
     parser.add_argument("--calibrate", action="store_true", help="measure every shape anew first")
     parser.add_argument("--json", type=Path, default=Path("lab.json"))
     options = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +17,12 @@ from autopar.api import parallelize
 from autopar.memory import Peak, peak
 from autopar.optimizers import OPTIMIZERS, named_optimizer
 from autopar.passes.compact import compact
+from autopar.passes.strategies import SiteChoice
 from autopar.planner import Planner
 from autopar.problem import Infeasible
 from autopar.runtime.memory import Alive, step_bytes
 from autopar.runtime.simulate import simulate_step
+from autopar.search import Axes, Solved
 from tests import models, ranks
 from tests.test_bucket import BYTES, program
 
@@ -27,6 +30,8 @@ CLOSE = 0.02
 """Far closer than the 15 % that are asked for: the very program is counted."""
 
 SGD = OPTIMIZERS["sgd"]
+
+Start = Mapping[str, Iterable[SiteChoice]]
 
 
 def test_values_are_dropped_after_their_last_use() -> None:
@@ -198,9 +203,11 @@ def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: p
     fastest, smallest = (planner.plan(solver=solver, cost="serial").bytes for solver in ("dp", "fsdp"))
     limit = (fastest + smallest) / 2
     search = planner.search("dp", limit, None)
-    descend, ends, starts = search._descend, [], []
+    descend = search._descend
+    ends: list[Solved] = []
+    starts: list[Start] = []
 
-    def noted(start, order, price=0.0, below=math.inf):  # type: ignore[no-untyped-def]
+    def noted(start: Start, order: list[Axes], price: float = 0.0, below: float = math.inf) -> Solved:
         found = descend(start, order, price, below)
         if price:
             ends.append(found)
