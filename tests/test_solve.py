@@ -278,10 +278,10 @@ def test_a_layout_that_two_readers_want_is_paid_once() -> None:
         assert solution.score.seconds == pytest.approx(3.0)
 
 
-def test_a_tensor_with_many_readers_is_a_chain_of_accumulators() -> None:
+def many_readers() -> Problem:
     rng = random.Random(3)
     readers = tuple(range(1, 9))
-    problem = Problem(
+    return Problem(
         variables=tuple(variable(f"v{i}", *((rng.random(), 0.0) for _ in range(3))) for i in range(9)),
         tensors=(
             Tensor(
@@ -294,8 +294,28 @@ def test_a_tensor_with_many_readers_is_a_chain_of_accumulators() -> None:
             ),
         ),
     )
+
+
+def test_a_tensor_with_many_readers_is_a_chain_of_accumulators() -> None:
+    problem = many_readers()
     assert max(table.seconds.size for table in network(problem, ()).tables) < 3**9 / 50
     assert_all_agree(problem)
+
+
+def test_a_tensor_whose_table_is_too_large_is_left_to_who_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than all memory being taken. Who needs a bound of it has that nothing costs less than 0."""
+    problem = many_readers()
+    exact = solve(problem, "dp").score.objective
+    widest = max(table.seconds.size for table in network(problem, ()).tables)
+    monkeypatch.setattr(elimination, "MAX_TENSOR_ENTRIES", widest - 1)
+    with pytest.raises(
+        TooWide, match=f"a tensor would need a table of .* entries, more than {widest - 1}: use the ilp"
+    ):
+        solve(problem, "dp")
+    assert solve(problem, "ilp").score.objective == pytest.approx(exact)
+    for solver in ("greedy", "beam"):
+        found = solve(problem, solver)
+        assert found.lower_bound == 0.0 and exact <= found.score.objective * (1 + 1e-9)
 
 
 def test_a_group_may_read_what_it_makes() -> None:

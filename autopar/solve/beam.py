@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, Tensor, evaluate
 from autopar.solve.check import check
+from autopar.solve.elimination import TooWide, united
 from autopar.solve.expand import Expanded, expand
 from autopar.solve.relax import lower_bound
 
@@ -56,7 +57,10 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, name: str) -
         return choice, evaluate(problem, choice)
 
     choice, score = at(0.0)
-    bound = lower_bound(expanded.problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
+    try:
+        bound = lower_bound(expanded.problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
+    except TooWide:
+        bound = 0.0  # nothing costs less
     if bytes_limit is not None and score.bytes > bytes_limit:
         smallest = score.bytes
         best: tuple[Choice, Score] | None = None
@@ -104,16 +108,12 @@ def _rows(tensor: Tensor) -> list[tuple[int, list[State]]]:
     return sorted(rows.items())
 
 
-def _united(a: State, b: State) -> State:
-    return a[0] if a[0] is not None else b[0], a[1] | b[1]
-
-
 def _least(tensor: Tensor, rows: Sequence[tuple[int, list[State]]], weight: float) -> list[dict[State, float]]:
     """For each number of variables that have chosen, by state: the least that the tensor can come to."""
     states: list[list[State]] = [[(None, 0)]]
     for _, kinds in rows:
         distinct = list(dict.fromkeys(kinds))
-        states.append(list(dict.fromkeys(_united(before, kind) for before in states[-1] for kind in distinct)))
+        states.append(list(dict.fromkeys(united(before, kind) for before in states[-1] for kind in distinct)))
     costs: dict[State, float] = {}
     for layout, mask in states[-1]:
         cost = None if layout is None else tensor.costs.get((layout, mask))
@@ -121,7 +121,7 @@ def _least(tensor: Tensor, rows: Sequence[tuple[int, list[State]]], weight: floa
     found = [costs]
     for (_, kinds), before in zip(reversed(rows), reversed(states[:-1]), strict=True):
         distinct = list(dict.fromkeys(kinds))
-        found.append({state: min(found[-1][_united(state, kind)] for kind in distinct) for state in before})
+        found.append({state: min(found[-1][united(state, kind)] for kind in distinct) for state in before})
     return found[::-1]
 
 
@@ -147,7 +147,7 @@ def _search(expanded: Expanded, order: _Order, weight: float, width: int) -> tup
                 cost = partial.cost + seconds + weight * size
                 for number, position in touched:
                     before = partial.states.get(number, (None, 0))
-                    after = _united(before, order.rows[number][position][1][option])
+                    after = united(before, order.rows[number][position][1][option])
                     cost += least[number][position + 1][after] - least[number][position][before]
                 if cost < math.inf:
                     grown.append((cost, place, option))
@@ -160,7 +160,7 @@ def _search(expanded: Expanded, order: _Order, weight: float, width: int) -> tup
             states = dict(partial.states)
             for number, position in touched:
                 rows = order.rows[number]
-                after = _united(states.get(number, (None, 0)), rows[position][1][option])
+                after = united(states.get(number, (None, 0)), rows[position][1][option])
                 states[number] = after
                 if position + 1 == len(rows):
                     del states[number]

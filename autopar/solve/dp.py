@@ -56,7 +56,7 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None, bounded: boo
     except TooWide:
         if bytes_limit is not None:
             raise
-        choice, bound = _relaxed(problem, bounded)
+        choice, bound = _relaxed(problem, library, bounded)
         found, exact = Found(choice=choice, score=evaluate(problem, choice), price=0.0), False
     if bytes_limit is not None and found.score.bytes > bytes_limit:
         found, bound, exact = _limited(problem, library, found, bytes_limit)
@@ -70,14 +70,14 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None, bounded: boo
     )
 
 
-def _relaxed(problem: Problem, bounded: bool) -> tuple[Choice, float]:
+def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice, float]:
     weights = 1.0, TIE_BREAK_SECONDS_PER_BYTE
     if not bounded:
         try:
-            return relaxed(problem, weights, folded=True)[0], 0.0
+            return relaxed(problem, weights, library, folded=True)[0], 0.0
         except TooWide:  # nothing that comes again will do
             pass
-    return relaxed(problem, weights)
+    return relaxed(problem, weights, library)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,12 +35,16 @@ LARGE_UNION = 20_000
 """Pairs of states of two readers above which the narrowest pair of readers is united instead."""
 
 
+MAX_TENSOR_ENTRIES = 32_000_000
+"""Entries of the largest table that one tensor may make; a problem with a larger one would need gigabytes."""
+
+
 Joined = tuple[Floats, ...]
 """The tables that one step adds up, [price, node, *scope], of size 1 where they do not depend on a node."""
 
 
 class TooWide(ValueError):
-    """Every order of elimination that was tried makes a table that is too large."""
+    """A tensor, or every order of elimination that was tried, makes a table that is too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,8 @@ def network(problem: Problem, borders: Iterable[int]) -> Network:
     are the same for a tensor form one class, with a node of its own where that is worth it. A tensor
     with few readers is one table over classes; one with many is a tree of accumulator nodes, whose
     states are the sets wanted so far, so that tables stay small.
+
+    Raises `TooWide` where a table would exceed `MAX_TENSOR_ENTRIES`.
     """
     rows = tensor_rows(problem)
     border_set = set(borders)
@@ -173,7 +179,7 @@ def _add_tensor(
     distinct = {v: list(dict.fromkeys(row[option] for option in options[v])) for v, row in rows.items()}
     base: Row = (None, 0)
     for only in (kinds[0] for kinds in distinct.values() if len(kinds) == 1):
-        base = _united(base, only)
+        base = united(base, only)
     parts: list[tuple[int, list[Row]]] = []
     """node, and the row of each of its states"""
     for variable, row in rows.items():
@@ -196,13 +202,12 @@ def _add_tensor(
             at = joint.index(min(joint))
             readers[at : at + 2] = [_union(readers[at], readers[at + 1], sizes, tables)]
     axes = head + readers
+    _allow(*(len(kinds) for _, kinds in axes))
     states = [base]
     index = np.zeros((), dtype=np.int64)
     for _, kinds in axes:
-        more: dict[Row, int] = {}
-        step = [[more.setdefault(_united(before, row), len(more)) for row in kinds] for before in states]
-        index = np.array(step, dtype=np.int64)[index]
-        states = list(more)
+        step, states = _unions(states, kinds)
+        index = step[index]
     final = [None if layout is None else tensor.costs.get((layout, mask)) for layout, mask in states]
     seconds = np.array([0.0 if cost is None else cost[0] for cost in final])
     size = np.array([0.0 if cost is None else cost[1] for cost in final])
@@ -210,22 +215,43 @@ def _add_tensor(
     _add_table(tables, tuple(node for node, _ in axes), index, seconds, size, blocked)
 
 
-def _united(a: Row, b: Row) -> Row:
+def united(a: Row, b: Row) -> Row:
+    """What two rows are to a tensor together: the layout of the one that produces, and all that is wanted."""
     return a[0] if a[0] is not None else b[0], a[1] | b[1]
+
+
+def _unions(ones: Sequence[Row], others: Sequence[Row]) -> tuple[Ints, list[Row]]:
+    """Which state each pair is together [one, other], and the states: `united`, for all pairs at once."""
+    states: dict[Row, int] = {}
+    step = []
+    for layout, mask in ones:
+        if layout is None:
+            step.append([states.setdefault((other, mask | more), len(states)) for other, more in others])
+        else:
+            step.append([states.setdefault((layout, mask | more), len(states)) for _, more in others])
+    return np.array(step, dtype=np.int64), list(states)
+
+
+def _allow(*shape: int) -> None:
+    if math.prod(shape) > MAX_TENSOR_ENTRIES:
+        raise TooWide(
+            f"a tensor would need a table of {math.prod(shape)} entries, more than {MAX_TENSOR_ENTRIES}: "
+            "use the ilp solver, or give its readers fewer options"
+        )
 
 
 def _union(
     a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[Table]
 ) -> tuple[int, list[Row]]:
     """A new node for what two nodes want together."""
-    states: dict[Row, int] = {}
-    step = np.array([[states.setdefault(_united(x, y), len(states)) for y in b[1]] for x in a[1]], dtype=np.int64)
+    step, states = _unions(a[1], b[1])
+    _allow(*step.shape, len(states))
     sizes.append(len(states))
     node = len(sizes) - 1
     blocked = step[:, :, None] != np.arange(len(states))
     zero = np.zeros(blocked.shape)
     tables.append(Table(nodes=(a[0], b[0], node), seconds=zero, bytes=zero, blocked=blocked))
-    return node, list(states)
+    return node, states
 
 
 def _class_node(

@@ -50,6 +50,8 @@ def expand(problem: Problem, *, folded: bool = False) -> Expanded:
     `folded`: of a repeat with many copies, those between its ends are a few that come again, and are written out once,
     at what all of them cost. That leaves fewer choices, and each costs what it does in `problem`.
     """
+    if not problem.repeats:
+        return Expanded(problem=problem, layout=Layout(variables=tuple(range(len(problem.variables)))))
     fresh: list[Variable] = []
     tensors: list[Tensor] = []
     joined: list[int] = []

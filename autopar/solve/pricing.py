@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,14 +40,31 @@ class Library:
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
+        self._networks: dict[tuple[int, tuple[int, ...]], tuple[Problem, Network]] = {}
         self._bare: dict[int, Problem] = {}
 
     def compiled(self, problem: Problem, keep: Sequence[int]) -> Compiled:
         kept = tuple(sorted(set(keep)))
         key = (id(problem), kept)
         if key not in self._compiled:
-            self._compiled[key] = _compile(problem, kept)
+            self._compiled[key] = self._compile(problem, kept)
         return self._compiled[key]
+
+    def _compile(self, problem: Problem, keep: tuple[int, ...]) -> Compiled:
+        factors = self.network(
+            problem, {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
+        )
+        joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
+        scopes = (*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints))
+        plan = schedule(factors.sizes, scopes, keep)
+        return Compiled(problem=problem, network=factors, schedule=plan, repeats=joints)
+
+    def network(self, problem: Problem, borders: Collection[int] = ()) -> Network:
+        """The factor graph, which is there also where every order of elimination is too wide."""
+        key = (id(problem), tuple(sorted(borders)))
+        if key not in self._networks:
+            self._networks[key] = problem, network(problem, borders)  # the problem stays, and with it its identity
+        return self._networks[key][1]
 
     def largest(self, problem: Problem) -> int:
         """Entries of the largest table for one price, in the problem and in the bodies of its repeats."""
@@ -62,14 +79,6 @@ class Library:
         if id(problem) not in self._bare:
             self._bare[id(problem)] = Problem(variables=problem.variables, tensors=problem.tensors)
         return self._bare[id(problem)]
-
-
-def _compile(problem: Problem, keep: tuple[int, ...]) -> Compiled:
-    borders = {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
-    factors = network(problem, borders)
-    joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
-    scopes = (*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints))
-    return Compiled(problem=problem, network=factors, schedule=schedule(factors.sizes, scopes, keep), repeats=joints)
 
 
 def grid(sizes: Sequence[int]) -> Ints:

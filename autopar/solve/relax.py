@@ -28,6 +28,7 @@ from autopar.solve.elimination import (
     trace_back,
 )
 from autopar.solve.expand import expand
+from autopar.solve.pricing import Library
 
 SWEEPS = (15, 25, 40, 80, 160)
 """Sweeps, there and back, before each elimination of what is near the bound."""
@@ -140,14 +141,17 @@ def lower_bound(problem: Problem, weights: tuple[float, float], sweeps: int = SW
     return bound
 
 
-def relaxed(problem: Problem, weights: tuple[float, float], *, folded: bool = False) -> tuple[Choice, float]:
+def relaxed(
+    problem: Problem, weights: tuple[float, float], library: Library | None = None, *, folded: bool = False
+) -> tuple[Choice, float]:
     """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
 
     Repeats are written out, or `folded` (`expand`): the bound is then that of choices in which the middle of a repeat
-    comes again and again. Raises `TooWide` where no choice was found.
+    comes again and again. `library` has the network where elimination was tried before. Raises `TooWide` where no
+    choice was found.
     """
     expanded = expand(problem, folded=folded)
-    found = network(expanded.problem, ())
+    found = (library or Library()).network(expanded.problem)
     live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
     steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), SMALL_ENTRIES)
     joined = run(steps, live, found.sizes, 1)
