@@ -7,6 +7,7 @@ medians are taken over all runs of a case.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -36,6 +37,10 @@ OPERATOR_SECONDS = 0.3
 TOGETHER_BYTES: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Of the all-reduce that operators are measured under, by type of device."""
 TOGETHER_ROWS = 512
+RING_BYTES: Mapping[str, int] = {"cpu": 1 << 26, "cuda": 1 << 29}
+"""Of the operands that an operator takes in turn while it is measured, by type of device: caches hold less."""
+RING_MOST = 64
+"""Times that they are there at most, where they are small."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 STREAM_SHAPE = (2048, 512)
 STREAMS: Mapping[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
@@ -333,7 +338,7 @@ def median_seconds(function: Callable[[], object], device: torch.device, *, seco
 
 
 def _compute(device: torch.device, seconds: float, report: Report) -> Compute:
-    """Medians over the ranks, each of them busy with the same at the same time."""
+    """Medians over the ranks, each of them busy with the same at the same time, on operands that come from memory."""
     one = torch.zeros(1, device=device)
     report(0.0, "operators")
     seconds_per_op = _over_ranks(median_seconds(lambda: one + one, device, seconds=seconds), device)
@@ -341,14 +346,14 @@ def _compute(device: torch.device, seconds: float, report: Report) -> Compute:
     streams = []
     for name, (passes, run) in STREAMS.items():
         report(0.0, name)
-        found = median_seconds(lambda: run(x, y), device, seconds=seconds)  # noqa: B023
+        found = median_seconds(in_turn(run, x, y), device, seconds=seconds)
         streams.append((name, passes * x.nbytes, _over_ranks(found, device)))
     matmuls = []
     for dtype in DTYPES:
         for m, k, n in MATMULS:
             report(0.0, f"products of {str(dtype).removeprefix('torch.')}")
             a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
-            found = median_seconds(lambda: torch.mm(a, b), device, seconds=seconds)  # noqa: B023
+            found = median_seconds(in_turn(torch.mm, a, b), device, seconds=seconds)
             matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(found, device)))
     return Compute(
         seconds_per_op=seconds_per_op,
@@ -356,6 +361,22 @@ def _compute(device: torch.device, seconds: float, report: Report) -> Compute:
         memory_bytes=_memory_bytes(device),
         matmuls=tuple(matmuls),
     )
+
+
+def in_turn(run: Callable[..., torch.Tensor], *operands: torch.Tensor) -> Callable[[], None]:
+    """A call on the next of many copies of the operands, whose result stays until as many others were made. So both are
+    in memory and not in caches, as those of a program are: elementwise operators take twice as long."""
+    size = sum(operand.nbytes for operand in operands)
+    copies = max(2, min(RING_MOST, RING_BYTES[operands[0].device.type] // size))
+    ring = [tuple(operand.clone() for operand in operands) for _ in range(copies)]
+    results: list[torch.Tensor | None] = [None] * copies
+    places = itertools.cycle(range(copies))
+
+    def call() -> None:
+        place = next(places)
+        results[place] = run(*ring[place])
+
+    return call
 
 
 def _over_ranks(value: float, device: torch.device) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from autopar.cluster import Cluster, Device, Level
 from autopar.clusters import CLUSTERS, parse_cluster, read_cluster
 from autopar.clusters.write import cluster_toml
 from autopar.collectives import GLOO, KINDS, Measured, collective_seconds, price, prices
+from autopar.runtime.measure import RING_BYTES, RING_MOST, in_turn
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -294,6 +296,25 @@ def measured_in_the_lab(levels: list[int]) -> dict[str, Any]:
     from autopar.runtime.measure import measure
 
     return measure(levels, sizes=(1 << 10, 1 << 20), rounds=3, seconds=0.05).to_json()
+
+
+@pytest.mark.parametrize(("elements", "copies"), [(1 << 20, RING_BYTES["cpu"] >> 22), (1 << 24, 2), (16, RING_MOST)])
+def test_operators_are_measured_on_operands_that_no_cache_holds(elements: int, copies: int) -> None:
+    """Each call has others, and results stay for as long as those take to come again."""
+    given: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def negative(x: torch.Tensor) -> torch.Tensor:
+        result = -x
+        given.append(x.data_ptr())
+        made.append(weakref.ref(result))
+        return result
+
+    call = in_turn(negative, torch.zeros(elements))
+    for _ in range(2 * copies):
+        call()
+    assert len(set(given)) == copies and given[copies:] == given[:copies]
+    assert [result() is not None for result in made] == [False] * copies + [True] * copies
 
 
 @pytest.mark.skipif(bool(lab.missing()), reason=f"a lab needs {', '.join(lab.missing())}")
