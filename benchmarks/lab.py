@@ -223,8 +223,11 @@ class _Averaged:
             gradient.copy_(piece.view_as(gradient))
 
 
-def ours(cell: Cell, batch: Mapping[str, Any], file: str) -> dict[str, tuple[Any, Mapping[str, Any], dict[str, float]]]:
-    """Name -> (module, what to call it with, predicted seconds: with nothing overlapping, and by its timeline)."""
+def ours(
+    cell: Cell, batch: Mapping[str, Any], file: str
+) -> tuple[dict[str, tuple[Any, Mapping[str, Any], dict[str, float]]], dict[str, str]]:
+    """Name -> (module, what to call it with, predicted seconds: with nothing overlapping, and by its timeline). And
+    name -> an earlier one, where both have one program: measured as two, noise would have an order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -237,7 +240,8 @@ def ours(cell: Cell, batch: Mapping[str, Any], file: str) -> dict[str, tuple[Any
         str(mesh): init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         for mesh in (grid, swapped, {"tp": world})
     }
-    made = {}
+    made, same = {}, {}
+    programs: dict[tuple[str, str], str] = {}
     for name, mesh, solver in (
         ("free", grid, "dp"),
         ("ddp", grid, "ddp"),
@@ -252,8 +256,12 @@ def ours(cell: Cell, batch: Mapping[str, Any], file: str) -> dict[str, tuple[Any
             model_of(cell), meshes[str(mesh)], kwargs=batch, solver=solver, cluster=file, optimizer="sgd"
         )
         plan = module.plan
-        made[name] = (module, batch, {"apart": plan.account.seconds, "overlapped": plan.seconds})
-    return made
+        known = programs.setdefault((str(mesh), module.program.digest), name)
+        if known == name:
+            made[name] = (module, batch, {"apart": plan.account.seconds, "overlapped": plan.seconds})
+        else:
+            same[name] = known
+    return made, same
 
 
 def in_turns(
@@ -302,7 +310,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     torch.set_num_threads(1)
     ids = torch.randint(0, VOCABULARY, (cell.batch, cell.sequence), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
-    mine = ours(cell, batch, file)
+    mine, same = ours(cell, batch, file)
     predicted = {name: seconds for name, (_, _, seconds) in mine.items()}
     made = {**by_hand(cell, batch), **{name: (module, inputs) for name, (module, inputs, _) in mine.items()}}
     free = mine["free"][0]
@@ -317,6 +325,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
         "seconds": seconds,
         "predicted": predicted,
         "by_hand": [name for name in made if name not in mine],
+        "same": same,
         "collectives": collectives(free, file, alone),
     }
 
@@ -377,7 +386,7 @@ def steps_of(found: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Prints a cell's table; returns it."""
-    predicted, hand = found[0]["predicted"], found[0]["by_hand"]
+    predicted, hand, same = (found[0][key] for key in ("predicted", "by_hand", "same"))
     steps = steps_of(found)
     medians = {plan: statistics.median(times) for plan, times in steps.items()}
     best = min(hand, key=lambda plan: medians[plan])
@@ -388,7 +397,8 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]
     for plan in sorted(medians, key=lambda plan: medians[plan]):
         told = "{overlapped:13.0f} {apart:16.0f}" if plan in predicted else ""
         told = told.format(**{name: seconds * 1e3 for name, seconds in predicted.get(plan, {}).items()})
-        print(f"{plan:<20} {medians[plan] * 1e3:12.0f} {told}")
+        alike = " = ".join([plan, *(name for name, other in same.items() if other == plan)])
+        print(f"{alike:<20} {medians[plan] * 1e3:12.0f} {told}")
     print(f"free / best by hand ({best}): {ratio:.2f}; order of predictions (Spearman): {order:.2f}")
     rows = found[0]["collectives"]
     print(f"{'collective of the free plan':<40} {'count':>5} {'predicted ms':>13} {'measured ms':>12} {'off':>5}")
@@ -407,6 +417,7 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]
         "cell": asdict(cell),
         "steps": steps,
         "predicted": predicted,
+        "same": same,
         "ratio": ratio,
         "spearman": order,
         "collectives": rows,
