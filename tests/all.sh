@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up, then lints, checks types and runs all tests; fails if any of them does. Arguments go to pytest, which
-# runs as three processes, which wait for ranks much of the time; tests that start ranks start them themselves.
+# runs as four processes, which wait for ranks much of the time; tests that start ranks start them themselves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
@@ -18,7 +18,7 @@ ln -s "$PWD"/autopar/* "$PWD/passes" "$PWD/runtime" build/typing/autopar/
 (cd build/typing && "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar) || failed+=" mypy"
 
 echo "== pytest"
-"$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
+"$bin/python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
 
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2
