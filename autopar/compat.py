@@ -173,6 +173,15 @@ def export_joint(
             return _describe(joint.graph_module.graph, lifted)
 
 
+@contextlib.contextmanager
+def as_exported() -> Iterator[None]:
+    """A module that runs here takes the branches that it takes while it is exported."""
+    from torch._export.utils import _compiling_state_context
+
+    with _compiling_state_context():
+        yield
+
+
 _CALLS = "autopar_calls"
 """The namespace of operators that stand for calls of autograd functions while a model is captured."""
 

@@ -558,7 +558,8 @@ def _without_gradient(
 def _differentiated(step: _Step, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
     """Which of these parameters autograd reaches when the model runs as it is, on fakes."""
     parameters = dict(step.model.named_parameters())
-    roots = [output for output in step(*inputs) if output.requires_grad]
+    with compat.as_exported():
+        roots = [output for output in step(*inputs) if output.requires_grad]
     gradients = torch.autograd.grad(
         roots, [parameters[name] for name in names], [torch.ones_like(r) for r in roots], allow_unused=True
     )

@@ -432,6 +432,23 @@ def test_parameters_without_a_gradient() -> None:
         capture(mlp(), (X,), loss_fn=lambda y: y.detach().sum())
 
 
+def test_parameters_without_a_gradient_are_those_of_the_branch_that_was_traced() -> None:
+    """Experts of `transformers` take another way while they are exported, since their own has no fakes in float32."""
+
+    class Exported(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_exporting():
+                raise RuntimeError("no fakes of this")
+            return self.used(x).sum()
+
+    assert capture(Exported(), (X,)).without_gradient == ("unused.weight", "unused.bias")
+    assert not torch.compiler.is_exporting()
+
+
 def test_a_gradient_that_the_trace_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph without a gradient that eager has is refused."""
     convert = capture_module._Conversion._output
