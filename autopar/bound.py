@@ -42,7 +42,7 @@ def lower_bound_seconds(space: Space) -> float:
     """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved."""
     axes = [a for a, ranks in enumerate(space.mesh) if ranks > 1]
     alone = {axis: _alone(space, axis) for axis in axes}
-    added: dict[int, dict[str, dict[str, list[float]]]] = {axis: {} for axis in axes}
+    added: dict[int, list[dict[str, list[float]]]] = {axis: [{} for _ in space.regions()] for axis in axes}
     least = 0.0
     for number, region in enumerate(space.regions()):
         count = 1 if number == 0 else len(space.repeats[number - 1].copies)
@@ -53,7 +53,7 @@ def lower_bound_seconds(space: Space) -> float:
             base, by_axis = costs
             least += count * base
             for axis, values in by_axis.items():
-                added[axis].setdefault(region.name, {})[name] = values
+                added[axis][number][name] = values
     return least + sum(_axis_bound(alone[axis], added[axis]) for axis in axes)
 
 
@@ -180,8 +180,8 @@ class _BoundBuilder(ProblemBuilder):
         return dearest, 0.0
 
 
-def _axis_bound(alone: _Alone, added: Mapping[str, Mapping[str, list[float]]]) -> float:
-    """The exact optimum of one axis under the bound's costs."""
+def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]]) -> float:
+    """The exact optimum of one axis under the bound's costs. `added` is for each region (their names may be alike)."""
     space = alone.space
     allowed = {}
     for region in alone.regions:
@@ -189,24 +189,22 @@ def _axis_bound(alone: _Alone, added: Mapping[str, Mapping[str, list[float]]]) -
             allowed[name] = [_Alone.with_policy(site, c) for c in site.choices[space.mesh[0]]]
     problem, decoder = _BoundBuilder(space).build(allowed)
 
-    def priced(part: Problem, region: str) -> tuple[Variable, ...]:
+    def priced(part: Problem, number: int) -> tuple[Variable, ...]:
         variables = []
         for variable in part.variables:
-            site = alone_sites[region][variable.name]
+            site = alone.regions[number].sites[variable.name]
             order = {_Alone.with_policy(site, c): i for i, c in enumerate(site.choices[space.mesh[0]])}
-            values = added[region][variable.name]
+            values = added[number][variable.name]
             kept = [order[option.choice] for option in decoder.options[variable.name]]
             seconds = tuple(values[i] if math.isfinite(values[i]) else 1e30 for i in kept)
             variables.append(replace(variable, seconds=seconds, bytes=(0.0,) * len(kept)))
         return tuple(variables)
 
-    alone_sites = {region.name: region.sites for region in alone.regions}
-    bodies = [region.name for region in alone.regions[1:]]
     repeats = tuple(
-        replace(r, body=replace(r.body, variables=priced(r.body, name)))
-        for r, name in zip(problem.repeats, bodies, strict=True)
+        replace(repeat, body=replace(repeat.body, variables=priced(repeat.body, number)))
+        for number, repeat in enumerate(problem.repeats, 1)
     )
-    whole = replace(problem, variables=priced(problem, alone.regions[0].name), repeats=repeats)
+    whole = replace(problem, variables=priced(problem, 0), repeats=repeats)
     try:
         return solve(whole, "dp").lower_bound
     except TooWide:  # as the search does

@@ -21,6 +21,7 @@ from pairwise import pairwise
 from torch import nn
 
 import autopar
+from autopar.bound import lower_bound_seconds
 from autopar.passes.account import Account, account, count_collectives
 from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
@@ -193,6 +194,23 @@ def test_no_preset_is_cheaper_on_two_axes(name: str, mesh: dict[str, int]) -> No
     assert best.lower_bound_seconds <= best.objective_seconds * (1 + 1e-9)
     for preset in (*PRESETS, *PAPERS):
         assert solved(name, mesh, preset).objective_seconds >= best.objective_seconds * (1 - 1e-9), preset
+
+
+def test_layers_of_one_name_and_two_widths_have_a_bound() -> None:
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(x)))
+
+    layers = nn.Sequential(*(Layer(16) for _ in range(3)), nn.Linear(16, 8), *(Layer(8) for _ in range(3)))
+    made = Planner(layers, {"a": 2, "b": 2}, (torch.randn(8, 16),), loss_fn=torch.sum)
+    names = [region.name for region in made.space.regions()]
+    assert len(names) == 3 and names[1] == names[2]
+    plan = made.plan(solver="dp", cost="serial")
+    assert 0 < lower_bound_seconds(made.space) <= plan.lower_bound_seconds <= plan.objective_seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
