@@ -83,6 +83,8 @@ def test_a_callable_is_given_what_it_takes() -> None:
     [
         ("LlamaConfig", LLAMA, {"input_ids": (4, 16), "labels": (4, 16)}),
         ("ViTConfig", {"image_size": 32, "patch_size": 8}, {"pixel_values": (4, 3, 32, 32), "labels": (4,)}),
+        ("DeiTConfig", {"image_size": 32, "patch_size": 8}, {"pixel_values": (4, 3, 32, 32), "labels": (4,)}),
+        ("ResNetConfig", {"depths": [1, 1, 1, 1]}, {"pixel_values": (4, 3, 224, 224), "labels": (4,)}),
         ("T5Config", {"num_layers": 1}, {"input_ids": (4, 16), "labels": (4, 16)}),
     ],
 )

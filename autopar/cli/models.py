@@ -22,6 +22,9 @@ HEADS = (
 """The head that a configuration of Hugging Face gets is the first that it has: masked before causal, since
 encoders have both."""
 
+IMAGE_SIZE = 224
+"""Of models that take any, as ImageNet's are cut."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -79,10 +82,12 @@ def _hugging_face(name: str, settings: Mapping[str, Any], batch: int, sequence: 
         raise ValueError(
             f"transformers has no model with a loss for {name}: write a callable, and give module:callable"
         )
+    head = heads[0][0] if isinstance(heads[0], tuple) else heads[0]
     with torch.device("meta"):
-        model = heads[0](config).to(dtype)
+        model = head(config).to(dtype)
         if "pixel_values" in inspect.signature(model.forward).parameters:
-            size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
+            size = getattr(config, "image_size", IMAGE_SIZE)
+            size = size if isinstance(size, list | tuple) else (size, size)
             pixels = torch.zeros(batch, config.num_channels, *size, dtype=dtype)
             return Loaded(model=model, kwargs={"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)})
     # real ones: where programs are measured, routers send tokens where they would
