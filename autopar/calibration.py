@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from .cluster import Cluster, Device, Groups, Level
-from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, price, together
+from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, interpolated, price, together
 
 Axis = TypeVar("Axis", bound=Hashable)
 
@@ -76,12 +76,12 @@ class Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """A rank's arithmetic while all ranks are busy. `streams` are (what is done, bytes read and written, seconds),
+    """A rank's arithmetic while all ranks are busy. `operators` are (op, flops, bytes read and written, seconds),
     `matmuls` (dtype, rows, features in, features out, seconds)."""
 
     seconds_per_op: float
     memory_bytes: float
-    streams: tuple[tuple[str, int, float], ...]
+    operators: tuple[tuple[str, float, int, float], ...]
     matmuls: tuple[tuple[str, int, int, int, float], ...]
 
 
@@ -103,7 +103,7 @@ class Measurements:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurements:
         compute, samples = data["compute"], data["samples"]
-        rows = {key: tuple(tuple(row) for row in compute[key]) for key in ("streams", "matmuls")}
+        rows = {key: tuple(tuple(row) for row in compute[key]) for key in ("operators", "matmuls")}
         return cls(
             **{
                 **data,
@@ -270,15 +270,40 @@ def _device(measured: Measurements) -> Device:
         rates.setdefault(dtype, []).append((flops, flops / max(seconds - compute.seconds_per_op, seconds / 10)))
     curves = {dtype: _rising(points) for dtype, points in rates.items()}
     usual = "float32" if measured.backend == "gloo" else "bfloat16"
-    return Device(
+    memory = _memory(compute)
+    most = max(rate for _, rate in memory)
+    device = Device(
         name=measured.device,
         flops_per_second={dtype: _digits(curve[-1][1]) for dtype, curve in curves.items()},
         memory_bytes=_digits(compute.memory_bytes),
-        # one of each: what does more than it moves, such as a softmax, counts with the seconds that it takes
-        memory_bytes_per_second=_digits(sum(s[1] for s in compute.streams) / sum(s[2] for s in compute.streams)),
+        memory_bytes_per_second=_digits(most),
+        memory_efficiency=_parts(memory, most),
         seconds_per_op=_digits(compute.seconds_per_op),
-        efficiency=_efficiency(curves[usual]),
+        efficiency=_parts(curves[usual], curves[usual][-1][1]),
     )
+    return replace(device, ratios=_ratios(compute, device))
+
+
+def _memory(compute: Compute) -> list[tuple[float, float]]:
+    """(bytes, bytes a second) of the operator in the middle, of those that do no arithmetic to speak of: some do more
+    than they move, such as a softmax, and `_ratios` say so."""
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for op, flops, moved, seconds in compute.operators:
+        if not flops:
+            # the model adds the cost of an operator to its bytes
+            rate = moved / max(seconds - compute.seconds_per_op, seconds / 10)
+            rates.setdefault(op, []).append((float(moved), rate))
+    curves = [sorted(points) for points in rates.values()]
+    sizes = [statistics.median(size for size, _ in points) for points in zip(*curves, strict=True)]
+    return [(size, statistics.median(interpolated(curve, size) for curve in curves)) for size in sizes]
+
+
+def _ratios(compute: Compute, device: Device) -> dict[str, float]:
+    """What operators took over what the device's rates say of them, in the middle of their sizes."""
+    found: dict[str, list[float]] = {}
+    for op, flops, moved, seconds in compute.operators:
+        found.setdefault(op, []).append(seconds / device.roofline_seconds(flops, moved, torch.float32))
+    return {op: _digits(statistics.geometric_mean(ratios)) for op, ratios in found.items()}
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -297,16 +322,15 @@ def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(flops, mean) for mean, pool in pools for flops in pool]
 
 
-def _efficiency(curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Parts of the peak, with no less time for more flops. Points within 2% of the one before are left out."""
-    peak = curve[-1][1]
+def _parts(curve: Sequence[tuple[float, float]], peak: float) -> tuple[tuple[float, float], ...]:
+    """(size, part of the peak), with no less time for more. Points within 2% of the one before are left out."""
     found: list[tuple[float, float]] = []
-    for flops, rate in curve:
+    for size, rate in curve:
         part = _digits(rate / peak)
         if found:
-            part = min(part, found[-1][1] * flops / found[-1][0])
-        if not found or part > found[-1][1] * 1.02:
-            found.append((flops, min(1.0, part)))
+            part = min(part, found[-1][1] * size / found[-1][0])
+        if not found or abs(part / found[-1][1] - 1) > 0.02:
+            found.append((size, min(1.0, part)))
     return tuple(found)
 
 
@@ -378,7 +402,7 @@ def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, s
     found = []
     for dtype, m, k, n, seconds in measured.compute.matmuls:
         kind = getattr(torch, dtype)
-        moved = (m * k + k * n + m * n) * kind.itemsize / device.memory_bytes_per_second
+        moved = device.moving_seconds((m * k + k * n + m * n) * kind.itemsize)
         predicted = device.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
         found.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
     return found

@@ -43,10 +43,12 @@ class Operators:
 class Device:
     """`flops_per_second` by dtype name ("float32", "bfloat16") at its peak; what is not listed counts as
     the slowest listed. `efficiency` are points (flops of one operator, part of the peak that it
-    reaches), interpolated on logarithmic scales and constant beyond the ends. `seconds_per_op` is the
-    fixed cost of running one operator. `memory_bytes_per_link_byte` is what a collective reads and writes in memory
-    for each byte that a rank sends, and takes from operators that run meanwhile; with 0 they do not disturb each other.
-    `operators` is what was measured of single ones, and goes before all that.
+    reaches), interpolated on logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that
+    one operator reads and writes, part of `memory_bytes_per_second`): caches hold what is small. `seconds_per_op` is
+    the fixed cost of running one operator. `ratios` say of ops by what all that is to be multiplied.
+    `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
+    takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` is what was measured of
+    single ones, and goes before all that.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Device:
     memory_bytes_per_second: float
     seconds_per_op: float
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    ratios: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_link_byte: float = 0.0
     operators: Operators | None = None
 
@@ -73,11 +77,15 @@ class Device:
     def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
         """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
         arithmetic = self.compute_seconds(flops, dtype) if flops else 0.0
-        return self.seconds_per_op + max(arithmetic, moved_bytes / self.memory_bytes_per_second)
+        return self.seconds_per_op + max(arithmetic, self.moving_seconds(moved_bytes))
+
+    def moving_seconds(self, moved_bytes: float) -> float:
+        """Seconds in which an operator reads and writes so many bytes."""
+        return moved_bytes / self.memory_bytes_per_second / interpolated(self.memory_efficiency, moved_bytes)
 
     def ratio(self, op: str) -> float:
         """By what the roofline is multiplied: what that of other operators was off by."""
-        return 1.0 if self.operators is None else self.operators.ratio(op)
+        return self.ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)
 
     def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:
         """Seconds of an operator that moves nothing."""
@@ -87,7 +95,7 @@ class Device:
     def optimizer_seconds(self, name: str, moved_bytes: float) -> float:
         """Seconds of an optimizer's step that reads and writes so many bytes."""
         measured = self.operators.seconds_per_byte.get(name) if self.operators is not None else None
-        return moved_bytes * (measured if measured is not None else 1.0 / self.memory_bytes_per_second)
+        return self.moving_seconds(moved_bytes) if measured is None else moved_bytes * measured
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """FLOP/s at the peak."""

@@ -284,4 +284,4 @@ class Redistributor:
             moved = 2 * step.bytes / self.mesh[step.axis]
         else:
             moved = 0 if step.kind == "all_reduce" else 2 * step.bytes
-        return self.link_seconds(step, bucketed) + moved / self.device.memory_bytes_per_second
+        return self.link_seconds(step, bucketed) + self.device.moving_seconds(moved)

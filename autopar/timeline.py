@@ -478,7 +478,7 @@ class _Local:
             if dtypes and rule.flops:
                 arithmetic = self.device.compute_seconds(rule.flops, dtypes[0])
                 peak = rule.flops / self.device.peak_flops(dtypes[0])
-        moved = size / self.device.memory_bytes_per_second
+        moved = self.device.moving_seconds(size)
         longest = max(arithmetic, moved)
         seconds = ratio * (seconds_per_op + longest) if known is None else known
         return _Cost(seconds, moved / longest if longest else 0.0, size, peak)

@@ -31,7 +31,18 @@ from autopar.cluster import Cluster, Device, Level
 from autopar.clusters import CLUSTERS, parse_cluster, read_cluster
 from autopar.clusters.write import cluster_toml
 from autopar.collectives import GLOO, KINDS, Measured, collective_seconds, price, prices
-from autopar.runtime.measure import RING_BYTES, RING_MOST, in_turn
+from autopar.graph import Node, Ref, TensorMeta
+from autopar.ops import Call, rule_of
+from autopar.ops.registry import RULES
+from autopar.runtime.measure import (
+    MOVERS,
+    RING_BYTES,
+    RING_MOST,
+    RING_NEAR,
+    arithmetic,
+    copies_beyond_caches,
+    in_turn,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -67,6 +78,8 @@ CLUSTER = Cluster(
         memory_bytes_per_second=20e9,
         seconds_per_op=2e-6,
         efficiency=((1e4, 0.25), (1e6, 0.5), (1e8, 1.0)),
+        memory_efficiency=((1e5, 0.5), (1e6, 1.0), (1e7, 0.2)),
+        ratios={"aten.add.Tensor": 0.8, "aten.neg.default": 1.0, "aten._softmax.default": 2.0, "attention": 1.5},
     ),
     levels=(
         measured_level("nodes", 2, 50e6, 1e-3, 4, 1.0, 0.25),
@@ -96,7 +109,11 @@ def measurements(cluster: Cluster) -> Measurements:
         matmuls.append((dtype, n, n, n, seconds))
     compute = Compute(
         seconds_per_op=device.seconds_per_op,
-        streams=(("add", 3_000_000, 1e-4), ("softmax", 1_000_000, 1e-4)),
+        operators=tuple(
+            (op, flops, moved, factor * device.roofline_seconds(flops, moved, torch.float32))
+            for op, factor in device.ratios.items()
+            for flops, moved in ([(1e8, 100)] if op == "attention" else [(0.0, 10**k) for k in (5, 6, 7)])
+        ),
         memory_bytes=device.memory_bytes,
         matmuls=tuple(matmuls),
     )
@@ -132,7 +149,8 @@ def test_the_figures_of_a_cluster_are_found_again() -> None:
             assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
             assert one.latency_seconds == pytest.approx(other.latency_seconds, rel=0.02)
     assert found.device.flops_per_second == pytest.approx(CLUSTER.device.flops_per_second, rel=0.01)
-    assert found.device.memory_bytes_per_second == 4_000_000 / 2e-4 == CLUSTER.device.memory_bytes_per_second
+    for key in ("memory_bytes_per_second", "memory_efficiency", "ratios"):
+        assert getattr(found.device, key) == getattr(CLUSTER.device, key)
     assert found.device.reached(1e6) == pytest.approx(0.5, rel=0.02)
 
 
@@ -298,8 +316,29 @@ def measured_in_the_lab(levels: list[int]) -> dict[str, Any]:
     return measure(levels, sizes=(1 << 10, 1 << 20), rounds=3, seconds=0.05).to_json()
 
 
-@pytest.mark.parametrize(("elements", "copies"), [(1 << 20, RING_BYTES["cpu"] >> 22), (1 << 24, 2), (16, RING_MOST)])
-def test_operators_are_measured_on_operands_that_no_cache_holds(elements: int, copies: int) -> None:
+def test_what_is_measured_is_counted_as_the_rules_count_it() -> None:
+    assert all(RULES.get(op) is not None for op in MOVERS)
+    for op, run, operands, flops in arithmetic(torch.device("cpu")):
+        made = run(*operands)
+        results = made if isinstance(made, tuple) else (made,)
+        node = Node(
+            op=op,
+            args=tuple(Ref(f"x{i}") for i in range(len(operands))),
+            kwargs=tuple(getattr(run, "keywords", {}).items()),
+            outputs=tuple(f"y{i}" for i in range(len(results))),
+        )
+        metas, outputs = (tuple(TensorMeta(tuple(t.shape), t.dtype) for t in ts) for ts in (operands, results))
+        rule = rule_of(Call(node, metas, outputs))
+        assert rule is not None and rule.flops == flops > 0
+
+
+def test_weights_come_from_memory() -> None:
+    sizes = {1 << 20: RING_BYTES["cpu"] >> 22, 1 << 24: 2, 16: RING_MOST}
+    assert {elements: copies_beyond_caches(torch.zeros(elements)) for elements in sizes} == sizes
+
+
+@pytest.mark.parametrize("copies", [1, RING_NEAR])
+def test_operators_are_measured_on_operands_that_come_again_later(copies: int) -> None:
     """Each call has others, and results stay for as long as those take to come again."""
     given: list[int] = []
     made: list[weakref.ref[torch.Tensor]] = []
@@ -310,7 +349,7 @@ def test_operators_are_measured_on_operands_that_no_cache_holds(elements: int, c
         made.append(weakref.ref(result))
         return result
 
-    call = in_turn(negative, torch.zeros(elements))
+    call = in_turn(negative, torch.zeros(1 << 10), copies=copies)
     for _ in range(2 * copies):
         call()
     assert len(set(given)) == copies and given[copies:] == given[:copies]

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, Device, Level
+from autopar.cluster import Cluster, Device, Level, Operators
 from autopar.clusters import CLUSTERS, named_cluster, parse_cluster, read_cluster
 from autopar.collectives import (
     ALGORITHMS,
@@ -28,6 +29,7 @@ from autopar.collectives import (
     price,
     prices,
 )
+from autopar.graph import TensorMeta
 
 DEVICE = Device(
     name="a device",
@@ -251,6 +253,24 @@ def test_small_operators_reach_less_of_the_peak() -> None:
     assert seconds[-1] == pytest.approx(sizes[-1] / device.flops(torch.bfloat16))
 
 
+def test_caches_hold_small_operands_and_some_operators_take_longer() -> None:
+    device = replace(
+        CLUSTERS["local"].device,
+        memory_bytes_per_second=10e9,
+        seconds_per_op=1e-6,
+        memory_efficiency=((1e6, 1.0), (4e6, 0.25)),
+        ratios={"aten.silu.default": 3.0},
+    )
+    moved = [1e3, 1e6, 2e6, 4e6, 4e7]
+    assert [device.moving_seconds(size) * 1e9 / size for size in moved] == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.4])
+    x = TensorMeta((500, 500), torch.float32)  # a megabyte
+    for op, ratio in (("aten.neg.default", 1.0), ("aten.silu.default", 3.0)):
+        assert device.operator_seconds(op, [x], [x], 0.0) == pytest.approx(ratio * (1e-6 + 4e-4))
+    # what was measured of single operators goes before all that
+    measured = replace(device, operators=Operators(ratios={"": 0.5}))
+    assert measured.operator_seconds("aten.silu.default", [x], [x], 0.0) == pytest.approx(0.5 * (1e-6 + 4e-4))
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_library_cites_and_adds_up(name: str, tmp_path: Path) -> None:
     text = (files("autopar.clusters") / f"{name}.toml").read_text()
@@ -325,6 +345,17 @@ BAD = {
         "memory_bytes = 1e9",
         "memory_bytes = 1e9\nefficiency = [[1e3, 0.1], [2e3, 0.9]]",
         "with no less time for more flops: write for example efficiency = [[1e9, 0.5], [1e12, 0.8]]",
+    ),
+    "bytes": (
+        "memory_bytes = 1e9",
+        "memory_bytes = 1e9\nmemory_efficiency = [[1e3, 0.1], [2e3, 0.9]]",
+        "device, memory_efficiency = [[1000.0, 0.1], [2000.0, 0.9]] is not a part above 0 and at most 1, or a list of "
+        "[bytes, part], rising bytes with no less time for more: write for example memory_efficiency = 0.8",
+    ),
+    "ratios": (
+        "memory_bytes = 1e9",
+        'memory_bytes = 1e9\noperator_ratios = { "aten.silu.default" = 0 }',
+        "device, operator_ratios = {'aten.silu.default': 0} is not a table of numbers above 0 by operator",
     ),
     "matrix on a switch": (
         "bytes_per_second = 1e9\ngroup",

@@ -241,9 +241,13 @@ def clusters_command(
     out().print(
         f"{cluster.devices} x {device.name}: TFLOP/s {rates} at the peak, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
-        + f"; {bytes_text(device.memory_bytes)} at {bytes_text(device.memory_bytes_per_second)}/s; "
-        f"{seconds_text(device.seconds_per_op)} an operator"
+        + f"; {bytes_text(device.memory_bytes)} at {bytes_text(device.memory_bytes_per_second)}/s"
+        + "".join(f", {part:.0%} where it moves {bytes_text(size)}" for size, part in device.memory_efficiency[1:])
+        + f"; {seconds_text(device.seconds_per_op)} an operator"
     )
+    if device.ratios:
+        slower = ", ".join(f"{op} {ratio:.2g}" for op, ratio in device.ratios.items())
+        out().print(f"by these, operators take as many times as long: {slower}")
     table = Table("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
     for level in cluster.levels:
         pair = level.bytes_per_second
@@ -280,6 +284,8 @@ def _facts(cluster: Cluster) -> dict[str, object]:
             "flops_per_second": dict(device.flops_per_second),
             "memory_bytes": device.memory_bytes,
             "memory_bytes_per_second": device.memory_bytes_per_second,
+            "memory_efficiency": device.memory_efficiency,
+            "operator_ratios": dict(device.ratios),
             "seconds_per_op": device.seconds_per_op,
         },
         "levels": [

@@ -58,8 +58,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "efficiency": Key("curve", "efficiency = [[1e9, 0.5], [1e12, 0.8]]", required=False),
         "memory_bytes": Key("rate", "memory_bytes = 80e9"),
         "memory_bytes_per_second": Key("rate", "memory_bytes_per_second = 2.0e12"),
-        "memory_efficiency": Key("part", "memory_efficiency = 0.8", required=False),
+        "memory_efficiency": Key("part or falling", "memory_efficiency = 0.8", required=False),
         "seconds_per_op": Key("seconds", "seconds_per_op = 4e-6"),
+        "operator_ratios": Key("amounts", 'operator_ratios = { "aten.silu.default" = 2.1 }', required=False),
         "memory_bytes_per_link_byte": Key("amount", "memory_bytes_per_link_byte = 2", required=False),
     },
     "level": {
@@ -204,11 +205,17 @@ def _is_matrix(value: Any) -> bool:
 
 def _is_curve(value: Any) -> bool:
     """Rising sizes, parts that do not fall, and nowhere less time for more work."""
-    if not isinstance(value, list) or not value:
-        return False
-    if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_rate, p)) and p[1] <= 1 for p in value):
-        return False
-    return all(a[0] < b[0] and a[1] <= b[1] and b[1] / a[1] <= b[0] / a[0] for a, b in pairwise(value))
+    return _is_falling(value) and all(a[1] <= b[1] for a, b in pairwise(value))
+
+
+def _is_falling(value: Any) -> bool:
+    """Rising sizes with parts, and nowhere less time for more work."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(p, list) and len(p) == 2 and all(map(_is_rate, p)) and p[1] <= 1 for p in value)
+        and all(a[0] < b[0] and b[1] / a[1] <= b[0] / a[0] for a, b in pairwise(value))
+    )
 
 
 def _is_times(value: Any) -> bool:
@@ -248,6 +255,8 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "links": lambda value: _is_rate(value) or _is_matrix(value),
     "rates": lambda value: isinstance(value, dict) and bool(value) and all(map(_is_rate, value.values())),
     "curve": _is_curve,
+    "part or falling": lambda value: _VALID["part"](value) or _is_falling(value),
+    "amounts": lambda value: isinstance(value, dict) and all(map(_is_rate, value.values())),
     "topology": lambda value: value in TOPOLOGIES,
     "algorithms": lambda value: _is_names(value) or _by_kind(value, _does),
     "parts": lambda value: _VALID["part"](value) or _by_kind(value, lambda _, part: _VALID["part"](part)),
@@ -266,6 +275,9 @@ _MEANING = {
     "links": "a number above 0, or a symmetric matrix of them with 0 where there is no link",
     "rates": "a table of numbers above 0 by dtype",
     "curve": "a list of [flops, part of the peak], rising, with no less time for more flops",
+    "part or falling": "a part above 0 and at most 1, or a list of [bytes, part], rising bytes with no less time for "
+    "more",
+    "amounts": "a table of numbers above 0 by operator",
     "topology": f"one of {', '.join(TOPOLOGIES)} (a torus is one ring level for each of its dims)",
     "algorithms": f"a list of {', '.join(ALGORITHMS)}, with at least {', '.join(BASIC)}, or a table of lists by kind "
     f"({', '.join(KINDS)}), with one of {', '.join(BASIC)} that does the kind in each",
@@ -276,13 +288,17 @@ _MEANING = {
 
 
 def _device(table: _Table) -> Device:
+    reached = table.get("memory_efficiency", 1.0)
+    curve = reached if isinstance(reached, list) else [[1.0, 1.0]]
     return Device(
         name=table["name"],
         flops_per_second={dtype: float(rate) for dtype, rate in table["flops_per_second"].items()},
         memory_bytes=float(table["memory_bytes"]),
-        memory_bytes_per_second=float(table["memory_bytes_per_second"]) * table.get("memory_efficiency", 1.0),
+        memory_bytes_per_second=table["memory_bytes_per_second"] * (1.0 if isinstance(reached, list) else reached),
         seconds_per_op=float(table["seconds_per_op"]),
         efficiency=tuple((float(size), float(part)) for size, part in table.get("efficiency", [[1.0, 1.0]])),
+        memory_efficiency=tuple((float(size), float(part)) for size, part in curve),
+        ratios={op: float(ratio) for op, ratio in table.get("operator_ratios", {}).items()},
         memory_bytes_per_link_byte=float(table.get("memory_bytes_per_link_byte", 0.0)),
     )
 

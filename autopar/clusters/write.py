@@ -44,6 +44,10 @@ def _device(device: Device) -> dict[str, object]:
         "memory_bytes_per_second": device.memory_bytes_per_second,
         "seconds_per_op": device.seconds_per_op,
     }
+    if device.memory_efficiency != ((1.0, 1.0),):
+        found["memory_efficiency"] = [list(point) for point in device.memory_efficiency]
+    if device.ratios:
+        found["operator_ratios"] = dict(device.ratios)
     if device.memory_bytes_per_link_byte:
         found["memory_bytes_per_link_byte"] = device.memory_bytes_per_link_byte
     return found
@@ -85,9 +89,13 @@ def _table(header: str, figures: Mapping[str, object], source: str) -> Iterable[
             yield f"{key} = {_value(source)}"
 
 
+def _key(key: str) -> str:
+    return key if key.replace("_", "").isalnum() else json.dumps(key)
+
+
 def _value(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):
