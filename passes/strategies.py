@@ -50,7 +50,7 @@ from ..layout import (
 )
 from ..ops import localize, rule_of
 from ..ops.emit import Emission, expands, fillings, local_program, local_shapes
-from ..ops.rule import ROUTED, Call, Dims, OpRule
+from ..ops.rule import ROUTED, Call, Dims, Factor, OpRule
 from ..optimizers import OPTIMIZERS, Optimizer
 from ..redistribute import Redistributor
 from .collapse import Alias, Roots, from_root, is_view, to_root
@@ -807,7 +807,18 @@ def _op_layouts(
         results.append(layout)
     if not all(factor.may_be_cut(_ranks(mesh, choice, i)) for i, factor in enumerate(rule.factors)):
         return None
+    # a dim with a scale may have more indices than its factor
+    if (rule.input_scales or rule.output_scales) and not all(
+        _is_legal_split(i, factor, choice, mesh) for i, factor in enumerate(rule.factors)
+    ):
+        return None
     return tuple(operands), tuple(results)
+
+
+def _is_legal_split(number: int, factor: Factor, choice: SiteChoice, mesh: Shape) -> bool:
+    """Whether a factor may be split as a choice says, on all axes together."""
+    splits = tuple(Split(0, c[2]) if (c[0], *c[1:2]) == ("S", number) else REPLICATE for c in choice)
+    return is_legal((factor.size,), nest(splits, mesh), mesh)
 
 
 def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:

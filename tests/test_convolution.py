@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,6 +109,24 @@ def test_convolutions_split_in_every_dim(options: dict[str, Any]) -> None:
 def test_a_spatial_dim_is_whole_where_rows_do_not_keep_step() -> None:
     forward, backward = check_convolution((2, 4, 12, 12), (4, 4, 3, 3), padding=[0, 1])
     assert "s0" not in forward.factors + backward.factors and "s1" in forward.factors
+
+
+@pytest.mark.parametrize(("groups", "fit"), [(2, False), (4, True)])
+def test_axes_together_split_no_more_groups_than_there_are(groups: int, fit: bool) -> None:
+    """Though they could split the channels: a group is on one rank."""
+    model = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1, groups=groups), nn.Flatten(), nn.Linear(48, 2))
+    space = Planner(model, {"a": 2, "b": 2}, (torch.randn(4, 8, 6),), loss_fn=torch.sum).space
+    sites = [site for site in space.rest.sites.values() if site.rule and "g" in [f.name for f in site.rule.factors]]
+    assert {site.call.node.op for site in sites if site.call} == {
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+    }
+    for site in sites:
+        assert site.rule is not None
+        axis = [c for c in site.choices[2] if c[0] == "S" and site.rule.factors[c[1]].name == "g"]
+        assert axis
+        for choice in itertools.product(axis, repeat=2):
+            assert (space.option(site, choice) is not None) == fit
 
 
 def test_a_halo_is_not_wider_than_a_shard() -> None:
