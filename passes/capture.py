@@ -23,9 +23,12 @@ import logging
 import operator
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -163,7 +166,8 @@ def capture(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}") from error
+        told = f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}"
+        raise CaptureError(f"{told}{_where(error)}") from error
     outcome = step.outcomes.last
     assert outcome is not None
     if step.outcomes.checks:
@@ -192,6 +196,20 @@ def capture(
         without_gradient=missing,
         autocast=compat.autocast_dtype(device_type or "cpu"),
     )
+
+
+def _where(error: Exception) -> str:
+    """The line of the model at which an error was raised, if its code is in a file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).exists()]
+    lines = [frame for frame in frames if not _is_machinery(Path(frame.filename))]
+    return f" ({lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name})" if lines else ""
+
+
+def _is_machinery(file: Path) -> bool:
+    """Whether code is torch's, ours or Python's own."""
+    if any(file.is_relative_to(Path(known).parent) for known in (str(torch.__file__), __file__, checks.__file__)):
+        return True
+    return file.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in file.parts
 
 
 # ---------------------------------------------------------------------------------------------- paths
