@@ -238,16 +238,16 @@ def clusters_command(
     out().print(f"{cluster.name}: {cluster.source}")
     device = cluster.device
     rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())
+    moving = ", ".join(f"{bytes_text(size)} reaches {part:.0%}" for size, part in device.memory_efficiency)
     out().print(
         f"{cluster.devices} x {device.name}: TFLOP/s {rates} at the peak, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
         + f"; {bytes_text(device.memory_bytes)} at {bytes_text(device.memory_bytes_per_second)}/s"
-        + "".join(f", {part:.0%} where it moves {bytes_text(size)}" for size, part in device.memory_efficiency[1:])
+        + (f", of which an operator that moves {moving}" if len(device.memory_efficiency) > 1 else "")
         + f"; {seconds_text(device.seconds_per_op)} an operator"
     )
     if device.ratios:
-        slower = ", ".join(f"{op} {ratio:.2g}" for op, ratio in device.ratios.items())
-        out().print(f"by these, operators take as many times as long: {slower}")
+        out().print("of that, operators take: " + ", ".join(f"{op} {ratio:.2g}" for op, ratio in device.ratios.items()))
     table = Table("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
     for level in cluster.levels:
         pair = level.bytes_per_second
