@@ -266,22 +266,25 @@ def _device(measured: Measurements) -> Device:
     rates: dict[str, list[tuple[float, float]]] = {}
     for dtype, m, k, n, seconds in compute.matmuls:
         flops = 2.0 * m * k * n
-        # the model adds the cost of an operator to its arithmetic
-        rates.setdefault(dtype, []).append((flops, flops / max(seconds - compute.seconds_per_op, seconds / 10)))
+        rates.setdefault(dtype, []).append((flops, flops / _work_seconds(compute, seconds)))
     curves = {dtype: _rising(points) for dtype, points in rates.items()}
     usual = "float32" if measured.backend == "gloo" else "bfloat16"
     memory = _memory(compute)
-    most = max(rate for _, rate in memory)
     device = Device(
         name=measured.device,
         flops_per_second={dtype: _digits(curve[-1][1]) for dtype, curve in curves.items()},
         memory_bytes=_digits(compute.memory_bytes),
-        memory_bytes_per_second=_digits(most),
-        memory_efficiency=_parts(memory, most),
+        memory_bytes_per_second=_digits(max(rate for _, rate in memory)),
+        memory_efficiency=_parts(memory),
         seconds_per_op=_digits(compute.seconds_per_op),
-        efficiency=_parts(curves[usual], curves[usual][-1][1]),
+        efficiency=_parts(curves[usual]),
     )
     return replace(device, ratios=_ratios(compute, device))
+
+
+def _work_seconds(compute: Compute, seconds: float) -> float:
+    """What an operator takes for its arithmetic or its bytes: the model adds the cost of an operator to that."""
+    return max(seconds - compute.seconds_per_op, seconds / 10)
 
 
 def _memory(compute: Compute) -> list[tuple[float, float]]:
@@ -290,9 +293,7 @@ def _memory(compute: Compute) -> list[tuple[float, float]]:
     rates: dict[str, list[tuple[float, float]]] = {}
     for op, flops, moved, seconds in compute.operators:
         if not flops:
-            # the model adds the cost of an operator to its bytes
-            rate = moved / max(seconds - compute.seconds_per_op, seconds / 10)
-            rates.setdefault(op, []).append((float(moved), rate))
+            rates.setdefault(op, []).append((float(moved), moved / _work_seconds(compute, seconds)))
     curves = [sorted(points) for points in rates.values()]
     sizes = [statistics.median(size for size, _ in points) for points in zip(*curves, strict=True)]
     return [(size, statistics.median(interpolated(curve, size) for curve in curves)) for size in sizes]
@@ -322,8 +323,9 @@ def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(flops, mean) for mean, pool in pools for flops in pool]
 
 
-def _parts(curve: Sequence[tuple[float, float]], peak: float) -> tuple[tuple[float, float], ...]:
-    """(size, part of the peak), with no less time for more. Points within 2% of the one before are left out."""
+def _parts(curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """(size, part of the best rate), with no less time for more. Points within 2% of the one before are left out."""
+    peak = max(rate for _, rate in curve)
     found: list[tuple[float, float]] = []
     for size, rate in curve:
         part = _digits(rate / peak)

@@ -173,13 +173,11 @@ def export_joint(
             return _describe(joint.graph_module.graph, lifted)
 
 
-@contextlib.contextmanager
-def as_exported() -> Iterator[None]:
-    """A module that runs here takes the branches that it takes while it is exported."""
+def as_exported() -> contextlib.AbstractContextManager[None]:
+    """Within it a module that runs takes the branches that it takes while it is exported."""
     from torch._export.utils import _compiling_state_context
 
-    with _compiling_state_context():
-        yield
+    return _compiling_state_context()
 
 
 _CALLS = "autopar_calls"

@@ -414,14 +414,16 @@ def test_checks_of_a_value_that_no_result_needs_are_left_out() -> None:
     assert [node.op for node in graph.nodes if not node.backward] == ["aten.mul.Tensor", "aten.sum.default"]
 
 
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
+
+
 def test_parameters_without_a_gradient() -> None:
     """Some may be without, as in eager, and are named; not all of them."""
 
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
-
+    class Unused(HalfUsed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.used(x).sum() + self.unused(x).detach().sum()
 
@@ -436,11 +438,7 @@ def test_parameters_without_a_gradient() -> None:
 def test_parameters_without_a_gradient_are_those_of_the_branch_that_was_traced() -> None:
     """Experts of `transformers` take another way while they are exported, since their own has no fakes in float32."""
 
-    class Exported(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
-
+    class Exported(HalfUsed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not torch.compiler.is_exporting():
                 raise RuntimeError("no fakes of this")

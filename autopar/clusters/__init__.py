@@ -58,7 +58,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "efficiency": Key("curve", "efficiency = [[1e9, 0.5], [1e12, 0.8]]", required=False),
         "memory_bytes": Key("rate", "memory_bytes = 80e9"),
         "memory_bytes_per_second": Key("rate", "memory_bytes_per_second = 2.0e12"),
-        "memory_efficiency": Key("part or falling", "memory_efficiency = 0.8", required=False),
+        "memory_efficiency": Key("part or by size", "memory_efficiency = 0.8", required=False),
         "seconds_per_op": Key("seconds", "seconds_per_op = 4e-6"),
         "operator_ratios": Key("amounts", 'operator_ratios = { "aten.silu.default" = 2.1 }', required=False),
         "memory_bytes_per_link_byte": Key("amount", "memory_bytes_per_link_byte = 2", required=False),
@@ -205,10 +205,10 @@ def _is_matrix(value: Any) -> bool:
 
 def _is_curve(value: Any) -> bool:
     """Rising sizes, parts that do not fall, and nowhere less time for more work."""
-    return _is_falling(value) and all(a[1] <= b[1] for a, b in pairwise(value))
+    return _is_by_size(value) and all(a[1] <= b[1] for a, b in pairwise(value))
 
 
-def _is_falling(value: Any) -> bool:
+def _is_by_size(value: Any) -> bool:
     """Rising sizes with parts, and nowhere less time for more work."""
     return (
         isinstance(value, list)
@@ -255,7 +255,7 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "links": lambda value: _is_rate(value) or _is_matrix(value),
     "rates": lambda value: isinstance(value, dict) and bool(value) and all(map(_is_rate, value.values())),
     "curve": _is_curve,
-    "part or falling": lambda value: _VALID["part"](value) or _is_falling(value),
+    "part or by size": lambda value: _VALID["part"](value) or _is_by_size(value),
     "amounts": lambda value: isinstance(value, dict) and all(map(_is_rate, value.values())),
     "topology": lambda value: value in TOPOLOGIES,
     "algorithms": lambda value: _is_names(value) or _by_kind(value, _does),
@@ -275,7 +275,7 @@ _MEANING = {
     "links": "a number above 0, or a symmetric matrix of them with 0 where there is no link",
     "rates": "a table of numbers above 0 by dtype",
     "curve": "a list of [flops, part of the peak], rising, with no less time for more flops",
-    "part or falling": "a part above 0 and at most 1, or a list of [bytes, part], rising bytes with no less time for "
+    "part or by size": "a part above 0 and at most 1, or a list of [bytes, part], rising bytes with no less time for "
     "more",
     "amounts": "a table of numbers above 0 by operator",
     "topology": f"one of {', '.join(TOPOLOGIES)} (a torus is one ring level for each of its dims)",
