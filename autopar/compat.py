@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,31 +147,138 @@ class Joint:
     constants: Mapping[str, torch.Tensor]
 
 
-def export_joint(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode, canonical: Mapping[str, str]
-) -> Joint:
-    """Trace `module(*inputs)`, which returns a tuple of tensors, and its backward.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedInput:
+    """A placeholder of a recorded forward. `target` is the name that stands for a parameter, a buffer or a constant (a
+    tensor that the model closed over); an input of the step has none."""
 
-    The module's tensors and the inputs are fakes of `mode`. `canonical` maps every name of a
-    parameter or buffer to the name that stands for it: tied ones are one input of the graph, whose
-    gradient is the total.
+    node: fx.Node
+    kind: Literal["parameter", "buffer", "constant", "input"]
+    target: str = ""
+    tensor: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The forward of a step, operator by operator, as every line of the model's Python called them.
+
+    `inputs` are the placeholders of `graph`, in order. `mutated[i]` is the buffer that output i is written to, or None
+    for an output of the step. `module` holds the graphs of regions (without gradients, with autocast).
+    """
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    inputs: tuple[RecordedInput, ...]
+    mutated: tuple[str | None, ...]
+    device_type: str
+
+
+@contextlib.contextmanager
+def recorded(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], canonical: Mapping[str, str]
+) -> Iterator[Recorded]:
+    """Record `module(*inputs)`, which returns a tuple of tensors. The record can be differentiated within the context.
+
+    The module's tensors and the inputs are fakes of one mode. `canonical` maps every name of a parameter or buffer to
+    the name that stands for it: tied ones are one input of the joint graph, whose gradient is the total.
+    """
+    with torch.library._scoped_library(_CALLS, "FRAGMENT") as library, _lean():
+        with _recorded_functions(library), _masks_as_they_are():
+            exported = torch.export.export(module, inputs, strict=False)
+        tensors = (*inputs, *module.parameters(), *module.buffers())
+        yield _record(exported, canonical, next((t.device.type for t in tensors), "cpu"))
+
+
+def _record(exported: Any, canonical: Mapping[str, str], device_type: str) -> Recorded:
+    from torch.export.graph_signature import InputKind, OutputKind
+
+    kinds: dict[Any, Literal["parameter", "buffer", "constant"]] = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "constant",
+    }
+    inputs: list[RecordedInput] = []
+    graph = exported.graph_module.graph
+    for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(RecordedInput(node=node, kind="input"))
+        elif spec.kind in kinds:
+            known = exported.state_dict.get(spec.target)
+            tensor = exported.constants[spec.target] if known is None else known
+            target = canonical.get(spec.target, spec.target)
+            inputs.append(RecordedInput(node=node, kind=kinds[spec.kind], target=target, tensor=tensor))
+        else:
+            raise ValueError(f"the model holds {spec.target!r} of kind {spec.kind.name}, which has no tensor form")
+    mutated: list[str | None] = []
+    for output in exported.graph_signature.output_specs:
+        if output.kind is OutputKind.USER_OUTPUT:
+            mutated.append(None)
+        elif output.kind is OutputKind.BUFFER_MUTATION:
+            mutated.append(canonical.get(output.target, output.target))
+        else:
+            raise ValueError(f"the model changes {output.target!r} in place ({output.kind.name}): only buffers may be")
+    return Recorded(
+        graph=graph,
+        module=exported.graph_module,
+        inputs=tuple(inputs),
+        mutated=tuple(mutated),
+        device_type=device_type,
+    )
+
+
+def joint(record: Recorded, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> Joint:
+    """Forward and backward of a record as one functional graph.
 
     Two traces, because each alone loses models: `torch.export` (not strict) records the model's own
     calls with their module paths, and AOT autograd makes the functional joint graph of that record.
     """
-    with torch.library._scoped_library(_CALLS, "FRAGMENT") as library:
-        with _recorded_functions(library), _masks_as_they_are():
-            exported = torch.export.export(module, inputs, strict=False)
-        tensors = (*inputs, *module.parameters(), *module.buffers())
-        lifted = _Lifted(exported, mode, canonical, next((t.device.type for t in tensors), "cpu"))
-        with contextlib.ExitStack() as stack:
-            # forward enters the autocast context itself: backward runs outside of it, as eager's does
-            stack.enter_context(without_autocast(lifted.kind))
-            stack.enter_context(_without_effects())
-            from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    lifted = _Lifted(record, mode)
+    with contextlib.ExitStack() as stack:
+        # forward enters the autocast context itself: backward runs outside of it, as eager's does
+        stack.enter_context(without_autocast(lifted.kind))
+        stack.enter_context(_without_effects())
+        from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-            joint = aot_export_joint_with_descriptors(stack, lifted, inputs)
-            return _describe(joint.graph_module.graph, lifted)
+        traced = aot_export_joint_with_descriptors(stack, lifted, inputs)
+        return _describe(traced.graph_module.graph, lifted)
+
+
+@contextlib.contextmanager
+def _lean() -> Iterator[None]:
+    """Trace without what nobody reads: a stack trace for each node, Python code of each graph on the way, and searches
+    for garbage among objects that live as long as the trace. Together they take half of the time."""
+    from torch.fx import config
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    collecting, traces = gc.isenabled(), config.do_not_emit_stack_traces
+    gc.disable()
+    config.do_not_emit_stack_traces = True
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        config.do_not_emit_stack_traces = traces
+        if collecting:
+            gc.enable()
+
+
+def is_recorded_function(node: fx.Node) -> bool:
+    """Whether a node of a record stands for the call of a `torch.autograd.Function`, whose forward and backward run when
+    the record is differentiated."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == _CALLS
+
+
+PLACE = "autopar_place"
+
+
+def set_place(node: fx.Node, place: int) -> None:
+    """Mark a node of a record; `place_of` finds the mark on the forward nodes that are traced from it."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), PLACE: place}
+
+
+def place_of(node: fx.Node) -> int | None:
+    found: int | None = (node.meta.get("custom") or {}).get(PLACE)
+    return found
 
 
 def as_exported() -> contextlib.AbstractContextManager[None]:
@@ -267,59 +375,42 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 class _Lifted(nn.Module):
-    """An exported program as a module whose parameters and buffers are numbered.
+    """A record as a module whose parameters and buffers are numbered.
 
     `ExportedProgram.module()` would do, slower, and gives a tied weight one input for each name.
     """
 
-    def __init__(self, exported: Any, mode: FakeTensorMode, canonical: Mapping[str, str], kind: str) -> None:
+    def __init__(self, record: Recorded, mode: FakeTensorMode) -> None:
         super().__init__()
-        self.kind, self.autocast = kind, autocast_dtype(kind)
-        from torch.export.graph_signature import InputKind, OutputKind
-
+        self.kind, self.autocast = record.device_type, autocast_dtype(record.device_type)
         # kept in a tuple, lest nn.Module register it as a submodule with names of its own
-        self.body = (exported.graph_module,)
+        self.body = (record,)
         names: dict[str, str] = {}
         parameters: list[str] = []
         buffers: list[str] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.order: list[str | int] = []
         count = 0
-        for spec in exported.graph_signature.input_specs:
-            if spec.kind is InputKind.USER_INPUT:
+        for given in record.inputs:
+            if given.kind == "input":
                 self.order.append(count)
                 count += 1
                 continue
-            target = canonical.get(spec.target, spec.target)
-            if target not in names:
-                if spec.kind is InputKind.PARAMETER:
-                    names[target] = f"p{len(parameters)}"
-                    parameters.append(target)
-                    self.register_parameter(names[target], exported.state_dict[spec.target])
-                elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-                    names[target] = f"b{len(buffers)}"
-                    buffers.append(target)
-                    found = exported.state_dict.get(spec.target)
-                    tensor = exported.constants[spec.target] if found is None else found
-                    if spec.kind is InputKind.CONSTANT_TENSOR:
-                        self.constants[target] = tensor
-                    self.register_buffer(names[target], _as_fake(tensor, mode))
+            assert given.tensor is not None
+            if given.target not in names:
+                if given.kind == "parameter":
+                    names[given.target] = f"p{len(parameters)}"
+                    parameters.append(given.target)
+                    self.register_parameter(names[given.target], given.tensor)  # type: ignore[arg-type]
                 else:
-                    raise ValueError(
-                        f"the model holds {spec.target!r} of kind {spec.kind.name}, which has no tensor form"
-                    )
-            self.order.append(names[target])
+                    names[given.target] = f"b{len(buffers)}"
+                    buffers.append(given.target)
+                    if given.kind == "constant":
+                        self.constants[given.target] = given.tensor
+                    self.register_buffer(names[given.target], _as_fake(given.tensor, mode))
+            self.order.append(names[given.target])
         self.names = (tuple(parameters), tuple(buffers))
-        self.mutated: list[str | None] = []
-        for output in exported.graph_signature.output_specs:
-            if output.kind is OutputKind.USER_OUTPUT:
-                self.mutated.append(None)
-            elif output.kind is OutputKind.BUFFER_MUTATION:
-                self.mutated.append(names[canonical.get(output.target, output.target)])
-            else:
-                raise ValueError(
-                    f"the model changes {output.target!r} in place ({output.kind.name}): only buffers may be"
-                )
+        self.mutated = tuple(None if target is None else names[target] for target in record.mutated)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from torch.fx.traceback import preserve_node_meta
@@ -328,7 +419,8 @@ class _Lifted(nn.Module):
         # the recorded nodes hand their module paths to what is traced from them
         cast = torch.autocast(self.kind, dtype=self.autocast, enabled=self.autocast is not None)
         with preserve_node_meta(), cast:
-            results = _Traced(self.body[0], garbage_collect_values=False).run(*values, enable_io_processing=False)
+            body = _Traced(self.body[0].module, garbage_collect_values=False, graph=self.body[0].graph)
+            results = body.run(*values, enable_io_processing=False)
         outputs = []
         for name, result in zip(self.mutated, results, strict=True):
             if name is None:

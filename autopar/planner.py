@@ -37,7 +37,7 @@ from .passes.problem import Allowed, Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, fingerprint, segments
 from .passes.shorten import KEPT, shortened
-from .passes.stamp import capture_stamped
+from .passes.capture import capture
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from .phases import Phases
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
@@ -119,7 +119,7 @@ class Planner:
         self.seconds = Phases()
         """What each step took, for the benchmarks."""
         self.captured: Captured = self.seconds.timed(
-            "capture", capture_stamped, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
+            "capture", capture, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
         )
         self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         graph = in_token_order(seeds(self.captured.graph), rule_of)

@@ -42,6 +42,9 @@ from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, 
 from autopar.ops.ctc import ctc_loss
 from autopar.tree import flatten
 
+from .cut import cut
+from .stamp import Unfit, stamped
+
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
@@ -126,6 +129,7 @@ def capture(
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     device_type: str | None = None,
+    stamp: bool = True,
 ) -> Captured:
     """Capture one training step of `model(*args, **kwargs)`.
 
@@ -143,6 +147,10 @@ def capture(
     `device_type` is the device that the graph is traced for ("cuda" chooses other attention kernels than
     "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
 
+    With `stamp`, layers that the record shows to be alike, operator for operator, are differentiated once and the result
+    is repeated (`cut`, `stamp`): what is captured is the same, up to the names of values. The Python of every layer runs
+    in any case.
+
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
     gets a gradient although some require one, if two parameters overlap in memory, or if the loss is not a floating
     scalar.
@@ -157,29 +165,33 @@ def capture(
     step = _Step(fakes.module(model), pairs, input_spec, loss_fn)
     inputs = tuple(fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor))
     tied = {f"model.{a}": f"model.{b}" for a, b in canonical.items()}
-    try:
+    input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
+    with contextlib.ExitStack() as stack:
         try:
-            joint = compat.export_joint(step, inputs, mode, tied)
-        except _Replaced as found:
-            step.replaced = found.names
-            joint = compat.export_joint(step, inputs, mode, tied)
-    except CaptureError:
-        raise
-    except Exception as error:
-        told = f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}"
-        raise CaptureError(f"{told}{_where(error)}") from error
-    outcome = step.outcomes.last
-    assert outcome is not None
+            try:
+                record = stack.enter_context(compat.recorded(step, inputs, tied))
+            except _Replaced as found:
+                step.replaced = found.names
+                record = stack.enter_context(compat.recorded(step, inputs, tied))
+            outcome = step.outcomes.last
+            assert outcome is not None
+            output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
+            names = _input_names(model, input_paths)
+
+            def converted(part: compat.Recorded) -> _Conversion:
+                return _Conversion(compat.joint(part, inputs, mode), input_paths, output_paths, names)
+
+            graph, constants = _joint_graph(record, converted, stamp)
+        except CaptureError:
+            raise
+        except Exception as error:
+            told = f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}"
+            raise CaptureError(f"{told}{_where(error)}") from error
     if step.outcomes.checks:
         logger.warning(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
             ", ".join(step.outcomes.checks),
         )
-
-    input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
-    output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
-    conversion = _Conversion(joint, input_paths, output_paths, _input_names(model, input_paths))
-    graph = conversion.graph()
     with mode:
         missing = _without_gradient(model, graph, step, inputs, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
@@ -191,11 +203,31 @@ def capture(
         output_leaves=outcome.leaves,
         loss=outcome.loss if differentiated else None,
         tied={alias: name for alias, name in canonical.items() if alias != name},
-        constants=conversion.constants,
+        constants=constants,
         training=model.training,
         without_gradient=missing,
         autocast=compat.autocast_dtype(device_type or "cpu"),
     )
+
+
+def _joint_graph(
+    record: compat.Recorded, converted: Callable[[compat.Recorded], _Conversion], stamp: bool
+) -> tuple[JointGraph, dict[str, torch.Tensor]]:
+    """The graph of a record and the constants that it reads, from a shorter record where layers repeat."""
+    found = cut(record) if stamp else None
+    if found is not None:
+        conversion = converted(found.record)
+        try:
+            graph = stamped(conversion.graph(), conversion.places, found)
+        except Unfit as error:
+            logger.info("differentiated in full: %s", error)
+        else:
+            known = {i.target: i.tensor for i in record.inputs if i.kind == "constant" and i.tensor is not None}
+            known = {name.removeprefix("model."): tensor for name, tensor in known.items()}
+            read = {i.target for i in graph.inputs if i.role == "buffer"}
+            return graph, {name: tensor for name, tensor in known.items() if name in read}
+    conversion = converted(record)
+    return conversion.graph(), conversion.constants
 
 
 def _where(error: Exception) -> str:
@@ -598,6 +630,7 @@ class _Draft:
     module: str
     backward: bool
     sequence: int
+    place: int | None
 
 
 _NO_OPS = frozenset(
@@ -685,7 +718,8 @@ class _Conversion:
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
         self.made: dict[str, _Draft] = {}  # the draft that makes a value
         self.drafts: list[_Draft] = []
-        self.origins: dict[int, tuple[str, int]] = {}  # of the forward nodes, by autograd's number
+        self.origins: dict[int, tuple[str, int, int | None]] = {}  # of the forward nodes, by autograd's number
+        self.places: dict[str, int] = {}  # node -> the node of the record that made it, or whose gradient it computes
 
     def graph(self) -> JointGraph:
         inputs = [self._input(p) for p in self.joint.placeholders]
@@ -865,7 +899,7 @@ class _Conversion:
                 f"{node.name} = {node.target} is not an ATen operator (module {compat.module_path(node)})"
             )
         backward = compat.is_backward(node)
-        module, sequence = self._origin(node, backward)
+        module, sequence, place = self._origin(node, backward)
         draft = _Draft(
             op=op or str(node.target),
             args=tuple(self._argument(a) for a in node.args) if args is None else args,
@@ -874,6 +908,7 @@ class _Conversion:
             module=module,
             backward=backward,
             sequence=sequence,
+            place=place,
         )
         self.drafts.append(draft)
         if meta is None:
@@ -882,8 +917,8 @@ class _Conversion:
             self.values[node] = name = self._take(node, meta, draft)
             draft.outputs.append(name)
 
-    def _origin(self, node: fx.Node, backward: bool) -> tuple[str, int]:
-        """Module and sequence of a node.
+    def _origin(self, node: fx.Node, backward: bool) -> tuple[str, int, int | None]:
+        """Module and sequence of a node, and the place in the record from which it has them.
 
         Autograd's counter is at the operator's own number when it is traced, and stays there for what
         follows it and is not differentiable: of the forward nodes with one number the first is meant.
@@ -892,11 +927,11 @@ class _Conversion:
         number = node.meta.get("seq_nr", -1)
         if not backward:
             path = (compat.module_path(node) or "").removeprefix("model").removeprefix(".")
-            _, sequence = self.origins.setdefault(number, (path, len(self.origins)))
-            return path, sequence
+            _, sequence, _ = self.origins.setdefault(number, (path, len(self.origins), compat.place_of(node)))
+            return path, sequence, compat.place_of(node)
         if compat.is_accumulation(node):
-            return "", -1
-        return self.origins.get(number, ("", -1))
+            return "", -1, None
+        return self.origins.get(number, ("", -1, None))
 
     def _take(self, node: fx.Node, meta: TensorMeta, draft: _Draft) -> str:
         name = _identifier(node.name, self.taken)
@@ -956,5 +991,7 @@ class _Conversion:
                 backward=late,
                 sequence=draft.sequence,
             )
+            if draft.place is not None:
+                self.places[node.name] = draft.place
             (backward if late else forward).append(node)
         return tuple(reversed(forward)) + tuple(reversed(backward)), live

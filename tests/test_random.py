@@ -26,7 +26,6 @@ from autopar.passes.bucket import bucket
 from autopar.passes.capture import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.seeds import seeds
-from autopar.passes.stamp import capture_stamped
 from autopar.planner import Planner
 from autopar.randomness import keys
 
@@ -325,7 +324,7 @@ def test_each_operator_has_a_key_of_its_own() -> None:
     """Also the copies of a repeated layer, and whether the layers were captured or stamped."""
     pytest.importorskip("transformers")
     made = case("gpt2 of 6 layers")
-    graphs = [seeds(f(made.model, made.args, made.kwargs).graph) for f in (capture, capture_stamped)]
+    graphs = [seeds(capture(made.model, made.args, made.kwargs, stamp=stamp).graph) for stamp in (False, True)]
     read = [[node.inputs[0] for node in g.nodes if node.op == "autopar.dropout.default"] for g in graphs]
     assert read[0] == read[1] == [f"seed_{i}" for i in range(19)]
     assert [i.target for i in graphs[0].inputs if i.role == "seed"] == [str(i) for i in range(19)]
