@@ -247,24 +247,36 @@ def joint(record: Recorded, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMo
 def _lean() -> Iterator[None]:
     """Trace without what nobody reads: a stack trace for each node, Python code of each graph on the way, and searches
     for garbage among objects that live as long as the trace. Together they take half of the time."""
-    from torch.fx import config
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    collecting, traces = gc.isenabled(), config.do_not_emit_stack_traces
+    collecting = gc.isenabled()
     gc.disable()
-    config.do_not_emit_stack_traces = True
     try:
-        with _use_lazy_graph_module(True):
+        with _use_lazy_graph_module(True), _without_stack_traces():
             yield
     finally:
-        config.do_not_emit_stack_traces = traces
         if collecting:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    from torch.fx import config
+
+    if not hasattr(config, "do_not_emit_stack_traces"):
+        yield  # before 2.12 tracing always takes them
+        return
+    known = config.do_not_emit_stack_traces
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = known
+
+
 def is_recorded_function(node: fx.Node) -> bool:
-    """Whether a node of a record stands for the call of a `torch.autograd.Function`, whose forward and backward run when
-    the record is differentiated."""
+    """Whether a node of a record stands for the call of a `torch.autograd.Function`, whose forward and backward run
+    when the record is differentiated."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == _CALLS
 
 

@@ -32,12 +32,11 @@ from .optimizers import Optimizer, named_optimizer
 from .passes.account import account, least_seconds, parameter_layouts
 from .passes.blocks import Blocks, blocks
 from .passes.bucket import LIMIT_BYTES
-from .passes.capture import Captured
+from .passes.capture import Captured, capture
 from .passes.problem import Allowed, Assignment, parse_choice, str_choice
 from .passes.seeds import seeds
 from .passes.segments import Segments, fingerprint, segments
 from .passes.shorten import KEPT, shortened
-from .passes.capture import capture
 from .passes.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from .phases import Phases
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest

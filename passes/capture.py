@@ -147,9 +147,9 @@ def capture(
     `device_type` is the device that the graph is traced for ("cuda" chooses other attention kernels than
     "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
 
-    With `stamp`, layers that the record shows to be alike, operator for operator, are differentiated once and the result
-    is repeated (`cut`, `stamp`): what is captured is the same, up to the names of values. The Python of every layer runs
-    in any case.
+    With `stamp`, layers that the record shows to be alike, operator for operator, are differentiated once, and the
+    result is repeated (`cut`, `stamp`): what is captured is the same, up to the names of values. The Python of every
+    layer runs in any case.
 
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
     gets a gradient although some require one, if two parameters overlap in memory, or if the loss is not a floating

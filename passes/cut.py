@@ -313,9 +313,10 @@ def _own(listing: _Listing, period: int, begin: int, end: int) -> set[str]:
     later: dict[str, str] = {}
     for i in range(begin, end - period):
         for a, b in zip(listing.operands[i], listing.operands[i + period], strict=True):
-            if isinstance(a, RecordedInput) and isinstance(b, RecordedInput) and a.target != b.target:
-                if later.setdefault(a.target, b.target) != b.target:
-                    return set()
+            if not isinstance(a, RecordedInput) or not isinstance(b, RecordedInput) or a.target == b.target:
+                continue
+            if later.setdefault(a.target, b.target) != b.target:
+                return set()
     if len(set(later.values())) != len(later):
         return set()
     return {*later, *later.values()}
@@ -325,8 +326,8 @@ def _own(listing: _Listing, period: int, begin: int, end: int) -> set[str]:
 
 
 def _shortened(listing: _Listing, runs: Sequence[Run]) -> Recorded:
-    """The record without the nodes of the runs that are taken out. What read a value of theirs reads the one that stands
-    for it, whole periods earlier."""
+    """The record without the nodes of the runs that are taken out. What read a value of theirs reads the one that
+    stands for it, whole periods earlier."""
     record = listing.record
     gone = {i: run for run in runs for i in range(run.start, run.stop)}
     unread = {

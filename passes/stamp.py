@@ -20,7 +20,6 @@ from ..graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, 
 from .cut import Cut, Run
 from .segments import Repeated, segments
 
-
 Item = TypeVar("Item", GraphInput, GraphOutput)
 
 
@@ -238,9 +237,9 @@ def _check_tensors(graph: JointGraph, plan: _Plan) -> None:
     last = plan.middles[1] + (repeat.count - 1 - plan.middle) * plan.run.period
     for name, target in targets.items():
         slot = plan.slot(target)
-        if slot is not None and first <= slot[0] <= last and target not in own and plan.is_own(target):
-            if graph.consumers.get(name):
-                raise Unfit(f"{target} of {shown} is read outside of the repeat")
+        is_inside = slot is not None and first <= slot[0] <= last and plan.is_own(target)
+        if is_inside and target not in own and graph.consumers.get(name):
+            raise Unfit(f"{target} of {shown} is read outside of the repeat")
     for output in graph.outputs:
         if output.role in ("gradient", "mutation") and output.name is not None and output.name not in results:
             slot = plan.slot(output.target)
@@ -272,7 +271,8 @@ class _Stamp:
         self.copies = [[graph.nodes[graph.producer[name]] for name in copy] for copy in plan.copies]
         self.steps = range(1, plan.run.count + 1)
         self.fresh: dict[tuple[str, int], str] = {}
-        self.own = {i.name for i in graph.inputs if i.role in ("parameter", "buffer") and plan.is_in_the_middle(i.target)}
+        tensors = [i for i in graph.inputs if i.role in ("parameter", "buffer")]
+        self.own = {i.name for i in tensors if plan.is_in_the_middle(i.target)}
         for step in self.steps:
             for i in graph.inputs:
                 if i.name in self.own:
@@ -286,10 +286,10 @@ class _Stamp:
     def _layer(self, step: int) -> str:
         """What tells this period from others: the number in the path of its modules."""
         for node in self.copies[self.plan.middle]:
-            parts = [self.plan.path(node, k).split(".") for k in (0, 1, step)]
-            for a, b, here in zip(*parts, strict=False):
-                if a != b:
-                    return here
+            one, other, wanted = (self.plan.path(node, k).split(".") for k in (0, 1, step))
+            differing = [here for a, b, here in zip(one, other, wanted, strict=False) if a != b]
+            if differing:
+                return differing[0]
         return str(step)
 
     def _take(self, name: str, step: int, wanted: str) -> None:
