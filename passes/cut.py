@@ -190,7 +190,8 @@ def _region(value: Any) -> Hashable:
 
 def _form(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, str(value.device)
+        # as text, in which sizes that depend on data have names
+        return str(tuple(value.shape)), str(value.stride()), value.dtype, str(value.device)
     if isinstance(value, (tuple, list)):
         return tuple(_form(item) for item in value)
     return type(value).__name__, repr(value)
