@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,8 +77,8 @@ class Trial:
             # a copy of its own, lest what capture does to it is seen by eager
             traced, traced_loss = _copy(self.model, self.loss_fn, None)
             self.base = Planner(traced, {"a": 1}, self.args, self.kwargs, loss_fn=traced_loss)
-        dtypes = {tensor.dtype for tensor in self._tensors()} | {compat.autocast_dtype("cpu")}
-        self.tolerance = max(TOLERANCES[d] for d in {torch.float64, *dtypes} if d in TOLERANCES)
+        dtypes = [torch.float64, compat.autocast_dtype("cpu"), *(tensor.dtype for tensor in self._tensors())]
+        self.tolerance = max(TOLERANCES[dtype] for dtype in dtypes if dtype is not None and dtype in TOLERANCES)
 
     @property
     def captured(self) -> Captured:
@@ -229,9 +231,11 @@ class Trial:
 
 
 def _told(error: BaseException) -> str:
-    """An exception in a line."""
+    """An exception in a line, with where it was raised."""
     told = " ".join(str(error).split())
-    return "; ".join([f"{type(error).__name__}: {told}", *getattr(error, "__notes__", ())])
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"({Path(last.filename).name}:{last.lineno})"
+    return "; ".join([f"{type(error).__name__}: {told} {where}", *getattr(error, "__notes__", ())])
 
 
 def check_numbers(model: nn.Module, seed: int, steps: int, dtype: torch.dtype | None) -> None:
