@@ -4,15 +4,17 @@
     python benchmarks/generated.py --spec "Spec(family='chain', ...)" --mesh a=2,b=2 --plan "random 17"
 
 A program is one plan of one model on one mesh, executed in float64 on simulated ranks and compared with eager PyTorch
-(`tests/generator.py` draws the models, `tests/generated.py` runs them). Hypothesis draws batches of models, each with a
-seed of its own; the first failure of a kind that was not seen is shrunk, and printed with what runs it again. `--out`
-is written after each batch, and a run with the same file goes on from there.
+(`tests/generator.py` draws the models, `tests/generator_programs.py` runs them). Hypothesis draws batches of models,
+each with a seed of its own; the first failure of a kind that was not seen is shrunk, and printed with what runs it
+again. `--out` is written after each batch, and a run with the same file goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import multiprocessing
 import sys
 import time
@@ -24,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import generator
 import torch
-from generated import FAILURES, Outcome, named, outcomes
 from generator import Spec, build, specs
+from generator_programs import FAILURES, Outcome, named, outcomes
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from autopar.cli.options import mesh_shape
@@ -66,17 +68,16 @@ class Batch:
         )
         @given(specs())
         def one(spec: Spec) -> None:
-            self.one(spec)
+            if (signature := self.failing(spec)) is not None:
+                raise Failed(signature)
 
-        try:
+        with contextlib.suppress(Failed):  # it is among the failures
             one()
-        except Failed:
-            pass
 
-    def one(self, spec: Spec) -> None:
+    def failing(self, spec: Spec) -> str | None:
+        """What is new about a model that fails; while that is shrunk, what is the same."""
         if self.shrinking is not None:
-            self.shrink(spec)
-            return
+            return self.shrink(spec)
         self.models += 1
         failed: Outcome | None = None
         for outcome in outcomes(spec, self.number + self.models):
@@ -95,20 +96,20 @@ class Batch:
             self.shrinking, self.until = failed.signature, time.monotonic() + SHRINK_SECONDS
             self.draws = self.number + self.models
             self.seen[spec] = failed
-            raise Failed(failed.signature)
+        return self.shrinking
 
-    def shrink(self, spec: Spec) -> None:
+    def shrink(self, spec: Spec) -> str | None:
         """Fails where a smaller model has the same failure under one of the same draws of plans."""
         if spec not in self.seen:
             if time.monotonic() > self.until:
-                return
+                return None
             alike = (o for o in outcomes(spec, self.draws) if o.signature == self.shrinking)
             self.seen[spec] = next(alike, None)
         found = self.seen[spec]
-        if found is not None:
-            assert self.shrinking is not None
+        if found is not None and self.shrinking is not None:
             self.failures[self.shrinking].update(_reproducer(spec, found))
-            raise Failed(self.shrinking)
+            return self.shrinking
+        return None
 
 
 def _reproducer(spec: Spec, outcome: Outcome) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def _reproducer(spec: Spec, outcome: Outcome) -> dict[str, Any]:
 def work(numbers: list[int], programs: int, path: Path) -> None:
     """Batches until there are so many programs; what they found is in a file after each."""
     torch.set_num_threads(1)
+    logging.getLogger("autopar").setLevel(logging.ERROR)
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"batches": {}}
     known = {signature for batch in found["batches"].values() for signature in batch["failures"]}
     done = sum(sum(batch["counts"].values()) for batch in found["batches"].values())
@@ -140,7 +142,9 @@ def work(numbers: list[int], programs: int, path: Path) -> None:
         done += sum(batch.counts.values())
         print(f"batch {number}: {sum(batch.counts.values())} programs, {done} in all", file=sys.stderr, flush=True)
         for signature, failure in batch.failures.items():
-            print(f"  {signature}\n    {failure['spec']} {failure['mesh']} {failure['plan']}", file=sys.stderr, flush=True)
+            print(
+                f"  {signature}\n    {failure['spec']} {failure['mesh']} {failure['plan']}", file=sys.stderr, flush=True
+            )
 
 
 def report(batches: list[dict[str, Any]]) -> str:
@@ -163,7 +167,9 @@ def report(batches: list[dict[str, Any]]) -> str:
     kinds = sorted({name.split()[1] for name in counts})
     for family in sorted({name.split()[0] for name in counts}):
         lines.append(f"{family:8}" + "".join(f"  {kind} {counts[f'{family} {kind}']}" for kind in kinds))
-    lines.append("all     " + "".join(f"  {k} {sum(n for name, n in counts.items() if name.endswith(k))}" for k in kinds))
+    lines.append(
+        "all     " + "".join(f"  {k} {sum(n for name, n in counts.items() if name.endswith(k))}" for k in kinds)
+    )
     lines.append(f"\nrefused, {len(refused)} messages:")
     lines += [f"{count:6}  {told[:300]}" for count, told, _ in sorted(refused.values(), reverse=True)]
     lines.append(f"\nfailures, {len(failures)} kinds:")

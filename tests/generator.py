@@ -4,8 +4,8 @@
 
 A spec is plain data that prints as the code that makes it, so that a failure is a line that can be run again
 (`benchmarks/generated.py --spec`). Families: "chain" (operators one after the other), "layers" (six to nine copies that
-look alike, of which some are not), "runs" (copies of one layer, then of another), "state" (what a model keeps from step to
-step), "image" (four dims).
+look alike, of which some are not), "runs" (copies of one layer, then of another), "state" (what a model keeps from step
+to step), "image" (four dims).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ MODES = ("train", "eval", "partly", "frozen", "input")
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A model. `parts` are its operators, or those of a layer (of the second run: `others`); `odd` is what sets the layers
-    with the numbers `at` apart; `shape` is that of the input."""
+    """A model. `parts` are its operators, or those of a layer (of the second run: `others`); `odd` is what sets the
+    layers with the numbers `at` apart; `shape` is that of the input."""
 
     family: str
     shape: tuple[int, ...]
@@ -72,7 +72,9 @@ class Output:
     logits: Tensor
 
 
-def chain(parts: Sequence[Part], shape: tuple[int, ...], *, keep: bool = False) -> tuple[nn.Sequential, tuple[int, ...]]:
+def chain(
+    parts: Sequence[Part], shape: tuple[int, ...], *, keep: bool = False
+) -> tuple[nn.Sequential, tuple[int, ...]]:
     """The operators that take what comes, and the shape that they end with. `keep`: with that of the input, or not at
     all."""
     layers: list[nn.Module] = []
@@ -316,7 +318,19 @@ def parts(least: int, most: int, names: Sequence[str] = tuple(OPERATORS)) -> st.
     return st.lists(a_part(names), min_size=least, max_size=most).map(tuple)
 
 
-KEEPING = ("mlp", "norm", "attention", "pointwise", "conv", "lookup", "dropout", "matmul", "linear", "writes", "softmax")
+KEEPING = (
+    "mlp",
+    "norm",
+    "attention",
+    "pointwise",
+    "conv",
+    "lookup",
+    "dropout",
+    "matmul",
+    "linear",
+    "writes",
+    "softmax",
+)
 """Operators of layers, most of which keep a shape."""
 
 

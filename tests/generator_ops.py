@@ -112,7 +112,9 @@ def linear(shape: tuple[int, ...], k: int) -> nn.Module:
 
 def mlp(shape: tuple[int, ...], k: int) -> nn.Module:
     width, inner = shape[-1], (8, 12, 5, 6, 7, 4, 16, 3)[k]
-    return nn.Sequential(nn.Linear(width, inner), (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh)[k % 4](), nn.Linear(inner, width))
+    return nn.Sequential(
+        nn.Linear(width, inner), (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh)[k % 4](), nn.Linear(inner, width)
+    )
 
 
 def matmul(shape: tuple[int, ...], k: int) -> nn.Module:
@@ -161,7 +163,7 @@ class Attention(nn.Module):
 
 
 def attention(shape: tuple[int, ...], k: int) -> nn.Module | None:
-    heads = next((h for h in ((4, 2, 3, 1), (2, 1), (3, 1), (1,))[k % 4] if shape[-1] % h == 0))
+    heads = next(h for h in ((4, 2, 3, 1), (2, 1), (3, 1), (1,))[k % 4] if shape[-1] % h == 0)
     key_heads = 1 if k >= 6 else heads
     mask = ("", "causal", "tensor", "tensor")[k // 2]
     return Attention(shape[-1], heads, key_heads, mask, k % 2 == 0) if len(shape) == 3 else None
@@ -226,7 +228,9 @@ def lookup(shape: tuple[int, ...], k: int) -> nn.Module:
     rows = (7, 4, 11, 5)[k % 4]
     index = (torch.arange(shape[1]) * 3 + k) % rows
     if k < 4:
-        return Learned(lambda x, table: x + F.embedding(index, table, padding_idx=0 if k % 2 else None), (rows, shape[-1]))
+        return Learned(
+            lambda x, table: x + F.embedding(index, table, padding_idx=0 if k % 2 else None), (rows, shape[-1])
+        )
     if k < 6:
         return Learned(lambda x, table: x * table[index], (rows, shape[-1]))
     return Learned(lambda x, table: x + table.index_select(0, index), (rows, shape[-1]))
@@ -246,8 +250,10 @@ def dropout(shape: tuple[int, ...], k: int) -> Any:
 
 
 POINTWISE = choice(
-    torch.tanh, F.gelu, torch.sin, F.silu, F.softplus, torch.sigmoid, lambda x: (-x * x).exp(), lambda x: x * x.detach().cos()
-)  # fmt: skip
+    *(torch.tanh, F.gelu, torch.sin, F.silu, F.softplus, torch.sigmoid),
+    lambda x: (-x * x).exp(),
+    lambda x: x * x.detach().cos(),
+)
 
 MORE_POINTWISE = choice(
     lambda x: torch.where(x > 0.1, x, 0.3 * x - 0.01),
