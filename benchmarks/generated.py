@@ -19,6 +19,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import generator
 import torch
-from generator import Spec, build, specs
+from generator import FAMILIES, Spec, build, specs
 from generator_programs import FAILURES, Outcome, named, outcomes
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -36,8 +37,6 @@ from autopar.testing import Trial
 BATCH = 20
 """Models of a batch."""
 
-SHRINK_SECONDS = 90.0
-
 
 class Failed(Exception):
     """A failure of a kind that was not seen before."""
@@ -46,8 +45,8 @@ class Failed(Exception):
 class Batch:
     """The models of one seed."""
 
-    def __init__(self, number: int, known: set[str]) -> None:
-        self.number, self.known = number, known
+    def __init__(self, number: int, known: set[str], families: Sequence[str], shrink_seconds: float) -> None:
+        self.number, self.known, self.families, self.shrink_seconds = number, known, families, shrink_seconds
         self.counts: Counter[str] = Counter()
         self.refused: dict[str, list[Any]] = {}
         self.failures: dict[str, dict[str, Any]] = {}
@@ -66,7 +65,7 @@ class Batch:
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         )
-        @given(specs())
+        @given(specs(families=self.families))
         def one(spec: Spec) -> None:
             if (signature := self.failing(spec)) is not None:
                 raise Failed(signature)
@@ -89,11 +88,11 @@ class Batch:
                 signature = outcome.signature
                 entry = self.failures.setdefault(signature, {"count": 0, **_reproducer(spec, outcome)})
                 entry["count"] += 1
-                if signature not in self.known and failed is None:
+                if signature not in self.known and failed is None and self.shrink_seconds:
                     failed = outcome
         if failed is not None:
             self.known.add(failed.signature)
-            self.shrinking, self.until = failed.signature, time.monotonic() + SHRINK_SECONDS
+            self.shrinking, self.until = failed.signature, time.monotonic() + self.shrink_seconds
             self.draws = self.number + self.models
             self.seen[spec] = failed
         return self.shrinking
@@ -116,7 +115,7 @@ def _reproducer(spec: Spec, outcome: Outcome) -> dict[str, Any]:
     return {"spec": repr(spec), "mesh": outcome.mesh, "plan": outcome.plan, "message": outcome.message[:1000]}
 
 
-def work(numbers: list[int], programs: int, path: Path) -> None:
+def work(numbers: list[int], programs: int, path: Path, families: Sequence[str], shrink_seconds: float) -> None:
     """Batches until there are so many programs; what they found is in a file after each."""
     torch.set_num_threads(1)
     logging.getLogger("autopar").setLevel(logging.ERROR)
@@ -129,7 +128,7 @@ def work(numbers: list[int], programs: int, path: Path) -> None:
         if str(number) in found["batches"]:
             continue
         started = time.process_time()
-        batch = Batch(number, known)
+        batch = Batch(number, known, families, shrink_seconds)
         batch.run()
         found["batches"][str(number)] = {
             "counts": dict(batch.counts),
@@ -199,6 +198,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("generated.json"))
+    parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--shrink-seconds", type=float, default=90.0, help="For each new kind of failure.")
     parser.add_argument("--spec", help="Run one program again: that of this model.")
     parser.add_argument("--mesh", default="a=2,b=2")
     parser.add_argument("--plan", default="dp")
@@ -211,7 +212,9 @@ def main() -> int:
     workers = []
     for job, path in enumerate(paths):
         numbers = [1000 * (given_.seed + job + given_.jobs * k) for k in range(share)]
-        workers.append(context.Process(target=work, args=(numbers, share, path)))
+        workers.append(
+            context.Process(target=work, args=(numbers, share, path, given_.families, given_.shrink_seconds))
+        )
         workers[-1].start()
     for worker in workers:
         worker.join()

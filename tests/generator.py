@@ -42,6 +42,7 @@ STATES = (
 )  # fmt: skip
 """What a model keeps from step to step, and what Python does besides."""
 
+FAMILIES = ("chain", "layers", "runs", "state", "image")
 LOSSES = ("scalar", "loss_fn", "field", "tensor", "pair", "dict", "classes", "penalty")
 MODES = ("train", "eval", "partly", "frozen", "input")
 
@@ -335,7 +336,7 @@ KEEPING = (
 
 
 @st.composite
-def specs(draw: Any, families: Sequence[str] = ("chain", "layers", "runs", "state", "image")) -> Spec:
+def specs(draw: Any, families: Sequence[str] = FAMILIES) -> Spec:
     """Any model."""
     family = draw(st.sampled_from(families))
     size, width = st.sampled_from(SIZES), st.sampled_from(WIDTHS)
