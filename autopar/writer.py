@@ -95,7 +95,7 @@ class Writer:
         """The program by which an assignment is measured: of few copies of each of its segments."""
         return self.written(assignment, bucket_bytes, KEPT)
 
-    def _plain(self, assignment: Assignment, copies: int) -> Program:
+    def plain(self, assignment: Assignment, copies: int = 0) -> Program:
         """As it follows from the assignment, with nothing lowered."""
 
         def made() -> Program:
@@ -108,7 +108,7 @@ class Writer:
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """In buckets, its collectives started early."""
         ahead = self._ahead(assignment) if bucket_bytes >= LIMIT_BYTES else None
-        plain, sizes = self._plain(assignment, copies), self.space.redistributor.bucket_bytes
+        plain, sizes = self.plain(assignment, copies), self.space.redistributor.bucket_bytes
 
         def joined() -> Program:
             return prefetch(plain, self.cluster, sizes, limit_bytes=bucket_bytes, ahead_bytes=ahead, known=self.known)
@@ -125,7 +125,7 @@ class Writer:
 
         def found() -> int:
             few, sizes = self._few(assignment), self.space.redistributor.bucket_bytes
-            plain = self._plain(assignment, few)
+            plain = self.plain(assignment, few)
             bound, program = self.phases.timed("bucket", furthest, plain, self.cluster, sizes, known=self.known)
             self._kept(assignment, (few, "joined", LIMIT_BYTES), lambda: program)
             return bound

@@ -58,6 +58,17 @@ def codegen(space: Space, assignment: Assignment) -> Program:
     return _Writer(space, assignment).write()
 
 
+def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:
+    """How each value of the graph lies where it is made, by the name that it has there and in the program. (Views are
+    made of these values, and have no layout of their own.)"""
+    return {
+        item.name(root): layout
+        for item in _Writer(space, assignment)._place()
+        for root, layout in zip(item.site.makes, item.option.makes, strict=True)
+        if root
+    }
+
+
 @dataclass(eq=False)
 class _Writer:
     space: Space

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,24 @@ def simulate_step(
     layout, and the results are put together by theirs. AssertionError if replicas differ by more than
     `tolerance` relative to their largest element.
     """
+    made = simulate(program, given_to_ranks(program, parameters, inputs, tangents, seed))
+    results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
+    for o in program.outputs:
+        if o.name is not None and o.meta is not None:
+            shards = {coordinate: values[o.name] for coordinate, values in made.items()}
+            what = f"{o.role} {o.target}"
+            results[o.role][o.target] = assemble(shards, o.meta.shape, o.layout, program.mesh, tolerance, what)
+    return Simulated(outputs=results["output"], mutations=results["mutation"], gradients=results["gradient"])
+
+
+def given_to_ranks(
+    program: Program,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    tangents: Mapping[str, torch.Tensor] | None,
+    seed: int,
+) -> dict[Shape, Values]:
+    """What each rank is given of whole tensors, as `simulate_step` takes them."""
     given: dict[Shape, Values] = {coordinate: {} for coordinate in coordinates(program.mesh)}
     drawn = keys(torch.tensor(seed), sum(i.role == "seed" for i in program.inputs))
     for i in program.inputs:
@@ -59,19 +77,16 @@ def simulate_step(
         assert tuple(whole.shape) == i.meta.shape, f"{i.target}: {tuple(whole.shape)}, expected {i.meta}"
         for coordinate, values in given.items():
             values[i.name] = local_slice(whole.detach(), i.layout, program.mesh, coordinate)
-
-    made = simulate(program, given)
-    results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
-    for o in program.outputs:
-        if o.name is not None and o.meta is not None:
-            shards = {coordinate: values[o.name] for coordinate, values in made.items()}
-            what = f"{o.role} {o.target}"
-            results[o.role][o.target] = assemble(shards, o.meta.shape, o.layout, program.mesh, tolerance, what)
-    return Simulated(outputs=results["output"], mutations=results["mutation"], gradients=results["gradient"])
+    return given
 
 
-def simulate(program: Program, inputs: Mapping[Shape, Values]) -> dict[Shape, Values]:
-    """Run forward and backward on what each rank is given, by coordinate and by value name.
+def simulate(
+    program: Program,
+    inputs: Mapping[Shape, Values],
+    after: Callable[[Instruction, Mapping[Shape, Values]], None] | None = None,
+) -> dict[Shape, Values]:
+    """Run forward and backward on what each rank is given, by coordinate and by value name. `after` is called with
+    every instruction that ran and what the ranks then hold.
 
     Returns the named outputs of each rank. Checks on the way that every value has the local shape
     and dtype that `program.metas` says.
@@ -81,7 +96,15 @@ def simulate(program: Program, inputs: Mapping[Shape, Values]) -> dict[Shape, Va
     last = {name: i for i, instruction in enumerate(instructions) for name in instruction.inputs}
     ranks = {coordinate: dict(values) for coordinate, values in inputs.items()}
     for i, instruction in enumerate(instructions):
-        run(instruction, program.mesh, ranks)
+        try:
+            run(instruction, program.mesh, ranks)
+        except Exception as error:
+            error.add_note(
+                f"in {instruction.op} for {instruction.node or 'no node'} of {instruction.module or 'no module'}"
+            )
+            raise
+        if after is not None:
+            after(instruction, ranks)
         for name in instruction.outputs:
             if name and name not in program.uneven:
                 _check(program, instruction, name, ranks)

@@ -18,6 +18,7 @@ from autopar.passes.capture import Captured
 from autopar.planner import Planner
 from autopar.program import Program
 from autopar.runtime.simulate import simulate_step
+from autopar.testing.steps import NEGLIGIBLE, relative_error
 
 BATCH, SEQUENCE, VOCABULARY = 8, 8, 64
 
@@ -221,11 +222,6 @@ def on_ranks(module: nn.Module, case: Case, step: int = 0) -> Step:
     )
 
 
-NEGLIGIBLE = 1e-2
-"""Share of the largest gradient of all below which a gradient may be zero by arithmetic, as that of
-attention's key bias is: it then is nothing but the rounding of the others."""
-
-
 def differences(found: Step, expected: Step) -> dict[str, float]:
     """The largest difference in every output, gradient and buffer, relative to the largest element of the
     expected one. AssertionError where one is missing, of another shape or dtype."""
@@ -245,19 +241,12 @@ def differences(found: Step, expected: Step) -> dict[str, float]:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor, what: str, floor: float = 0.0) -> float:
-    """The largest difference relative to the largest element, which counts as `floor` at least. Infinite
-    elements must be the same."""
+    """The largest difference relative to the largest element, which counts as `floor` at least. It is infinite where
+    infinite elements are not the same."""
     assert found.shape == expected.shape and found.dtype == expected.dtype, (
         f"{what}: {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}"
     )
-    if not expected.numel():
-        return 0.0
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    finite = expected.isfinite()
-    assert torch.allclose(found[~finite], expected[~finite], equal_nan=True), f"{what}: not infinite alike"
-    found, expected = found[finite], expected[finite]
-    scale = max(expected.abs().max().item() if expected.numel() else 0.0, floor, 1e-6)
-    return ((found - expected).abs().max().item() if expected.numel() else 0.0) / scale
+    return relative_error(found, expected, floor)
 
 
 def assert_same(found: Step, expected: Step, tolerance: float = 1e-5) -> None:

@@ -220,3 +220,38 @@ def test_bad_input_is_one_line_and_exit_status_2(arguments: list[str], error: st
     assert failed.exit_code == 2
     assert error in failed.output
     assert failed.stdout == ""
+
+
+# --- check
+
+
+class Calls(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        return (self.layer(x) * self.calls[0]).mean()
+
+
+def counting() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Calls(), (torch.randn(4, 8),)
+
+
+def test_check_compares_a_model_with_pytorch() -> None:
+    arguments = ["check", "hf:LlamaConfig", *SETTINGS, *SIZES, "--mesh", "dp=2,tp=2", "--plans", "1", "--steps", "2"]
+    made = autopar_(*arguments)
+    assert made.exit_code == 0, made.output
+    assert "2 steps on dp=2 x tp=2" in made.stdout and "random 0" in made.stdout
+    found = json.loads(autopar_("check", "test_cli:build", "--set", "width=8", "--mesh", "dp=2", "--json").stdout)
+    assert found["equal"] and found["rows"][0]["plan"] == "dp" and found["rows"][0]["errors"]["loss"] <= 1e-12
+
+
+def test_check_fails_where_something_differs_or_is_refused() -> None:
+    made = autopar_("check", "test_cli:counting", "--mesh", "dp=2", "--steps", "2")
+    assert made.exit_code in (1, 2), "a difference, or a refusal by name"
+    assert "step 2: " in made.stdout or "calls" in made.stderr
+    assert autopar_("check", "test_cli:counting", "--mesh", "dp").exit_code == 2

@@ -36,8 +36,12 @@ class Loaded:
     loss_fn: Callable[[Any], torch.Tensor] | None = None
 
 
-def load(spec: str, settings: Mapping[str, Any], *, batch: int, sequence: int, dtype: str) -> Loaded:
-    """What `spec` names. Raises ValueError where it names nothing, or what it names makes no model."""
+def load(
+    spec: str, settings: Mapping[str, Any], *, batch: int, sequence: int, dtype: str, device: str = "meta"
+) -> Loaded:
+    """What `spec` names; a model of Hugging Face is made on `device`.
+
+    Raises ValueError where it names nothing, or what it names makes no model."""
     module, colon, name = spec.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"model {spec!r}: write module:callable, such as train:build, or hf:LlamaConfig")
@@ -45,7 +49,7 @@ def load(spec: str, settings: Mapping[str, Any], *, batch: int, sequence: int, d
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"--dtype is {dtype!r}: give float32, bfloat16, float16 or float64")
     if module == "hf":
-        return _hugging_face(name, settings, batch, sequence, kind)
+        return _hugging_face(name, settings, batch, sequence, kind, device)
     return _called(module, name, settings, batch, sequence, kind)
 
 
@@ -63,7 +67,9 @@ def parsed(settings: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _hugging_face(name: str, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype) -> Loaded:
+def _hugging_face(
+    name: str, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype, device: str
+) -> Loaded:
     try:
         import transformers
     except ImportError as error:
@@ -83,7 +89,7 @@ def _hugging_face(name: str, settings: Mapping[str, Any], batch: int, sequence: 
             f"transformers has no model with a loss for {name}: write a callable, and give module:callable"
         )
     head = heads[0][0] if isinstance(heads[0], tuple) else heads[0]
-    with torch.device("meta"):
+    with torch.device(device):
         model = head(config).to(dtype)
         if "pixel_values" in inspect.signature(model.forward).parameters:
             size = getattr(config, "image_size", IMAGE_SIZE)

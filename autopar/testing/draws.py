@@ -1,0 +1,142 @@
+"""The model's own random operators, with the numbers that a program draws.
+
+A program's numbers are a function of a key and of a global index (`autopar.randomness`), and PyTorch's are those of a
+generator. While `Draws` is active, the k-th random operator that eager runs takes the numbers that the k-th of the
+captured graph takes, so that masks are the same and everything else can be compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..graph import JointGraph, Node, Ref, TensorMeta
+from ..lockstep import run
+from ..ops.emit import LocalEmitter
+from ..ops.randomness import draws, seeded
+from ..ops.rule import Call
+
+FUNCTIONAL: Mapping[str, str] = {
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.normal_.default": "aten.normal_functional.default",
+    "aten.rrelu_with_noise.default": "aten.rrelu_with_noise_functional.default",
+}
+"""Operators that write numbers where they stand -> those that return them, where the name does not say it."""
+
+DROPOUT = "autopar.dropout.default"
+
+
+@contextmanager
+def untouched_random_state() -> Iterator[None]:
+    """Puts the states of torch's, Python's and numpy's generators back."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Eager's random operators with these keys. The number of the next one is the seed of torch's generator: a
+    checkpoint that puts the generator back draws the same numbers again."""
+
+    def __init__(self, graph: JointGraph, keys: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys = keys
+        self.most = 0
+        seeds = {i.name: int(i.target) for i in graph.inputs if i.role == "seed"}
+        self.readers: dict[int, Node] = {}
+        for node in graph.nodes:
+            for name in node.inputs:
+                if name in seeds:
+                    self.readers.setdefault(seeds[name], node)
+        torch.default_generator.manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        number = torch.default_generator.initial_seed()
+        made = func(*args, **kwargs)
+        node, tensors = _node(func, args, kwargs)
+        if not draws(node):
+            torch.default_generator.manual_seed(number)
+            return made
+        torch.default_generator.manual_seed(number + 1)
+        self.most = max(self.most, number + 1)
+        if number >= len(self.keys):  # `most` tells that the program draws less often
+            return made
+        reader = self.readers.get(number)
+        if reader is not None and reader.op == DROPOUT and node.op == "aten.bernoulli.p":
+            _, kept = torch.ops.autopar.dropout(self.keys[number], torch.ones_like(made), reader.args[2])
+            return made.copy_(kept)
+        return _drawn(func, node, tensors, self.keys[number], args, made)
+
+
+def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, dict[str, torch.Tensor]]:
+    """The call as a node that writes nothing, and the tensors that it reads."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def value(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            name = f"x{len(tensors)}"
+            tensors[name] = given
+            return Ref(name)
+        return tuple(map(value, given)) if isinstance(given, list | tuple) else given
+
+    # defaults of the operator that writes need not be those of the other
+    missing = [a for a in func._schema.arguments[len(args) :] if not a.kwarg_only and a.name not in kwargs]
+    args = (*args, *(a.default_value for a in missing))
+    op = str(func)
+    name, overload = op.removeprefix("aten.").split(".")
+    count = len(func._schema.returns) + (0 if name.endswith("_") else len(_written(func)))
+    node = Node(
+        op=FUNCTIONAL.get(op, f"aten.{name.removesuffix('_')}.{overload}"),
+        args=tuple(map(value, args)),
+        kwargs=tuple((key, value(given)) for key, given in kwargs.items()),
+        outputs=tuple(f"made{i}" for i in range(count)),
+    )
+    return node, tensors
+
+
+def _written(func: Any) -> list[int]:
+    """Positions of the arguments that an operator writes."""
+    aliases = [a.alias_info for a in func._schema.arguments]
+    return [position for position, alias in enumerate(aliases) if alias is not None and alias.is_write]
+
+
+def _drawn(
+    func: Any, node: Node, tensors: Mapping[str, torch.Tensor], key: torch.Tensor, args: tuple[Any, ...], made: Any
+) -> Any:
+    """The results of a random operator from a key; what it writes is written."""
+    results = list(made) if isinstance(made, list | tuple) else [made]
+    targets = [*results, *(args[position] for position in _written(func))][: len(node.outputs)]
+    metas = {name: _meta(x) for name, x in (*tensors.items(), ("key", key))}
+    call = Call(node, tuple(metas[i] for i in node.inputs), tuple(map(_meta, targets)))
+    number = itertools.count()
+    emitter = LocalEmitter((), metas, lambda hint: f"{hint}_{next(number)}")
+    names = seeded(emitter, call, Ref("key"))
+    if names is None:
+        raise ValueError(f"{func} draws numbers that no program can draw: make them outside of the model")
+    values: dict[str, Any] = {**tensors, "key": key}
+    for instruction in emitter.instructions:
+        run(instruction, (), {(): values})
+    for target, name in zip(targets, names, strict=True):
+        if name is not None:
+            target.copy_(values[name.name])
+    return made
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype)

@@ -1,0 +1,143 @@
+"""The first operator at which a program departs from the captured graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..graph import JointGraph, Node, references
+from ..layout import Layout, Shape, is_routed
+from ..lockstep import Values, run
+from ..program import Instruction, Program
+from ..randomness import keys
+from ..runtime.simulate import assemble, given_to_ranks, simulate
+from .steps import NEGLIGIBLE, relative_error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Where a step departs from eager: at an operator of the program, or in what was captured.
+
+    `value` is the value of the graph that differs, `operator` what makes it and `module` the module that this belongs
+    to. They are empty where every value of the program that can be put together is that of the captured graph: then the
+    graph is not what the model does, or a lowering moved what differs; `what` says which."""
+
+    what: str
+    value: str = ""
+    operator: str = ""
+    module: str = ""
+    error: float = math.inf
+
+    def __str__(self) -> str:
+        if not self.operator:
+            return self.what
+        return f"{self.operator} makes {self.value} in {self.module or 'no module'}: {self.what}"
+
+
+@torch.no_grad()
+def whole_values(
+    graph: JointGraph,
+    held: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    tangents: Mapping[str, torch.Tensor],
+    seed: int,
+) -> dict[str, Any]:
+    """Every value of a graph, on whole tensors in this process."""
+    drawn = keys(torch.tensor(seed), sum(i.role == "seed" for i in graph.inputs))
+    values: Values = {}
+    for i in graph.inputs:
+        if i.role == "seed":
+            values[i.name] = drawn[int(i.target)]
+        elif i.role == "tangent":
+            meta = graph.metas[i.name]
+            values[i.name] = tangents.get(i.target, torch.ones(meta.shape, dtype=meta.dtype))
+        else:
+            values[i.name] = (inputs if i.role == "input" else held)[i.target].detach()
+    for node in graph.nodes:
+        instruction = Instruction(op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs)
+        run(instruction, (), {(): values})
+    return values
+
+
+@torch.no_grad()
+def first_difference(
+    program: Program,
+    layouts: Mapping[str, Layout],
+    graph: JointGraph,
+    held: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    tangents: Mapping[str, torch.Tensor],
+    *,
+    seed: int,
+    tolerance: float,
+) -> Difference | None:
+    """The first value, in program order, that put together from all ranks is not the graph's own; None if all are."""
+    expected = whole_values(graph, held, inputs, tangents, seed)
+    nodes = {name: node for node in graph.nodes for name in node.outputs if name}
+
+    def look(instruction: Instruction, ranks: Mapping[Shape, Values]) -> None:
+        for name in instruction.outputs:
+            if name in nodes and name in layouts and name not in program.uneven and not is_routed(layouts[name]):
+                found = _difference(program, name, layouts[name], nodes[name], expected, ranks, tolerance)
+                if found is not None:
+                    raise _Found(found)
+
+    try:
+        simulate(program, given_to_ranks(program, held, inputs, tangents, seed), look)
+    except _Found as found:
+        return found.difference
+    return None
+
+
+class _Found(Exception):
+    def __init__(self, difference: Difference) -> None:
+        super().__init__(difference)
+        self.difference = difference
+
+
+def _difference(
+    program: Program,
+    name: str,
+    layout: Layout,
+    node: Node,
+    expected: Mapping[str, Any],
+    ranks: Mapping[Shape, Values],
+    tolerance: float,
+) -> Difference | None:
+    whole = expected[name]
+    shards = {coordinate: values[name] for coordinate, values in ranks.items()}
+    local = tuple(next(iter(shards.values())).shape)
+    if not isinstance(whole, torch.Tensor) or local != program.metas[name].shape:
+        return None
+    floor = NEGLIGIBLE * max((_size(x) for x in _operands(node, expected)), default=0.0)
+    try:
+        found = assemble(shards, tuple(whole.shape), layout, program.mesh, math.inf, name)
+    except (AssertionError, RuntimeError) as raised:
+        return Difference(what=str(raised), value=name, operator=node.op, module=node.module)
+    error = relative_error(found, whole, floor)
+    if error <= tolerance:
+        return None
+    return Difference(
+        what=f"differs by {error:.3g} of its largest element",
+        value=name,
+        operator=node.op,
+        module=node.module,
+        error=error,
+    )
+
+
+def _operands(node: Node, values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for name in references((node.args, node.kwargs)):
+        if isinstance(values[name], torch.Tensor):
+            yield values[name]
+
+
+def _size(tensor: torch.Tensor) -> float:
+    """The largest finite element."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return tensor.abs().nan_to_num(posinf=0.0).max().item()

@@ -1,0 +1,167 @@
+"""Random points of a search space, for what is claimed of every plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+
+from ..layout import Layout
+from ..passes.problem import Assignment
+from ..passes.strategies import KEEP, REGATHER, WHOLE, Option, Region, Site, SiteChoice, Space, border_name
+
+TRIED = 12
+"""Options of a site that are looked at before it works on the whole."""
+
+QUIET = 0.7
+"""How often a site looks for an option that reads everything as it is made."""
+
+DRAWS = 5
+"""Draws before borders pass on no partial sums, and rows do not travel to their experts: not everything can make
+the one, or read the other."""
+
+
+Wanted = Callable[[Site], Sequence[SiteChoice] | None]
+
+
+def random_assignment(space: Space, seed: int, wanted: Wanted = lambda site: None) -> Assignment:
+    """A random feasible assignment, in which the copies of a repeat differ. Every option of every site can
+    come up; mostly those that need no redistribution, so that digits travel some way. `wanted` may leave
+    a site no others than the given ones.
+
+    Raises ValueError where no draw of this seed is feasible."""
+    generator = random.Random(seed)
+    for draw in range(DRAWS + 1):
+        plain = draw == DRAWS
+        limited = partial(_staying, wanted, space) if plain else wanted
+        found = _draw(space, generator, limited, partial_borders=not plain)
+        if found is not None:
+            return found
+    raise ValueError(f"no random plan of seed {seed} is feasible in {DRAWS + 1} draws: take another seed")
+
+
+def _staying(wanted: Wanted, space: Space, site: Site) -> Sequence[SiteChoice] | None:
+    """What is wanted of a site, or, if its rows may travel, the choices in which they do not."""
+    chosen = wanted(site)
+    every = [*product(*(site.choices[ranks] for ranks in space.mesh))]
+    stay = [choice for choice in every if all(part[0] != "X" for part in choice)]
+    return chosen if chosen is not None or len(stay) == len(every) else stay
+
+
+def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_borders: bool) -> Assignment | None:
+    """One draw: what the borders pass on first, then copy by copy and the rest."""
+    legal = _Border(space, partial_borders)
+    rest_borders: dict[str, SiteChoice] = {}
+    copies: list[tuple[dict[str, SiteChoice], ...]] = []
+    for repeat, region in zip(space.repeats, space.bodies, strict=True):
+        crossing = [[legal.draw(border_name(b.values[0]), generator) for b in repeat.borders]]
+        made: list[dict[str, SiteChoice]] = []
+        for _ in repeat.copies:
+            crossing.append([legal.draw(border_name(b.values[0]), generator) for b in repeat.borders])
+            borders = dict(zip((*region.left, *region.right), (*crossing[-2], *crossing[-1]), strict=True))
+            decisions = _Drawing(space, region, generator, wanted).decisions(borders)
+            if decisions is None:
+                return None
+            made.append(decisions)
+        copies.append(tuple(made))
+        for border, first, last in zip(repeat.borders, crossing[0], crossing[-1], strict=True):
+            rest_borders[border_name(border.values[0])] = first
+            rest_borders[border_name(border.values[-1])] = last
+    rest = _Drawing(space, space.rest, generator, wanted).decisions(rest_borders)
+    return None if rest is None else Assignment(rest=rest, copies=tuple(copies))
+
+
+def _choices(space: Space, site: Site, generator: random.Random) -> Iterator[SiteChoice]:
+    """A few choices of a site, legal or not, in random order, and then the whole; the others come last, for where
+    what is read cannot be had whole: rows that are with their experts."""
+    suffixes = ((KEEP,), (REGATHER,)) if site.kind == "parameter" else ((),)
+    every = [(*c, *s) for c in product(*(site.choices[ranks] for ranks in space.mesh)) for s in suffixes]
+    yield from generator.sample(every, min(TRIED, len(every)))
+    yield space.whole(site)
+    yield from generator.sample(every, len(every))
+
+
+class _Border:
+    """What a border may pass on: what all sites of its name, and of the names that are one with it, can."""
+
+    def __init__(self, space: Space, partial_sums: bool) -> None:
+        self.space, self.partial_sums = space, partial_sums
+        self.sites: dict[str, list[Site]] = {}
+        by_name: dict[str, list[Site]] = {}
+        for region in space.regions():
+            for site in region.sites.values():
+                by_name.setdefault(site.name, []).append(site)
+        for repeat in space.repeats:
+            for border in repeat.borders:
+                ends = {border_name(v) for v in (border.values[0], border.values[1], border.values[-1])}
+                self.sites[border_name(border.values[0])] = [s for name in sorted(ends) for s in by_name[name]]
+
+    def draw(self, name: str, generator: random.Random) -> SiteChoice:
+        sites = self.sites[name]
+        return next(
+            choice
+            for choice in _choices(self.space, sites[0], generator)
+            if (self.partial_sums or ("P",) not in choice)
+            and all(self.space.option(site, choice) is not None for site in sites)
+        )
+
+
+class _Drawing:
+    """Draws options site by site, in an order in which what is read is made before."""
+
+    def __init__(self, space: Space, region: Region, generator: random.Random, wanted: Wanted) -> None:
+        self.space, self.region, self.generator, self.wanted = space, region, generator, wanted
+        self.made: dict[str, Layout] = {}
+        self.promised: dict[str, list[Layout]] = {}
+
+    def decisions(self, borders: Mapping[str, SiteChoice]) -> dict[str, SiteChoice] | None:
+        """A choice for every site, those of the borders given; None where one cannot be had."""
+        taken: dict[str, SiteChoice] = {}
+        sites = self.region.sites.values()
+        for stored in (True, False):
+            for site in (s for s in sites if (s.kind not in ("op", "output")) is stored):
+                option = self._option(site, borders.get(site.name))
+                if option is None:
+                    return None
+                taken[site.name] = option.choice
+                self.made.update((root, layout) for root, layout in zip(site.makes, option.makes, strict=True) if root)
+                if stored:  # reads what is made later: a gradient, or what crosses a border
+                    for read, layout in zip(site.reads, option.reads, strict=True):
+                        self.promised.setdefault(read.alias.root, []).append(layout)
+        return {name: taken[name] for name in self.region.sites}
+
+    def _option(self, site: Site, given: SiteChoice | None) -> Option | None:
+        chosen = (given,) if given is not None else self.wanted(site)
+        choices = _choices(self.space, site, self.generator) if chosen is None else iter(chosen)
+        quiet = self.generator.random() < QUIET
+        second: Option | None = None
+        for choice in choices:
+            option = self.space.option(site, choice)
+            if option is None or not self._is_feasible(site, option):
+                continue
+            if not quiet or self._is_quiet(site, option):
+                return option
+            second = second or option
+        return second
+
+    def _is_feasible(self, site: Site, option: Option) -> bool:
+        """Whether all that it reads can be had, and what others read of it already."""
+        reads = [(self.made[r.alias.root], layout, r.alias.root) for r, layout in self._read(site, option)]
+        made = zip(site.makes, option.makes, strict=True)
+        reads += [(here, there, root) for root, here in made for there in self.promised.get(root, ())]
+        return all(self._is_had(root, here, there) for here, there, root in reads)
+
+    def _read(self, site: Site, option: Option):  # type: ignore[no-untyped-def]
+        return [(r, layout) for r, layout in zip(site.reads, option.reads, strict=True) if r.alias.root in self.made]
+
+    def _is_had(self, root: str, here: Layout, there: Layout) -> bool:
+        meta = self.space.metas[root]
+        return here == there or self.space.redistributor.route(meta.shape, meta.dtype, here, there) is not None
+
+    def _is_quiet(self, site: Site, option: Option) -> bool:
+        """Whether it reads all as it is made; where there is nothing to read, whether it splits."""
+        read = self._read(site, option)
+        if not read:
+            return any(choice != WHOLE for choice in option.choice[: len(self.space.mesh)])
+        return all(self.made[r.alias.root] == layout for r, layout in read)

@@ -1,0 +1,227 @@
+"""What steps make, by eager and by a program on simulated ranks, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..passes.capture import Captured
+from ..program import Program
+from ..randomness import keys
+from ..runtime.simulate import simulate_step
+from ..tree import flatten
+from .draws import Draws
+
+LEARNING_RATE = 0.01
+
+NEGLIGIBLE = 1e-2
+"""Share of the largest gradient of all below which a gradient may be zero by arithmetic, as that of attention's key
+bias is: it then is nothing but the rounding of the others."""
+
+LEAST = 1e-6
+"""What the largest element of a tensor counts as at least."""
+
+KINDS = ("loss", "outputs", "gradients", "buffers", "parameters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step makes: outputs by path (constants of the output too), gradients by name, and what buffers and
+    parameters are afterwards (None: not looked at). `loss` is the path of what is differentiated, if that is one
+    number."""
+
+    outputs: Mapping[str, Any]
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] | None = None
+    parameters: Mapping[str, torch.Tensor] | None = None
+    loss: str | None = None
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    """The largest difference relative to the largest element of what is expected, which counts as `floor` at least.
+    Infinite where shapes, dtypes or elements that are not finite differ."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.detach().to("cpu", wide), expected.detach().to("cpu", wide)
+    difference = (found - expected).abs()
+    finite = expected.isfinite()
+    if not finite.all():
+        if not torch.equal(finite, found.isfinite()) or not torch.allclose(
+            torch.view_as_real(found[~finite]) if found.is_complex() else found[~finite],
+            torch.view_as_real(expected[~finite]) if found.is_complex() else expected[~finite],
+            equal_nan=True,
+        ):
+            return math.inf
+        difference, expected = difference[finite], expected[finite]
+        if not expected.numel():
+            return 0.0
+    error, largest = difference.max().item(), expected.abs().max().item()
+    return math.inf if math.isnan(error) else error / max(largest, floor, LEAST)
+
+
+def errors(found: Step, expected: Step) -> dict[tuple[str, str], float]:
+    """(kind, name) -> relative error, of everything that a step makes."""
+    largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
+    parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any], float]] = [
+        ("outputs", found.outputs, expected.outputs, 0.0),
+        ("gradients", found.gradients, expected.gradients, NEGLIGIBLE * largest),
+    ]
+    if found.buffers is not None and expected.buffers is not None:
+        parts.append(("buffers", found.buffers, expected.buffers, 0.0))
+    if found.parameters is not None and expected.parameters is not None:
+        parts.append(("parameters", found.parameters, expected.parameters, 0.0))
+    relative: dict[tuple[str, str], float] = {}
+    for kind, ours, theirs, floor in parts:
+        for name in (*theirs, *(name for name in ours if name not in theirs)):
+            key = ("loss" if kind == "outputs" and name == expected.loss else kind, name)
+            relative[key] = _error(ours.get(name), theirs.get(name), floor)
+    return relative
+
+
+def _largest(gradient: torch.Tensor) -> float:
+    found = gradient.detach().abs().nan_to_num(posinf=0.0)
+    return found.max().item() if found.numel() else 0.0
+
+
+def _error(found: Any, expected: Any, floor: float) -> float:
+    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return relative_error(found, expected, floor)
+    same = not isinstance(found, torch.Tensor) and type(found) is type(expected) and found == expected
+    return 0.0 if same else math.inf
+
+
+def tangent(meta: torch.Tensor, number: int) -> torch.Tensor:
+    """The gradient that is put into an output that is not a loss."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(meta.shape, dtype=torch.float64, generator=generator).to(meta.dtype)
+
+
+def eager_steps(
+    model: nn.Module,
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    captured: Captured,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    steps: int,
+    seed: int,
+) -> list[Step]:
+    """Steps of SGD as PyTorch runs them, of a model that is changed by it. Each runs the model's own Python on inputs
+    of its own, and takes its random numbers with the keys of a program of the captured graph."""
+    made: list[Step] = []
+    count = sum(i.role == "seed" for i in captured.graph.inputs)
+    for number in range(steps):
+        args, kwargs = inputs()
+        leaves = [(path, leaf) for path, leaf in flatten("", (args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        drawn = Draws(captured.graph, keys(torch.tensor(seed + number), count))
+        with drawn:
+            output = model(*args, **kwargs)
+            if loss_fn is not None:
+                output = loss_fn(output)
+            pairs = flatten("output", output)[0]
+            loss = _loss(output, pairs, loss_fn is not None)
+        snapshot = {path: v.detach().clone() if isinstance(v, torch.Tensor) else v for path, v in pairs}
+        differentiated, tangents = _differentiated(pairs, loss)
+        if differentiated:
+            with drawn:  # a checkpoint draws again
+                torch.autograd.backward(differentiated, tangents)
+        if drawn.most != count:
+            snapshot["the number of random operators that run"] = drawn.most
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients |= {path: leaf.grad for path, leaf in leaves if leaf.grad is not None}
+        gradients = {name: (g.to_dense() if g.is_sparse else g).detach().clone() for name, g in gradients.items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(gradients_of(parameter), alpha=LEARNING_RATE)
+                parameter.grad = None
+        made.append(
+            Step(
+                outputs=snapshot,
+                gradients=gradients,
+                buffers={name: b.detach().clone() for name, b in model.named_buffers()},
+                parameters={name: p.detach().clone() for name, p in model.named_parameters()},
+                loss=loss,
+            )
+        )
+    return made
+
+
+def gradients_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+
+
+def _loss(output: Any, pairs: Sequence[tuple[str, Any]], given: bool) -> str | None:
+    """The path of what is differentiated, as `capture` says it."""
+    own = None if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    value = own
+    if given or (isinstance(output, torch.Tensor) and not output.ndim and output.is_floating_point()):
+        value = output
+    return None if value is None else next((path for path, leaf in pairs if leaf is value), None)
+
+
+def _differentiated(
+    pairs: Sequence[tuple[str, Any]], loss: str | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The outputs into which gradients flow, and those gradients."""
+    floating = [
+        (path, leaf)
+        for path, leaf in pairs
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point() and loss in (None, path)
+    ]
+    given = [None if path == loss else tangent(leaf, place_of(path)) for path, leaf in floating]
+    return [leaf for _, leaf in floating], given
+
+
+def place_of(path: str) -> int:
+    """A number that is the path's own."""
+    return int.from_bytes(path.encode()) % (2**31)
+
+
+def simulated_steps(
+    program: Program,
+    captured: Captured,
+    held: Mapping[str, torch.Tensor],
+    names: tuple[Sequence[str], Sequence[str]],
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    steps: int,
+    seed: int,
+    tolerance: float,
+) -> list[tuple[Mapping[str, torch.Tensor], Step]]:
+    """Steps of SGD of a program on all its ranks, in this process: what parameters and buffers, by `names`, are before
+    each, and what it makes."""
+    made = []
+    tangents = tangents_of(program, captured)
+    constants = {leaf.path: leaf.constant for leaf in captured.output_leaves if leaf.meta is None}
+    parameters, buffers = names
+    for number in range(steps):
+        step = simulate_step(program, held, inputs, tangents, seed=seed + number, tolerance=tolerance)
+        updated = {name: held[name] - LEARNING_RATE * g for name, g in step.gradients.items() if name in held}
+        after = {**held, **step.mutations, **updated}
+        found = Step(
+            outputs={**step.outputs, **constants},
+            gradients=step.gradients,
+            buffers={name: after[name] for name in buffers},
+            parameters={name: after[name] for name in parameters},
+            loss=captured.loss,
+        )
+        made.append((held, found))
+        held = after
+    return made
+
+
+def tangents_of(program: Program, captured: Captured) -> dict[str, torch.Tensor]:
+    return {
+        i.target: tangent(torch.empty(i.meta.shape, dtype=i.meta.dtype), place_of(i.target))
+        for i in program.inputs
+        if i.role == "tangent" and i.target != captured.loss
+    }
