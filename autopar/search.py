@@ -715,7 +715,7 @@ def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
             for name, choice in decisions.items():
                 found.setdefault(name, {})[choice] = None
     # what is allowed at one end of a run is allowed at the other
-    for group in dict.fromkeys(joined_borders(space.repeats).values()):
-        union = dict.fromkeys(choice for name in group for choice in found.get(name, ()))
-        found.update({name: dict(union) for name in group})
+    for joined in dict.fromkeys(joined_borders(space.repeats).values()):
+        union = dict.fromkeys(choice for name in joined for choice in found.get(name, ()))
+        found.update({name: dict(union) for name in joined})
     return {name: list(choices) for name, choices in found.items()}

@@ -9,7 +9,18 @@ from itertools import pairwise, product
 
 from autopar.layout import Layout
 from autopar.passes.problem import Assignment
-from autopar.passes.strategies import KEEP, REGATHER, WHOLE, Option, Region, Site, SiteChoice, Space, border_name, joined_borders
+from autopar.passes.strategies import (
+    KEEP,
+    REGATHER,
+    WHOLE,
+    Option,
+    Region,
+    Site,
+    SiteChoice,
+    Space,
+    border_name,
+    joined_borders,
+)
 
 TRIED = 12
 """Options of a site that are looked at before it works on the whole."""
