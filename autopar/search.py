@@ -27,7 +27,7 @@ from .passes.account import recomputation
 from .passes.blocks import blocks
 from .passes.group import Groups, block_groups, group
 from .passes.problem import Allowed, Assignment, Decisions, ProblemBuilder
-from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, reached
+from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, joined_borders, reached
 from .passes.widen import widened
 from .problem import Infeasible, Problem, Score, Solution, evaluate, in_runs
 from .solve import EXACT, TooWide, solve
@@ -714,12 +714,8 @@ def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
         for decisions in copies:
             for name, choice in decisions.items():
                 found.setdefault(name, {})[choice] = None
-    for repeat in space.repeats:  # what is allowed at one end of a run is allowed at the other
-        for border in repeat.borders:
-            ends = [f"{v}|border" for v in (border.values[0], border.values[1], border.values[-1])]
-            union: dict[SiteChoice, None] = {}
-            for name in ends:
-                union.update(found.get(name, {}))
-            for name in ends:
-                found[name] = dict(union)
+    # what is allowed at one end of a run is allowed at the other
+    for joined in dict.fromkeys(joined_borders(space.repeats).values()):
+        union = dict.fromkeys(choice for name in joined for choice in found.get(name, ()))
+        found.update({name: dict(union) for name in joined})
     return {name: list(choices) for name, choices in found.items()}

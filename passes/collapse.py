@@ -7,7 +7,8 @@ its root to layouts of what is read (`layout.reshape_split`), and codegen runs i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 from ..graph import JointGraph, Node
@@ -35,11 +36,14 @@ class Alias:
 @dataclass(frozen=True, slots=True)
 class Roots:
     """Resolves values to roots. `crossing[v]` renames a value that is read across a border of
-    repeated segments: there it is a root of its own. `home[i]` is the segment copy of node i."""
+    repeated segments: there it is a root of its own. `home[i]` is the segment copy of node i, and
+    `entering[c]` are the values that copy c reads across a border: one that the rest of the graph makes
+    may enter one run across its border, and be read by all copies of another."""
 
     graph: JointGraph
     crossing: dict[str, str]
     home: dict[int, int]
+    entering: Mapping[int, Collection[str]] = field(default_factory=dict)
 
     def alias(self, value: str, reader_home: int) -> Alias:
         """The root behind `value` as seen by a reader that lives in segment copy `reader_home`."""
@@ -48,7 +52,7 @@ class Roots:
         while True:
             index = graph.producer.get(value)
             home = -1 if index is None else self.home.get(index, -1)
-            if home != here and value in self.crossing:
+            if home != here and value in self.crossing and (home >= 0 or value in self.entering[here]):
                 return Alias(self.crossing[value], tuple(reversed(steps)))
             if index is None or not is_view(graph.nodes[index]):
                 return Alias(value, tuple(reversed(steps)))

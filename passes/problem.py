@@ -17,7 +17,7 @@ from typing import Any
 from ..graph import TensorMeta
 from ..layout import REPLICATE, Layout, local_shape
 from ..problem import Choice, Problem, Repeat, Tensor, Variable
-from .strategies import REGATHER, Option, Region, Site, SiteChoice, Space, border_name
+from .strategies import REGATHER, Option, Region, Site, SiteChoice, Space, joined_borders
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
@@ -57,7 +57,7 @@ class ProblemBuilder:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.tables: dict[Any, _Table] = {}
-        self.twins = _twins(space)
+        self.twins = joined_borders(space.repeats)
 
     def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
         """The problem in which each site takes one of its allowed options.
@@ -278,17 +278,6 @@ def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
 
 def _policy(site: Site, option: Option) -> str:
     return option.choice[-1] if site.kind == "parameter" else ""
-
-
-def _twins(space: Space) -> dict[str, tuple[str, ...]]:
-    """Border sites that are joined, by name."""
-    twins = {}
-    for repeat in space.repeats:
-        for border in repeat.borders:
-            ends = dict.fromkeys(border_name(v) for v in (border.values[0], border.values[1], border.values[-1]))
-            for name in ends:
-                twins[name] = tuple(ends)
-    return twins
 
 
 def str_choice(choice: SiteChoice) -> str:

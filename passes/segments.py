@@ -59,8 +59,9 @@ class Repeated:
     own copy, or a border, or one of `shared`, or one of `own`.
 
     `shared` are values from outside that every copy reads alike. `own[k]` are the graph inputs
-    (parameters, buffers) that copy k alone reads, `results[k]` its values that are graph outputs (the
-    gradients of its parameters), both aligned over k. No other value of a copy is read outside.
+    (parameters, buffers) that copy k alone reads, `results[k]` its values that are graph outputs, both
+    aligned over k. What is a gradient among them is that of one of `own[k]`, and copy k makes all that
+    its own parameters get. No other value of a copy is read outside.
     """
 
     name: str
@@ -119,9 +120,30 @@ def segments(graph: JointGraph) -> Segments:
             low, high = min(backward), max(backward) + 1
             outside = _without([(facts.middle, len(graph.nodes))], low, high)
             backward_runs = [piece for run in backward_runs for piece in _pieces(run, outside)]
+    repeats = _apart(facts, repeats)
     repeats.sort(key=lambda repeated: repeated.copies[0][0])
     inside = {i for repeated in repeats for copy in repeated.copies for i in copy}
     return Segments(repeats=tuple(repeats), rest=tuple(i for i in range(len(graph.nodes)) if i not in inside))
+
+
+def _apart(facts: _Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
+    """The repeats, without copies that make what all copies of another one read, as a decoder's layers read what the
+    last layer of an encoder makes: that is made whole, by the rest of the graph."""
+    home = {i: (n, k) for n, repeated in enumerate(repeats) for k, copy in enumerate(repeated.copies) for i in copy}
+    making: set[tuple[int, int]] = set()
+    for name in {name: None for repeated in repeats for name in repeated.shared}:
+        index = facts.home.get(name, (None,))[0]
+        while index is not None and index not in home and facts.graph.nodes[index].op in (RESHAPE, PERMUTE):
+            index = facts.home.get(facts.graph.nodes[index].inputs[0], (None,))[0]
+        if index is not None and index in home:
+            making.add(home[index])
+    apart: list[Repeated] = []
+    for n, repeated in enumerate(repeats):
+        kept = [copy for k, copy in enumerate(repeated.copies) if (n, k) not in making]
+        left = repeated if len(kept) == repeated.count else _shortened(facts, kept)
+        if left is not None:
+            apart.append(left)
+    return apart
 
 
 def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
@@ -155,7 +177,8 @@ def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
 class _Facts:
     """`labels[i]` is equal for nodes with equal op, constants and metas, whoever their operands are.
     `middle` is the index of the first backward node. `home[value]` is (node, output slot),
-    `outputs[value]` the roles of a graph output."""
+    `outputs[value]` the roles of a graph output, `trained[value]` the graph inputs of the parameters
+    whose gradient a value is, `gradients` the same the other way round."""
 
     graph: JointGraph
     middle: int
@@ -164,14 +187,23 @@ class _Facts:
     home: dict[str, tuple[int, int]]
     readers: dict[str, list[int]]
     outputs: dict[str, tuple[str, ...]]
+    trained: dict[str, tuple[str, ...]]
+    gradients: dict[str, str]
 
     @staticmethod
     def of(graph: JointGraph) -> _Facts:
         known = signatures(graph)
         roles: dict[str, tuple[str, ...]] = {}
+        trained: dict[str, tuple[str, ...]] = {}
+        parameters = graph.parameters
         for output in graph.outputs:
-            if output.name is not None:
-                roles[output.name] = (*roles.get(output.name, ()), output.role)
+            if output.name is None:
+                continue
+            parameter = parameters.get(output.target) if output.role == "gradient" else None
+            role = output.role if parameter is None else "gradient of a parameter"
+            roles[output.name] = (*roles.get(output.name, ()), role)
+            if parameter is not None:
+                trained[output.name] = (*trained.get(output.name, ()), parameter)
         readers: dict[str, list[int]] = {}
         for i, names in enumerate(known.operands):
             for name in names:
@@ -185,6 +217,8 @@ class _Facts:
             home=home,
             readers=readers,
             outputs=roles,
+            trained=trained,
+            gradients={parameter: value for value, of in trained.items() for parameter in of},
         )
 
 
@@ -415,6 +449,8 @@ def _align(facts: _Facts, copies: Sequence[Sequence[int]]) -> Repeated | int:
             if misfit is not None:
                 return misfit
     misfit = roles.misfit_outside()
+    if misfit is None:
+        misfit = roles.misfit_gradients()
     if misfit is not None:
         return misfit
     results = roles.results()
@@ -494,7 +530,7 @@ class _Roles:
     def misfit_outside(self) -> int | None:
         """A copy with a value that the rest of the graph reads although it is no end of a border, or
         with a value from outside that has two roles."""
-        leaving = {b.values[0] if b.backward else b.values[-1] for b in self.borders.values()}
+        leaving = self._leaving()
         for i, (k, _) in self.place.items():
             for output in self.facts.graph.nodes[i].outputs:
                 if output not in leaving and any(r not in self.place for r in self.facts.readers.get(output, ())):
@@ -509,6 +545,29 @@ class _Roles:
                 seen.add((k, name))
         return None
 
+    def misfit_gradients(self) -> int | None:
+        """A copy that does not make the gradients of its own parameters where its peers do, or makes others: copies
+        that are cut inside a layer."""
+        facts = self.facts
+        for names in self.own:
+            gradients = [facts.gradients.get(name) for name in names]
+            places = [None if g is None else self.made(g) or (-1, -1, -1) for g in gradients]
+            usual = places[self.count // 2]
+            for k, place in enumerate(places):
+                if place != (None if usual is None else (k, *usual[1:])):
+                    return k
+        owner = {name: k for names in self.own for k, name in enumerate(names)}
+        leaving = self._leaving()
+        for value, parameters in facts.trained.items():
+            made = self.made(value)
+            if made is not None and value not in leaving and any(owner.get(p) != made[0] for p in parameters):
+                return made[0]
+        return None
+
+    def _leaving(self) -> set[str]:
+        """What the rest of the graph may read of the copies."""
+        return {b.values[0] if b.backward else b.values[-1] for b in self.borders.values()}
+
     def results(self) -> tuple[tuple[str, ...], ...] | int:
         """The graph outputs that the copies make, aligned, or a copy that has one and its peers do not."""
         found: dict[tuple[int, int], dict[int, str]] = {}
@@ -516,7 +575,7 @@ class _Roles:
             made = self.made(name)
             if made is not None:
                 found.setdefault(made[1:], {})[made[0]] = name
-        leaving = {b.values[0] if b.backward else b.values[-1] for b in self.borders.values()}
+        leaving = self._leaving()
         aligned: list[tuple[str, ...]] = []
         for _, names in sorted(found.items()):
             roles = {self.facts.outputs[name] for name in names.values()}

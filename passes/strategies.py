@@ -203,6 +203,18 @@ def border_name(value: str) -> str:
     return f"{value}|border"
 
 
+def joined_borders(repeats: Sequence[Repeated]) -> dict[str, tuple[str, ...]]:
+    """Names of border sites -> the names of all that take the same options: the ends of a run and what crosses within
+    it, and, where what leaves one run enters the next, those of both."""
+    joined: dict[str, tuple[str, ...]] = {}
+    for repeat in repeats:
+        for border in repeat.borders:
+            ends = [border_name(value) for value in (border.values[0], border.values[1], border.values[-1])]
+            group = tuple(dict.fromkeys(name for end in ends for name in joined.get(end, (end,))))
+            joined.update(dict.fromkeys(group, group))
+    return joined
+
+
 def output_name(number: int) -> str:
     return f"output {number}"
 
@@ -227,13 +239,15 @@ def strategies(
     sizes, axes = tuple(mesh.values()), tuple(mesh)
     home: dict[int, int] = {}
     crossing: dict[str, str] = {}
+    entering: dict[int, frozenset[str]] = {}
     for number, repeat in enumerate(segments.repeats):
         for k, copy in enumerate(repeat.copies):
-            for index in copy:
-                home[index] = (number + 1) * 1_000_000 + k
+            place = (number + 1) * 1_000_000 + k
+            home.update(dict.fromkeys(copy, place))
+            entering[place] = frozenset(border.values[k + border.backward] for border in repeat.borders)
         for border in repeat.borders:
             crossing.update({value: border_name(value) for value in border.values})
-    roots = Roots(graph, crossing, home)
+    roots = Roots(graph, crossing, home, entering)
     metas = dict(graph.metas)
     metas.update({name: graph.metas[value] for value, name in crossing.items()})
     space = Space(
@@ -314,21 +328,28 @@ class _Builder:
         for site in sites:
             site.fixed = site.name in shared
         sites += self._ops(segments.rest, home=-1, whole=shared)
-        for repeat in segments.repeats:
-            for border in repeat.borders:
-                first, last = border.values[0], border.values[-1]
-                sites.append(self._border(first, reader_home=-1, read=not border.backward, backward=border.backward))
-                sites.append(self._border(last, reader_home=-1, read=border.backward, backward=border.backward))
+        sites += self._outer_borders(segments)
         for name, numbers in output_numbers(self.graph).items():
             if name not in result_values:
                 sites += [self._output(number, home=-1) for number in numbers]
         return Region(name="rest", sites={site.name: site for site in sites})
 
+    def _outer_borders(self, segments: Segments) -> list[Site]:
+        """The borders between runs and the rest of the graph, or another run: what one run makes and the next one reads
+        is one site. It reads what the rest makes; what a run makes is read in its body."""
+        backward: dict[str, bool] = {}
+        for repeat in segments.repeats:
+            for border in repeat.borders:
+                for value in (border.values[0], border.values[-1]):
+                    backward[value] = backward.get(value, True) and border.backward
+        home, producer = self.space.roots.home, self.graph.producer
+        return [self._border(v, read=producer.get(v) not in home, backward=late) for v, late in backward.items()]
+
     def body(self, repeat: Repeated) -> Region:
         home = self.space.roots.home[repeat.copies[0][0]]
         sites = [self._input(name, home) for name in repeat.own[0]]
         for name in self._shared_roots(repeat.shared):
-            sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.graph.metas[name]))
+            sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.space.metas[name]))
         before = len(self.without_rule)
         sites += self._ops(repeat.copies[0], home=home, whole=frozenset())
         for index in self.without_rule[before:]:
@@ -337,8 +358,8 @@ class _Builder:
         left, right = [], []
         for border in repeat.borders:
             entering, leaving = border.values[0], border.values[1]
-            a = self._border(entering, reader_home=home, read=border.backward, backward=border.backward)
-            b = self._border(leaving, reader_home=home, read=not border.backward, backward=border.backward)
+            a = self._border(entering, read=border.backward, backward=border.backward)
+            b = self._border(leaving, read=not border.backward, backward=border.backward)
             sites += [a, b]
             left.append(a.name)
             right.append(b.name)
@@ -363,7 +384,7 @@ class _Builder:
         """What stands behind shared values, sorted. They are made whole: a copy takes the part that it wants."""
         return tuple(sorted({self.space.roots.alias(name, -1).root for name in shared}))
 
-    def _border(self, value: str, *, reader_home: int, read: bool, backward: bool) -> Site:
+    def _border(self, value: str, *, read: bool, backward: bool) -> Site:
         """A border site makes the crossing tensor; on the side that makes the value it reads it too."""
         name = border_name(value)
         reads: tuple[Read, ...] = ()
@@ -491,13 +512,7 @@ class _Fixpoint:
         self.seeds: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
         self.routes: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
         """As `seeds`: rows that may be with their experts."""
-        self.twins: dict[str, list[str]] = {}
-        for repeat in space.repeats:
-            for border in repeat.borders:
-                ends = (border.values[0], border.values[1], border.values[-1])
-                group = list(dict.fromkeys(border_name(value) for value in ends))
-                for name in group:
-                    self.twins[name] = group
+        self.twins = joined_borders(space.repeats)
         self.making = {name: site for site in self.sites for name in site.makes if name and site.kind != "shared"}
         self.borders: dict[str, list[Site]] = {}
         for site in self.sites:

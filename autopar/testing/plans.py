@@ -5,11 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 from ..layout import Layout
 from ..passes.problem import Assignment
-from ..passes.strategies import KEEP, REGATHER, WHOLE, Option, Region, Site, SiteChoice, Space, border_name
+from ..passes.strategies import (
+    KEEP,
+    REGATHER,
+    WHOLE,
+    Option,
+    Region,
+    Site,
+    SiteChoice,
+    Space,
+    border_name,
+    joined_borders,
+)
 
 TRIED = 12
 """Options of a site that are looked at before it works on the whole."""
@@ -55,11 +66,16 @@ def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_bor
     rest_borders: dict[str, SiteChoice] = {}
     copies: list[tuple[dict[str, SiteChoice], ...]] = []
     for repeat, region in zip(space.repeats, space.bodies, strict=True):
-        crossing = [[legal.draw(border_name(b.values[0]), generator) for b in repeat.borders]]
+        # what one run makes and the next one reads is drawn once
+        ends = [[rest_borders.get(border_name(b.values[end])) for b in repeat.borders] for end in (0, -1)]
+        drawn: list[list[SiteChoice | None]] = [ends[0], *[[None] * len(repeat.borders)] * (repeat.count - 1), ends[1]]
+        crossing = [
+            [c or legal.draw(border_name(b.values[0]), generator) for c, b in zip(choices, repeat.borders, strict=True)]
+            for choices in drawn
+        ]
         made: list[dict[str, SiteChoice]] = []
-        for _ in repeat.copies:
-            crossing.append([legal.draw(border_name(b.values[0]), generator) for b in repeat.borders])
-            borders = dict(zip((*region.left, *region.right), (*crossing[-2], *crossing[-1]), strict=True))
+        for entering, leaving in pairwise(crossing):
+            borders = dict(zip((*region.left, *region.right), (*entering, *leaving), strict=True))
             decisions = _Drawing(space, region, generator, wanted).decisions(borders)
             if decisions is None:
                 return None
@@ -92,10 +108,8 @@ class _Border:
         for region in space.regions():
             for site in region.sites.values():
                 by_name.setdefault(site.name, []).append(site)
-        for repeat in space.repeats:
-            for border in repeat.borders:
-                ends = {border_name(v) for v in (border.values[0], border.values[1], border.values[-1])}
-                self.sites[border_name(border.values[0])] = [s for name in sorted(ends) for s in by_name[name]]
+        for name, ends in joined_borders(space.repeats).items():
+            self.sites[name] = [site for end in sorted(ends) for site in by_name[end]]
 
     def draw(self, name: str, generator: random.Random) -> SiteChoice:
         sites = self.sites[name]
