@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
@@ -65,16 +65,19 @@ from .families import (
 from .layer_norm import normalized
 from .local import Place
 from .rule import Call
+from .strides import Given, needs
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """All that is known about an op."""
+    """All that is known about an op. `strides` says which arguments its kernel reads without their strides, and what
+    makes these right."""
 
     rule: Rule
     local: local.Local = local.unchanged
     expand: expansions.Expansion | None = None
     place: Place | None = None
+    strides: Mapping[str, Given] = field(default_factory=dict)
 
 
 def _own(names: str, entry: Entry) -> dict[str, Entry]:
@@ -175,15 +178,17 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("baddbmm", Entry(_with_bias("...b m n, b m k, b k n -> b m n"), expand=expansions.share_of_bias)),
     **_aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
     **_aten("convolution", Entry(
-        convolution.convolution, convolution.group_count, convolution.convolution_with_halos)),
+        convolution.convolution, convolution.group_count, convolution.convolution_with_halos, strides=needs("weight"))),
     **_aten("convolution_backward", Entry(
-        convolution.convolution, convolution.group_count, convolution.convolution_backward_with_halos)),
+        convolution.convolution, convolution.group_count, convolution.convolution_backward_with_halos,
+        strides=needs("weight"))),
 
     # pooling and resampling
     **_aten("max_pool2d_with_indices", Entry(pooling.pooled(2), expand=pooling.max_pool(2))),
     **_aten("max_pool2d_with_indices_backward", Entry(pooling.pooled(2), expand=pooling.max_pool_backward(2))),
-    **_aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool(3))),
-    **_aten("max_pool3d_with_indices_backward", Entry(pooling.pooled(3), expand=pooling.max_pool_backward(3))),
+    **_aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool(3), strides=needs("self"))),
+    **_aten("max_pool3d_with_indices_backward", Entry(
+        pooling.pooled(3), expand=pooling.max_pool_backward(3), strides=needs("grad_output self indices"))),
     **_aten("avg_pool2d avg_pool2d_backward", Entry(pooling.pooled(2), expand=pooling.average_pool(2))),
     **_aten("avg_pool3d avg_pool3d_backward", Entry(pooling.pooled(3), expand=pooling.average_pool(3))),
     **_aten("_adaptive_avg_pool2d", Entry(pooling.averaged_to_size(2), pooling.size_of_output(2))),
@@ -207,28 +212,31 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(
         attended("b h q d!, b h k d!, b h k e!, ...b h q k -> b h q e!, b h q", products=2,
                  reductions={"k": ("sum", "")}, expands=("k",), masked=("q",)),
-        expand=attention.flash)),
+        expand=attention.flash, strides=needs(rows="query key value attn_mask"))),
     **_aten("_scaled_dot_product_flash_attention_for_cpu_backward", Entry(
         attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k -> b h q d!, b h k d!, b h k e!",
                  products=5, linear=FIRST, expands=("k",), masked=("q",)),
-        expand=attention.flash_backward)),
+        expand=attention.flash_backward, strides=needs(rows="grad_out query key value out attn_mask"))),
     **_aten("_scaled_dot_product_flash_attention", Entry(attended(
-        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2))),
+        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2), strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_flash_attention_backward", Entry(attended(
         "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, *r!, *r!, *r!, *r!"
-        " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length)),
+        " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length,
+        strides=needs("logsumexp", rows="grad_out query key value out"))),
     # its logsumexp is padded along the queries
     **_aten("_scaled_dot_product_efficient_attention", Entry(attended(
-        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2))),
+        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2), strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_efficient_attention_backward", Entry(attended(
         "b h q! e!, b h q! d!, b h k! d!, b h k! e!, ...b h q! k!, b h q! e!, b h q!, *r!, *r!"
-        " -> b h q! d!, b h k! d!, b h k! e!, ...b h q! k!", products=5, linear=FIRST))),
+        " -> b h q! d!, b h k! d!, b h k! e!, ...b h q! k!", products=5, linear=FIRST),
+        strides=needs("logsumexp", rows="grad_out_ query key value out"))),
     **_aten("_scaled_dot_product_cudnn_attention", Entry(attended(
         "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q! *r!, *r!, *r!, *r!, *r!, *r!, *r!, *r!",
-        products=2))),
+        products=2), strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_cudnn_attention_backward", Entry(attended(
         "b h q! e!, b h q! d!, b h k! d!, b h k! e!, b h q! e!, b h q! *r!, *r!, *r!, ...b h q! k!, *r!, *r!"
-        " -> b h q! d!, b h k! d!, b h k! e!", products=5, linear=FIRST))),
+        " -> b h q! d!, b h k! d!, b h k! e!", products=5, linear=FIRST),
+        strides=needs("logsumexp", rows="grad_out query key value out"))),
 
     # embedding and losses
     **_aten("embedding", Entry(
@@ -244,9 +252,10 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("_log_softmax_backward_data", Entry(
         along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=True))),
     **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expansions.nll)),
-    **_aten("nll_loss_backward nll_loss2d_backward", Entry(nll_backward, expand=expansions.nll_backward)),
-    **_own("ctc_loss", Entry(ctc.rule)),
-    **_own("ctc_loss_backward", Entry(ctc.rule_backward)),
+    **_aten("nll_loss_backward nll_loss2d_backward", Entry(
+        nll_backward, expand=expansions.nll_backward, strides=needs("self"))),
+    **_own("ctc_loss", Entry(ctc.rule, strides=needs("targets"))),
+    **_own("ctc_loss_backward", Entry(ctc.rule_backward, strides=needs("targets"))),
     **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
     **_aten("binary_cross_entropy_with_logits", Entry(_logits_loss, expand=expansions.share(_logits_loss))),
     **_aten("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", Entry(
@@ -254,18 +263,22 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # norms
     **_aten("native_layer_norm", Entry(normalized, expand=layer_norm.layer_norm)),
-    **_aten("native_layer_norm_backward", Entry(normalized, expand=layer_norm.layer_norm_gradients)),
+    **_aten("native_layer_norm_backward", Entry(normalized, expand=layer_norm.layer_norm_gradients, strides=needs("mean rstd"))),
     **_aten("_fused_rms_norm", Entry(normalized, expand=layer_norm.rms_norm)),
-    **_aten("_fused_rms_norm_backward", Entry(normalized, expand=layer_norm.rms_norm_gradients)),
+    **_aten("_fused_rms_norm_backward", Entry(
+        normalized, expand=layer_norm.rms_norm_gradients, strides=needs("grad_out input rstd weight"))),
     **_aten("_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats "
             "_native_batch_norm_legit_no_training", Entry(
         normalization.batch_norm, expand=normalization.batch_norm_statistics)),
     **_aten("native_batch_norm_backward", Entry(
-        normalization.batch_norm_backward, expand=normalization.batch_norm_gradients)),
+        normalization.batch_norm_backward, expand=normalization.batch_norm_gradients,
+        strides=needs("grad_out input weight running_mean running_var save_mean save_invstd"))),
     **_aten("native_group_norm", Entry(
-        normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics)),
+        normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics,
+        strides=needs("input weight bias"))),
     **_aten("native_group_norm_backward", Entry(
-        normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients)),
+        normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients,
+        strides=needs("grad_out input mean rstd weight"))),
 
     # reductions
     **_aten("sum sum.dim_IntList", Entry(reduce("sum"))),
@@ -338,7 +351,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("unfold_backward", Entry(indexing.unfold_backward, local.shape_of_output("input_sizes"))),
     **_aten("diagonal", Entry(indexing.diagonal)),
     **_aten("diagonal_backward", Entry(indexing.diagonal_backward, local.shape_of_output("input_sizes"))),
-    **_aten("view_as_complex", Entry(from_template("*i r! -> *i", linear=FIRST))),
+    **_aten("view_as_complex", Entry(
+        from_template("*i r! -> *i", linear=FIRST), strides=needs(pairs="self"))),
     **_aten("view_as_real", Entry(from_template("*i -> *i r!", linear=FIRST))),
     **_aten("bucketize.Tensor", Entry(from_template("*i, b! -> *i"))),
 
