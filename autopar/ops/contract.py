@@ -1,9 +1,9 @@
 """The operands of an instruction as its kernel needs them.
 
-The contract belongs to the operator and not to the program: there is no instruction for it. Only a run shows how a tensor
-lies in memory (a tangent as the user's loss made it, a result as its kernel did), and passes cut, join and repeat
-instructions, which a copy that stands before one of them would have to follow. Whatever runs an operator of a program
-gives it operands that `needed_by` made; that costs nothing where they lie right. `liveness` counts the copies.
+The contract belongs to the operator and not to the program: there is no instruction for it. Only a run shows how a
+tensor lies in memory (a tangent as the user's loss made it, a result as its kernel did), and passes cut, join and
+repeat instructions, which a copy that stands before one of them would have to follow. Whatever runs an operator of a
+program gives it operands that `needed_by` made; that costs nothing where they lie right. `liveness` counts the copies.
 
 Of operators that nothing is known of, every operand is made contiguous, except for views and those that torch tags
 pointwise: these read strides. `benchmarks/strides.py` shows which kernels of the table do not.

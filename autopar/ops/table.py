@@ -42,6 +42,7 @@ from .families import (
     filled,
     filled_with_zero,
     from_template,
+    halves,
     joined,
     loss,
     loss_backward,
@@ -52,6 +53,7 @@ from .families import (
     permuted,
     pieces,
     pointwise,
+    pointwise_with_buffer,
     reduce,
     repeated,
     split_sizes,
@@ -60,7 +62,9 @@ from .families import (
     the_dim,
     the_dims,
     to_dtype,
+    transformed,
     true_division,
+    weight_normalized,
 )
 from .layer_norm import normalized
 from .local import Place
@@ -178,7 +182,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("baddbmm", Entry(_with_bias("...b m n, b m k, b k n -> b m n"), expand=expansions.share_of_bias)),
     **_aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
     **_aten("convolution", Entry(
-        convolution.convolution, convolution.group_count, convolution.convolution_with_halos, strides=needs("weight"))),
+        convolution.convolution, convolution.group_count, convolution.convolution_with_halos,
+        strides=needs("weight"))),
     **_aten("convolution_backward", Entry(
         convolution.convolution, convolution.group_count, convolution.convolution_backward_with_halos,
         strides=needs("weight"))),
@@ -203,6 +208,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         pooling.whole_planes(2))),
     **_aten("reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward", Entry(
         pooling.whole_planes(3))),
+    **_aten("im2col col2im", Entry(pooling.columns)),
     **{op: entry for spatial in (1, 2, 3) for op, entry in _upsampled(spatial).items()},
     **_aten("upsample_bicubic2d upsample_bicubic2d_backward", _interpolated(2, 2)),
     **_aten("pixel_shuffle", Entry(resampling.shuffled(up=True))),
@@ -218,14 +224,16 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
                  products=5, linear=FIRST, expands=("k",), masked=("q",)),
         expand=attention.flash_backward, strides=needs(rows="grad_out query key value out attn_mask"))),
     **_aten("_scaled_dot_product_flash_attention", Entry(attended(
-        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2), strides=needs(rows="query key value"))),
+        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2),
+        strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_flash_attention_backward", Entry(attended(
         "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, *r!, *r!, *r!, *r!"
         " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length,
         strides=needs("logsumexp", rows="grad_out query key value out"))),
     # its logsumexp is padded along the queries
     **_aten("_scaled_dot_product_efficient_attention", Entry(attended(
-        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2), strides=needs(rows="query key value"))),
+        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2),
+        strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_efficient_attention_backward", Entry(attended(
         "b h q! e!, b h q! d!, b h k! d!, b h k! e!, ...b h q! k!, b h q! e!, b h q!, *r!, *r!"
         " -> b h q! d!, b h k! d!, b h k! e!, ...b h q! k!", products=5, linear=FIRST),
@@ -263,7 +271,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # norms
     **_aten("native_layer_norm", Entry(normalized, expand=layer_norm.layer_norm)),
-    **_aten("native_layer_norm_backward", Entry(normalized, expand=layer_norm.layer_norm_gradients, strides=needs("mean rstd"))),
+    **_aten("native_layer_norm_backward", Entry(
+        normalized, expand=layer_norm.layer_norm_gradients, strides=needs("mean rstd"))),
     **_aten("_fused_rms_norm", Entry(normalized, expand=layer_norm.rms_norm)),
     **_aten("_fused_rms_norm_backward", Entry(
         normalized, expand=layer_norm.rms_norm_gradients, strides=needs("grad_out input rstd weight"))),
@@ -276,6 +285,9 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("native_group_norm", Entry(
         normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics,
         strides=needs("input weight bias"))),
+    **_aten("_weight_norm_interface", Entry(weight_normalized, strides=needs("v g"))),
+    **_aten("_weight_norm_interface_backward", Entry(
+        weight_normalized, strides=needs("grad_w saved_v saved_g saved_norms"))),
     **_aten("native_group_norm_backward", Entry(
         normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients,
         strides=needs("grad_out input mean rstd weight"))),
@@ -307,6 +319,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     # along a dim
     **_aten("cumsum", Entry(reductions.running, expand=reductions.cumsum)),
     **_aten("cumprod logcumsumexp sort argsort topk", Entry(along(the_dim))),
+    **_aten("glu glu_backward", Entry(halves)),
+    **_aten("_fft_c2c _fft_r2c _fft_c2r", Entry(transformed)),
     **_aten("flip", Entry(along(the_dims, linear=FIRST))),
     **_aten("roll", Entry(along(the_dims, linear=FIRST))),
     **_aten("tril triu", Entry(reductions.triangle, expand=reductions.cut_triangle)),
@@ -366,7 +380,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
             Entry(pointwise(FIRST))),
     **_aten("_to_copy", Entry(pointwise(to_dtype))),
     **_aten("masked_fill.Scalar", Entry(pointwise(filled_with_zero))),
-    **_aten("add.Tensor sub.Tensor rsub.Tensor", Entry(pointwise(BOTH))),
+    **_aten("add.Tensor sub.Tensor rsub.Tensor complex", Entry(pointwise(BOTH))),
     **_aten("mul.Tensor", Entry(pointwise(EACH))),
     **_aten("div.Tensor", Entry(pointwise(FIRST))),
     **_aten("div.Scalar_mode", Entry(pointwise(true_division))),
@@ -375,6 +389,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("where.self", Entry(pointwise(((1, 2),)))),
     **_aten("masked_fill.Tensor", Entry(pointwise(((0, 2),)))),
     **_aten("copy", Entry(pointwise(((1,),)))),
+    **_aten("log_sigmoid_forward", Entry(pointwise_with_buffer())),
+    **_aten("log_sigmoid_backward", Entry(pointwise_with_buffer(FIRST))),
     # backward ops are linear in the gradient
     **_aten("gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward "
             "leaky_relu_backward elu_backward softplus_backward mish_backward hardswish_backward "
