@@ -434,10 +434,8 @@ class _Lazy:
         for instruction in self.instructions:
             if instruction.op == WAIT:
                 joint = self.buckets.get(instruction.inputs[0])
-                if joint is None:
+                if joint is None or joint.pieces is None:
                     self.ensure(instruction.outputs[0])
-                elif joint.pieces is None:
-                    self.writer.finish(joint)
 
     def ensure(self, name: str) -> None:
         """Write what a delayed value still needs."""
