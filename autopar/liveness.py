@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from .graph import TensorMeta, map_references
 from .layout import local_shape
+from .ops import contract
 from .ops.emit import on_meta
 from .program import Instruction, Program
 
@@ -133,6 +135,8 @@ class Results:
 
     made: tuple[Made | None, ...]
     copies: bool
+    operands_bytes: int
+    """Of the copies that its kernel needs of operands (`ops.contract`), dropped when it has run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,8 +157,8 @@ class Known:
     def results(self, instruction: Instruction, operands: tuple[Placed, ...]) -> Results:
         key = (instruction.form, operands)
         if (found := self.operators.get(key)) is None:
-            made = _run(instruction, operands)
-            found = Results(made, any(m is not None and m.of is None for m in made))
+            made, operands_bytes = _run(instruction, operands)
+            found = Results(made, any(m is not None and m.of is None for m in made), operands_bytes)
             self.operators[key] = found
         return found
 
@@ -168,7 +172,7 @@ class Memory:
     storages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     placed: dict[str, Placed] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
-    """Instruction, by its id -> bytes of its results that have no name."""
+    """Instruction, by its id -> bytes of its results that have no name, and of copies of its operands."""
     known: Known = field(default_factory=Known)
 
     @staticmethod
@@ -207,15 +211,18 @@ class Memory:
         """What a local op makes."""
         placed = self.placed
         results = self.known.results(instruction, tuple([placed[name] for name in instruction.inputs]))
+        inside = results.operands_bytes
         for name, made in zip(instruction.outputs, results.made, strict=True):
             if made is None:
                 continue
             if not name:
-                self.unnamed[id(instruction)] = self.unnamed.get(id(instruction), 0) + made.bytes
+                inside += made.bytes
             else:
                 placed[name] = made.placed
                 viewed = None if made.of is None else self.storages[instruction.inputs[made.of]]
                 self.storages[name] = viewed or (self.new(made.bytes),)
+        if inside:
+            self.unnamed[id(instruction)] = inside
         return results
 
     def _collective(self, program: Program, line: Line, by_parts: bool) -> None:
@@ -235,13 +242,14 @@ class Memory:
         self.storages[name] = (result, *held)
 
 
-def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[Made | None, ...]:
-    """What the op makes of such operands, on the meta device."""
+def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[tuple[Made | None, ...], int]:
+    """What the op makes of such operands, on the meta device, and bytes of the copies that its kernel needs of them."""
     given = [placed.empty() for placed in operands]
     feed = iter(given)
     args, kwargs = map_references((instruction.args, instruction.kwargs), lambda _: next(feed))
-    outputs = on_meta(instruction.op, args, kwargs)
     storages = {x.untyped_storage()._cdata: i for i, x in enumerate(given)}
+    positional, named = contract.given(instruction.op, list(args), dict(kwargs))
+    outputs = on_meta(instruction.op, tuple(positional), tuple(named.items()))
     made: list[Made | None] = []
     for x in outputs:
         if x is None:
@@ -250,4 +258,13 @@ def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[Made | N
         placed = Placed(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
         of = storages.get(x.untyped_storage()._cdata)
         made.append(Made(placed, of, x.untyped_storage().nbytes() if of is None else 0))
-    return tuple(made)
+    copied = [x for x in _tensors((positional, named)) if x.untyped_storage()._cdata not in storages]
+    return tuple(made), sum(x.untyped_storage().nbytes() for x in copied)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors among a call's arguments."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [x for item in items for x in _tensors(item)]

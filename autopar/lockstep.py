@@ -11,6 +11,8 @@ import torch
 
 from .graph import Ref, overload
 from .layout import Shape
+from .ops import contract
+from .ops.strides import contiguous
 from .program import Instruction, RankIndex, names_no_device
 
 Values = dict[str, Any]
@@ -43,6 +45,7 @@ def _local(instruction: Instruction, coordinate: Shape, values: Values) -> None:
     named = {key: value(v) for key, v in instruction.kwargs}
     if names_no_device(instruction):
         named["device"] = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
+    arguments, named = contract.given(instruction.op, arguments, named)
     result = overload(instruction.op)(*arguments, **named)
     made = result if isinstance(result, tuple | list) else (result,)
     for name, tensor in zip(instruction.outputs, made, strict=True):
@@ -58,8 +61,7 @@ def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping
         groups.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), []).append(ranks[coordinate])
     n = mesh[axis]
     for others, group in groups.items():
-        given = [values[source] for values in group]
-        assert all(x.is_contiguous() for x in given), f"{instruction}: a collective's input must be contiguous"
+        given = [contiguous(values[source]) for values in group]
         assert len(given) == n > 1, f"{instruction}: mesh axis {axis} has {len(given)} ranks"
         if kind in ("reduce_scatter", "all_to_all"):
             assert given[0].shape[0] % n == 0, f"{instruction}: {tuple(given[0].shape)} has no {n} equal chunks"

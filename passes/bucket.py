@@ -288,6 +288,7 @@ class _Writer:
                 self.written.append(instruction)
         for name in kept:
             lazy.ensure(name)
+        lazy.finish()
         return self.written
 
     # --- reductions
@@ -426,6 +427,15 @@ class _Lazy:
             for member in joint.members:
                 self.ensure(member.inputs[0])
             self.writer.start(joint)
+
+    def finish(self) -> None:
+        """Wait for what nothing reads (an operator on shards may have no use for an operand): a collective that is
+        begun is finished."""
+        for instruction in self.instructions:
+            if instruction.op == WAIT:
+                joint = self.buckets.get(instruction.inputs[0])
+                if joint is None or joint.pieces is None:
+                    self.ensure(instruction.outputs[0])
 
     def ensure(self, name: str) -> None:
         """Write what a delayed value still needs."""

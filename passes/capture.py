@@ -641,6 +641,8 @@ _NO_OPS = frozenset(
         aten.lift_fresh_copy.default,
         aten.lift.default,
         aten.view_as.default,
+        aten.resolve_conj.default,
+        aten.resolve_neg.default,
     }
 )
 _RESHAPES = frozenset(
@@ -675,6 +677,28 @@ _FILLED: dict[Any, str] = {
     aten.new_full.default: "aten.full.default",
 }
 """Ops that take dtype and device of a tensor, and read nothing of it."""
+
+
+_LAZY: dict[Any, str] = {
+    aten._conj.default: "aten._conj_physical.default",
+    aten._neg_view.default: "aten.neg.default",
+}
+"""Views that leave a sign to whoever reads them: kernels and collectives of shards read what lies there."""
+
+
+def _long_dims(x: torch.Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the dims that have a stride that means something."""
+    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+
+
+def _dense(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The order in which the dims of a tensor stand in memory, of which every element is one of it; else None."""
+    order = tuple(sorted(range(x.dim()), key=lambda d: (x.shape[d] != 1, -x.stride(d))))
+    return order if x.permute(order).is_contiguous() else None
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(d) for d in range(len(order)))
 
 
 def _swapped(rank: int, a: int, b: int) -> tuple[int, ...]:
@@ -806,6 +830,12 @@ class _Conversion:
             self._cat(node, meta)
         elif target in _FILLED:
             self._filled(node, meta)
+        elif target in _LAZY:
+            self._now(node, meta)
+        elif target is aten.as_strided.default:
+            self._as_strided(node, meta)
+        elif target is aten.as_strided_scatter.default:
+            self._as_strided_scatter(node, meta)
         elif target is aten.expand.default:
             self._emit(node, meta=meta, args=(Ref(self._name(node.args[0])), meta.shape))
         elif target is aten.copy.default and self.metas[self._name(node.args[1])] == meta:
@@ -856,6 +886,66 @@ class _Conversion:
             self.values[node] = source
         else:
             self._emit(node, meta=meta, op="aten.reshape.default", args=(Ref(source), meta.shape))
+
+    def _now(self, node: fx.Node, meta: TensorMeta) -> None:
+        """A change of sign that a view would leave to its readers. Autograd asks for the conjugates of numbers, too."""
+        (given,) = node.args
+        if isinstance(given, fx.Node):
+            self._emit(node, meta=meta, op=_LAZY[node.target], args=(Ref(self._name(given)),))
+            return
+        assert isinstance(given, (int, float, complex))
+        value = given.conjugate() if node.target is aten._conj.default else -given
+        where = ("dtype", meta.dtype), ("device", node.meta["val"].device)
+        self._emit(node, meta=meta, op="aten.full.default", args=(meta.shape, value), kwargs=where)
+
+    def _as_strided(self, node: fx.Node, meta: TensorMeta) -> None:
+        """A view by addresses, where it sees all of a dense tensor, or only restrides dims of size 1."""
+        source, given, made = self._name(node.args[0]), node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        here = given.storage_offset() == made.storage_offset()
+        if here and _long_dims(given) == _long_dims(made):
+            self.values[node] = self._reshaped(node, source, meta.shape)
+        elif here and (order := _dense(given)) is not None and (target := _dense(made)) is not None:
+            source = self._permuted(node, source, order)
+            source = self._reshaped(node, source, tuple(meta.shape[d] for d in target))
+            self.values[node] = self._permuted(node, source, _inverse(target))
+        else:
+            self._refuse_addresses(node, source)
+
+    def _as_strided_scatter(self, node: fx.Node, meta: TensorMeta) -> None:
+        """Autograd's gradient of a view by addresses: a tensor that is written over, all of it."""
+        base, given = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
+        size, stride, offset = (*node.args[2:], base.storage_offset())[:3]
+        source = self._name(node.args[1])
+        order = _dense(torch.empty_strided(size, stride, device="meta"))
+        target = _dense(base)
+        whole = offset == base.storage_offset() and given.numel() == base.numel()
+        if not whole or order is None or target is None:
+            self._refuse_addresses(node, source)
+            return
+        source = self._permuted(node, source, order)
+        source = self._reshaped(node, source, tuple(meta.shape[d] for d in target))
+        self.values[node] = self._permuted(node, source, _inverse(target))
+
+    def _refuse_addresses(self, node: fx.Node, source: str) -> None:
+        raise CaptureError(
+            f"{node.name} = as_strided of {self.metas[source]} (module {compat.module_path(node)}) reads a tensor "
+            f"by its addresses in memory, which shards do not have: write it with views, slices, unfold or gather"
+        )
+
+    def _reshaped(self, node: fx.Node, source: str, shape: tuple[int, ...]) -> str:
+        return source if self.metas[source].shape == shape else self._made("aten.reshape.default", node, source, shape)
+
+    def _permuted(self, node: fx.Node, source: str, order: tuple[int, ...]) -> str:
+        in_order = order == tuple(range(len(order)))
+        return source if in_order else self._made("aten.permute.default", node, source, order)
+
+    def _made(self, op: str, node: fx.Node, source: str, argument: tuple[int, ...]) -> str:
+        """A view on the way to what a node makes."""
+        shape = argument
+        if op == "aten.permute.default":
+            shape = tuple(self.metas[source].shape[d] for d in argument)
+        self._emit(node, meta=TensorMeta(shape, self.metas[source].dtype), op=op, args=(Ref(source), argument))
+        return self._name(node)
 
     def _permute(self, node: fx.Node, meta: TensorMeta) -> None:
         source = self._name(node.args[0])

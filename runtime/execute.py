@@ -24,6 +24,9 @@ from autopar.compat import all_gather_single, is_profiling, reduce_scatter_singl
 from autopar.graph import Ref, overload
 from autopar.liveness import lifetimes
 from autopar.ops import bounds, experts
+from autopar.ops.contract import needed_by
+from autopar.ops.rule import parameters
+from autopar.ops.strides import Given, contiguous
 from autopar.program import Instruction, Program, RankIndex, names_no_device
 
 from .failures import located
@@ -369,15 +372,20 @@ class Writer:
             return f"{self.bind('wait', wait)}({self.value(instruction.args[0])})"
         if kind := instruction.collective:
             return self.collective(kind, instruction, in_place)
-        values = [self.value(argument) for argument in instruction.args]
-        values += [f"{key}={self.value(value)}" for key, value in instruction.kwargs]
+        needs, names = needed_by(op), [parameter.name for parameter in parameters(op)]
+
+        def value(name: str, argument: Any) -> str:
+            return self.given(needs[name], argument) if name in needs else self.value(argument)
+
+        values = [value(*pair) for pair in zip(names, instruction.args, strict=False)]
+        values += [f"{key}={value(key, argument)}" for key, argument in instruction.kwargs]
         if self.device is not None and names_no_device(instruction):
             values.append(f"device={self.value(self.device)}")
         function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or overload(op))
         return f"{function}({', '.join(values)})"
 
     def collective(self, kind: str, instruction: Instruction, in_place: bool) -> str:
-        x, axis = self.value(instruction.args[0]), instruction.args[-1]
+        x, axis = self.given(contiguous, instruction.args[0]), instruction.args[-1]
         assert self.groups[axis] is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
         group = self.bind(f"{self.program.axes[axis]}_group", self.groups[axis])
         if kind == "all_reduce":
@@ -394,6 +402,13 @@ class Writer:
             given = ", ".join(map(self.value, instruction.args[1:-1]))
             return f"{self.bind(kind, by_rank[kind])}({x}, {given}, {group})"
         return f"{self.bind(kind, {'all_gather': all_gather, 'all_to_all': all_to_all}[kind])}({x}, {group})"
+
+    def given(self, make: Given, value: Any) -> str:
+        """Source of an argument whose strides matter to the kernel."""
+        if isinstance(value, tuple | list):
+            return "[" + ", ".join(self.given(make, item) for item in value) + "]"
+        source = self.value(value)
+        return f"{self.bind(make.__name__, make)}({source})" if isinstance(value, Ref) else source
 
     def value(self, value: Any) -> str:
         """Source of an argument. What is not a plain literal is bound to a name."""

@@ -857,6 +857,95 @@ def _clamp_tensor(draw: Draw) -> Arguments:
     return (draw.floats(*shape), -draw.positive(*draw.broadcast(shape)), draw.positive(*draw.broadcast(shape))), {}
 
 
+@example("glu")
+def _glu(draw: Draw) -> Arguments:
+    shape = draw.sizes(draw.one_of(1, 2, 3))
+    dim = draw.one_of(0, -1)
+    shape[dim] = draw.one_of(8, 12, 24, 2)
+    x = draw.floats(*shape)
+    return (x, dim), {}
+
+
+def _glu_backward(draw: Draw) -> Arguments:
+    (x, dim), _ = _glu(draw)
+    return (draw.floats(*torch.nn.functional.glu(x, dim).shape), x, dim), {}
+
+
+EXAMPLES["aten.glu_backward.default"] = _glu_backward
+
+
+@example("log_sigmoid_forward")
+def _log_sigmoid(draw: Draw) -> Arguments:
+    return (draw.floats(*draw.sizes(draw.one_of(1, 2, 3))),), {}
+
+
+@example("log_sigmoid_backward")
+def _log_sigmoid_backward(draw: Draw) -> Arguments:
+    x = draw.floats(*draw.sizes(draw.one_of(1, 2, 3)))
+    return (draw.floats(*x.shape), x, torch.ops.aten.log_sigmoid_forward.default(x)[1]), {}
+
+
+@example("_weight_norm_interface")
+def _weight_norm(draw: Draw) -> Arguments:
+    dim, shape = draw.one_of((0, draw.sizes(2)), (0, draw.sizes(3)), (1, draw.sizes(2)), (2, draw.sizes(3)))
+    return (draw.floats(*shape), draw.positive(*[n if d == dim else 1 for d, n in enumerate(shape)]), dim), {}
+
+
+@example("_weight_norm_interface_backward")
+def _weight_norm_backward(draw: Draw) -> Arguments:
+    (v, g, dim), _ = _weight_norm(draw)
+    norms = torch.ops.aten._weight_norm_interface.default(v, g, dim)[1]
+    return (draw.floats(*v.shape), v, g, norms, dim), {}
+
+
+_COLUMNS = ([3, 2], [1, 2], [1, 1], [2, 1])
+"""Kernel, dilation, padding and stride."""
+
+
+def _image(draw: Draw) -> list[int]:
+    return [*([draw.one_of(4, 6, 12)] if draw.one_of(True, False) else []), draw.one_of(1, 4, 6), 7, 6]
+
+
+@example("im2col")
+def _im2col(draw: Draw) -> Arguments:
+    return (draw.floats(*_image(draw)), *_COLUMNS), {}
+
+
+@example("col2im")
+def _col2im(draw: Draw) -> Arguments:
+    image = _image(draw)
+    columns = torch.ops.aten.im2col.default(draw.floats(*image), *_COLUMNS)
+    return (draw.floats(*columns.shape), image[-2:], *_COLUMNS), {}
+
+
+def _complex(draw: Draw, *shape: int) -> torch.Tensor:
+    return torch.complex(draw.floats(*shape), draw.floats(*shape))
+
+
+def _frequencies(draw: Draw) -> list[int]:
+    return draw.one_of([-1], [0], [1, 2], [0, 1, 2])
+
+
+@example("_fft_c2c")
+def _fft(draw: Draw) -> Arguments:
+    dims = _frequencies(draw)
+    return (_complex(draw, *draw.sizes(3)), [d % 3 for d in dims], draw.one_of(0, 1, 2), draw.one_of(True, False)), {}
+
+
+@example("_fft_r2c")
+def _real_fft(draw: Draw) -> Arguments:
+    dims = [d % 3 for d in _frequencies(draw)]
+    return (draw.floats(*draw.sizes(3)), dims, draw.one_of(0, 1, 2), draw.one_of(True, False)), {}
+
+
+@example("_fft_c2r")
+def _inverse_real_fft(draw: Draw) -> Arguments:
+    dims, shape = [d % 3 for d in _frequencies(draw)], draw.sizes(3)
+    real = draw.floats(*shape)
+    spectrum = torch.ops.aten._fft_r2c.default(real, dims, 0, True)
+    return (spectrum, dims, draw.one_of(0, 1, 2), shape[dims[-1]]), {}
+
+
 def _pointwise(op: str) -> Example:
     """An example of any pointwise op: operands after the first may be broadcast, unless the op is a
     backward op."""

@@ -177,7 +177,7 @@ def local_program(
     given = localize(call, local_inputs, local_outputs, results, mesh)
     args, kwargs = map_references(given, lambda _: next(feed))
     if rule is not None and expands(rule, splits):
-        made = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
+        made = _named(emitter, expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs))
     else:
         known = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)
@@ -185,6 +185,20 @@ def local_program(
         )
         made = emitter.append(call.node.op, args, kwargs, known)
     return Emission(tuple(emitter.instructions), metas, tuple(r.name or None if r else None for r in made))
+
+
+def _named(emitter: LocalEmitter, results: tuple[Ref | None, ...]) -> list[Ref | None]:
+    """Results under names of their own: one may be an operand as it is (the gradient of a bias of which no rows are
+    summed), or the same as another."""
+    taken = {OPERAND.format(i) for i in range(len(emitter.metas))}
+    named: list[Ref | None] = []
+    for result in results:
+        if result is not None and result.name in taken:
+            result = emitter.op("aten.reshape.default", result, emitter.meta(result).shape)
+        if result is not None and result.name:
+            taken.add(result.name)
+        named.append(result)
+    return named
 
 
 def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..graph import Ref
+from ..graph import Ref, TensorMeta
 from .rule import Call, OpRule, parameters
 from .template import Linear, Name, Named, assemble, contraction_flops, parse
 
@@ -97,6 +97,21 @@ def division(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
     return rule
 
 
+def pointwise_with_buffer(linear: Linear = ()) -> Rule:
+    """Pointwise ops with a buffer for backward, which is like the operand, or empty on devices that need none."""
+
+    def rule(call: Call) -> OpRule:
+        shape = call.inputs[0].shape
+        names = DIMS[: len(shape)]
+
+        def of(meta: TensorMeta | None) -> Named:
+            return () if meta is None else names if meta.shape == shape else (None,) * len(meta.shape)
+
+        return assemble(call, list(map(of, call.inputs)), list(map(of, call.outputs)), linear=linear)
+
+    return rule
+
+
 def to_dtype(call: Call) -> Linear:
     """A conversion is linear unless it rounds to integers."""
     return FIRST if call.outputs[0] and call.outputs[0].dtype.is_floating_point else ()
@@ -174,6 +189,38 @@ def along(
         )  # fmt: skip
 
     return rule
+
+
+def halves(call: Call) -> OpRule:
+    """glu and its backward: the two halves of `dim` are split together."""
+    source = call.inputs[-1]
+    rank = len(source.shape)
+    dim = call.argument("dim") % rank
+    names = DIMS[:rank]
+    return assemble(
+        call, [names] * len(call.inputs), [names], linear=FIRST if len(call.inputs) > 1 else (),
+        sizes={names[dim]: source.shape[dim] // 2},
+    )  # fmt: skip
+
+
+def weight_normalized(call: Call) -> OpRule:
+    """_weight_norm_interface and its backward: `dim` has a norm each, over all others."""
+    rank = max(len(meta.shape) for meta in call.inputs)
+    dim = call.argument("dim") % rank
+    names = [DIMS[d] if d == dim else None for d in range(rank)]
+    backward = has(call, "grad_w")
+    return assemble(
+        call, [names] * len(call.inputs), [names if m else () for m in call.outputs], linear=FIRST if backward else ()
+    )
+
+
+def transformed(call: Call) -> OpRule:
+    """Fourier transforms, of the dims in `dim`; a real side may have another number of frequencies than the complex
+    one has."""
+    rank = len(call.inputs[0].shape)
+    mixed = axes(call, "dim", rank)
+    names = [None if d in mixed else DIMS[d] for d in range(rank)]
+    return assemble(call, [names], [names], linear=FIRST)
 
 
 def the_dim(call: Call, rank: int) -> tuple[int, ...]:

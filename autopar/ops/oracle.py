@@ -3,7 +3,8 @@
 `check_rule("aten.mm.default", a, b)` takes the rule for these arguments and tries every factor with
 every period that it allows, every set of operands that may be Partial together, pairs of these on
 two mesh axes and splits nested in each other, on 2, 3 and 4 shards where they divide. Every rank runs
-in this process, in lock step where an expansion holds collectives.
+in this process, in lock step where an expansion holds collectives. Shards lie in memory in one of many ways
+(`laid_out`), since nothing says how they do in a program.
 """
 
 from __future__ import annotations
@@ -209,7 +210,10 @@ def check_cuts(
 
     operands, made = tuple(layouts), tuple(results)
     local_outputs = local_shapes(call, operands, made, mesh)[1]
-    shards = [_shards(tensors[name], lay, mesh, rubbish) for name, lay in zip(call.node.inputs, layouts, strict=True)]
+    shards = [
+        {c: laid_out(part, rubbish + i) for c, part in _shards(tensors[name], lay, mesh, rubbish).items()}
+        for i, (name, lay) in enumerate(zip(call.node.inputs, layouts, strict=True))
+    ]
     values: dict[Coordinate, Values] = {c: {OPERAND.format(i): s[c] for i, s in enumerate(shards)} for c in coordinates}
     splits = tuple(_splits(rule, cuts).items())
     try:
@@ -260,6 +264,26 @@ def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape, rubbish: int) -> 
         terms = grown
     splits = tuple(REPLICATE if isinstance(p, Partial) else p for p in layout)
     return {c: shard(value, splits, mesh, c, _rubbish(value.dtype, rubbish)) for c, value in terms.items()}
+
+
+def laid_out(x: torch.Tensor, way: int) -> torch.Tensor:
+    """The same numbers, lying in memory in one of several ways: contiguous, transposed, with channels last, as every
+    second element, within a larger tensor, with strides of dims of size 1 that mean nothing."""
+    order = list(range(x.dim()))
+    orders = {1: order[::-1], 2: [*order[:1], *order[2:], *order[1:2]], 3: [*order[:-2], *order[-2:][::-1]]}
+    way %= 7
+    if way in orders:
+        order = orders[way]
+        back = [order.index(d) for d in range(x.dim())]
+        return x.permute(order).contiguous().permute(back)
+    if way == 4 and x.dim():
+        return torch.stack([x, x.flip(-1)], -1)[..., 0]
+    if way == 5 and x.dim():
+        return torch.cat([x.flip(0), x]).narrow(0, x.shape[0], x.shape[0])
+    if way == 6:
+        strides = [7 if n == 1 else stride for n, stride in zip(x.shape, x.contiguous().stride(), strict=True)]
+        return x.clone(memory_format=torch.contiguous_format).as_strided(x.shape, strides)
+    return x
 
 
 def _rubbish(dtype: torch.dtype, number: int) -> float:

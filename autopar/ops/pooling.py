@@ -34,6 +34,21 @@ def whole_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
     return lambda call: assemble(call, list(map(names, call.inputs)), list(map(names, call.outputs)), linear=linear)
 
 
+def columns(call: Call) -> OpRule:
+    """im2col and col2im: channels of columns have the windows' places below those of the image's channels. Columns
+    of all places are whole, as the image's rows are."""
+    places = math.prod(call.argument("kernel_size"))
+    source, target = call.inputs[0], call.outputs[0]
+    assert target is not None
+    batch: list[Name] = ["n"] if min(len(source.shape), len(target.shape)) == 3 else []
+
+    def names(meta: TensorMeta) -> Named:
+        image = len(meta.shape) - len(batch) == 3
+        return (*batch, "c", None, None) if image else (*batch, ("c", places), None)
+
+    return assemble(call, [names(source)], [names(target)], linear=FIRST)
+
+
 def pooled(spatial: int) -> Rule:
     """Pools of the last `spatial` dims and their backward ops: coarse rows are split with the fine rows that
     belong to them. Indices (of the maxima) count within the whole plane: those of a shard expand."""

@@ -17,6 +17,7 @@ from .expansions import Expansion
 from .families import Rule, from_template
 from .local import Local, unchanged
 from .rule import Call, OpRule
+from .strides import needs
 from .table import TABLE, Entry
 from .template import Operand, Template, parse, tensor_arguments
 
@@ -72,6 +73,7 @@ def register_rule(
     even: Sequence[str] = (),
     expand: Expansion | None = None,
     local: Local = unchanged,
+    contiguous: Sequence[str] | None = None,
     replace: bool = False,
 ) -> None:
     """Tell autopar what the dims of an operator mean, so that it can be split; without a rule it is replicated.
@@ -92,6 +94,8 @@ def register_rule(
     the named dims, as in a matrix product; `flops(call)` counts otherwise. `local(call, input_shapes, output_shapes)`
     gives (args, kwargs) for shards, where the op takes sizes. `expands` names dims of which a split needs another
     local program than the op itself, which `expand(emitter, local_call)` writes (see `autopar.ops.expansions`).
+    `contiguous` names the tensor arguments that the op's kernel needs contiguous; without it all are made so. A kernel
+    that reads the strides of all of its arguments says `contiguous=()` and is spared copies.
 
     Every rank must register the same rules, before it plans. `check_rule` proves a rule by brute force. The
     operator needs a fake implementation (`register_fake`), and an operator that its backward calls a rule of its own.
@@ -123,8 +127,12 @@ def register_rule(
         )
     else:
         made = rule
-    source = (rule, sets, contraction, flops, tuple(expands), tuple(even), expand, local)
-    RULES.add(name, source, Entry(_checked(name, rule, made), local, expand), replace)
+    arguments = tensor_arguments(name)
+    needed = tuple(arguments) if contiguous is None else tuple(contiguous)
+    if unknown := [repr(argument) for argument in needed if argument not in arguments]:
+        raise ValueError(f"contiguous of {name} names {unknown[0]}: give some of its tensors, {', '.join(arguments)}")
+    source = (rule, sets, contraction, flops, tuple(expands), tuple(even), expand, local, needed)
+    RULES.add(name, source, Entry(_checked(name, rule, made), local, expand, strides=needs(" ".join(needed))), replace)
 
 
 def qualified(op: str) -> str:

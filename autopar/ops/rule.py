@@ -51,8 +51,8 @@ class Factor:
     even: bool = False
 
     def may_be_cut(self, ranks: int) -> bool:
-        """Whether shards of a split over `ranks` in all hold what the op needs."""
-        return self.least == 1 or -(-self.size // ranks) >= self.least
+        """Whether shards of a split over `ranks` in all hold what the op needs. What is whole needs no neighbours."""
+        return ranks == 1 or -(-self.size // ranks) >= self.least
 
     def periods(self, ranks: int, mesh: Shape) -> tuple[int, ...]:
         """The periods to consider for a contiguous split over `ranks`, an axis of the mesh."""

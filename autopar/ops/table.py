@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
@@ -42,6 +42,7 @@ from .families import (
     filled,
     filled_with_zero,
     from_template,
+    halves,
     joined,
     loss,
     loss_backward,
@@ -52,6 +53,7 @@ from .families import (
     permuted,
     pieces,
     pointwise,
+    pointwise_with_buffer,
     reduce,
     repeated,
     split_sizes,
@@ -60,21 +62,26 @@ from .families import (
     the_dim,
     the_dims,
     to_dtype,
+    transformed,
     true_division,
+    weight_normalized,
 )
 from .layer_norm import normalized
 from .local import Place
 from .rule import Call
+from .strides import Given, needs
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """All that is known about an op."""
+    """All that is known about an op. `strides` says which arguments its kernel reads without their strides, and what
+    makes these right."""
 
     rule: Rule
     local: local.Local = local.unchanged
     expand: expansions.Expansion | None = None
     place: Place | None = None
+    strides: Mapping[str, Given] = field(default_factory=dict)
 
 
 def _own(names: str, entry: Entry) -> dict[str, Entry]:
@@ -175,15 +182,18 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("baddbmm", Entry(_with_bias("...b m n, b m k, b k n -> b m n"), expand=expansions.share_of_bias)),
     **_aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
     **_aten("convolution", Entry(
-        convolution.convolution, convolution.group_count, convolution.convolution_with_halos)),
+        convolution.convolution, convolution.group_count, convolution.convolution_with_halos,
+        strides=needs("weight"))),
     **_aten("convolution_backward", Entry(
-        convolution.convolution, convolution.group_count, convolution.convolution_backward_with_halos)),
+        convolution.convolution, convolution.group_count, convolution.convolution_backward_with_halos,
+        strides=needs("weight"))),
 
     # pooling and resampling
     **_aten("max_pool2d_with_indices", Entry(pooling.pooled(2), expand=pooling.max_pool(2))),
     **_aten("max_pool2d_with_indices_backward", Entry(pooling.pooled(2), expand=pooling.max_pool_backward(2))),
-    **_aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool(3))),
-    **_aten("max_pool3d_with_indices_backward", Entry(pooling.pooled(3), expand=pooling.max_pool_backward(3))),
+    **_aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool(3), strides=needs("self"))),
+    **_aten("max_pool3d_with_indices_backward", Entry(
+        pooling.pooled(3), expand=pooling.max_pool_backward(3), strides=needs("grad_output self indices"))),
     **_aten("avg_pool2d avg_pool2d_backward", Entry(pooling.pooled(2), expand=pooling.average_pool(2))),
     **_aten("avg_pool3d avg_pool3d_backward", Entry(pooling.pooled(3), expand=pooling.average_pool(3))),
     **_aten("_adaptive_avg_pool2d", Entry(pooling.averaged_to_size(2), pooling.size_of_output(2))),
@@ -198,6 +208,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         pooling.whole_planes(2))),
     **_aten("reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward", Entry(
         pooling.whole_planes(3))),
+    **_aten("im2col col2im", Entry(pooling.columns)),
     **{op: entry for spatial in (1, 2, 3) for op, entry in _upsampled(spatial).items()},
     **_aten("upsample_bicubic2d upsample_bicubic2d_backward", _interpolated(2, 2)),
     **_aten("pixel_shuffle", Entry(resampling.shuffled(up=True))),
@@ -207,28 +218,33 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(
         attended("b h q d!, b h k d!, b h k e!, ...b h q k -> b h q e!, b h q", products=2,
                  reductions={"k": ("sum", "")}, expands=("k",), masked=("q",)),
-        expand=attention.flash)),
+        expand=attention.flash, strides=needs(rows="query key value attn_mask"))),
     **_aten("_scaled_dot_product_flash_attention_for_cpu_backward", Entry(
         attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k -> b h q d!, b h k d!, b h k e!",
                  products=5, linear=FIRST, expands=("k",), masked=("q",)),
-        expand=attention.flash_backward)),
+        expand=attention.flash_backward, strides=needs(rows="grad_out query key value out attn_mask"))),
     **_aten("_scaled_dot_product_flash_attention", Entry(attended(
-        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2))),
+        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2),
+        strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_flash_attention_backward", Entry(attended(
         "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, *r!, *r!, *r!, *r!"
-        " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length)),
+        " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length,
+        strides=needs("logsumexp", rows="grad_out query key value out"))),
     # its logsumexp is padded along the queries
     **_aten("_scaled_dot_product_efficient_attention", Entry(attended(
-        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2))),
+        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2),
+        strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_efficient_attention_backward", Entry(attended(
         "b h q! e!, b h q! d!, b h k! d!, b h k! e!, ...b h q! k!, b h q! e!, b h q!, *r!, *r!"
-        " -> b h q! d!, b h k! d!, b h k! e!, ...b h q! k!", products=5, linear=FIRST))),
+        " -> b h q! d!, b h k! d!, b h k! e!, ...b h q! k!", products=5, linear=FIRST),
+        strides=needs("logsumexp", rows="grad_out_ query key value out"))),
     **_aten("_scaled_dot_product_cudnn_attention", Entry(attended(
         "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q! *r!, *r!, *r!, *r!, *r!, *r!, *r!, *r!",
-        products=2))),
+        products=2), strides=needs(rows="query key value"))),
     **_aten("_scaled_dot_product_cudnn_attention_backward", Entry(attended(
         "b h q! e!, b h q! d!, b h k! d!, b h k! e!, b h q! e!, b h q! *r!, *r!, *r!, ...b h q! k!, *r!, *r!"
-        " -> b h q! d!, b h k! d!, b h k! e!", products=5, linear=FIRST))),
+        " -> b h q! d!, b h k! d!, b h k! e!", products=5, linear=FIRST),
+        strides=needs("logsumexp", rows="grad_out query key value out"))),
 
     # embedding and losses
     **_aten("embedding", Entry(
@@ -244,9 +260,10 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("_log_softmax_backward_data", Entry(
         along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=True))),
     **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expansions.nll)),
-    **_aten("nll_loss_backward nll_loss2d_backward", Entry(nll_backward, expand=expansions.nll_backward)),
-    **_own("ctc_loss", Entry(ctc.rule)),
-    **_own("ctc_loss_backward", Entry(ctc.rule_backward)),
+    **_aten("nll_loss_backward nll_loss2d_backward", Entry(
+        nll_backward, expand=expansions.nll_backward, strides=needs("self"))),
+    **_own("ctc_loss", Entry(ctc.rule, strides=needs("targets"))),
+    **_own("ctc_loss_backward", Entry(ctc.rule_backward, strides=needs("targets"))),
     **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
     **_aten("binary_cross_entropy_with_logits", Entry(_logits_loss, expand=expansions.share(_logits_loss))),
     **_aten("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", Entry(
@@ -254,18 +271,26 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
 
     # norms
     **_aten("native_layer_norm", Entry(normalized, expand=layer_norm.layer_norm)),
-    **_aten("native_layer_norm_backward", Entry(normalized, expand=layer_norm.layer_norm_gradients)),
+    **_aten("native_layer_norm_backward", Entry(
+        normalized, expand=layer_norm.layer_norm_gradients, strides=needs("mean rstd"))),
     **_aten("_fused_rms_norm", Entry(normalized, expand=layer_norm.rms_norm)),
-    **_aten("_fused_rms_norm_backward", Entry(normalized, expand=layer_norm.rms_norm_gradients)),
+    **_aten("_fused_rms_norm_backward", Entry(
+        normalized, expand=layer_norm.rms_norm_gradients, strides=needs("grad_out input rstd weight"))),
     **_aten("_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats "
             "_native_batch_norm_legit_no_training", Entry(
         normalization.batch_norm, expand=normalization.batch_norm_statistics)),
     **_aten("native_batch_norm_backward", Entry(
-        normalization.batch_norm_backward, expand=normalization.batch_norm_gradients)),
+        normalization.batch_norm_backward, expand=normalization.batch_norm_gradients,
+        strides=needs("grad_out input weight running_mean running_var save_mean save_invstd"))),
     **_aten("native_group_norm", Entry(
-        normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics)),
+        normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics,
+        strides=needs("input weight bias"))),
+    **_aten("_weight_norm_interface", Entry(weight_normalized, strides=needs("v g"))),
+    **_aten("_weight_norm_interface_backward", Entry(
+        weight_normalized, strides=needs("grad_w saved_v saved_g saved_norms"))),
     **_aten("native_group_norm_backward", Entry(
-        normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients)),
+        normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients,
+        strides=needs("grad_out input mean rstd weight"))),
 
     # reductions
     **_aten("sum sum.dim_IntList", Entry(reduce("sum"))),
@@ -294,6 +319,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     # along a dim
     **_aten("cumsum", Entry(reductions.running, expand=reductions.cumsum)),
     **_aten("cumprod logcumsumexp sort argsort topk", Entry(along(the_dim))),
+    **_aten("glu glu_backward", Entry(halves)),
+    **_aten("_fft_c2c _fft_r2c _fft_c2r", Entry(transformed)),
     **_aten("flip", Entry(along(the_dims, linear=FIRST))),
     **_aten("roll", Entry(along(the_dims, linear=FIRST))),
     **_aten("tril triu", Entry(reductions.triangle, expand=reductions.cut_triangle)),
@@ -338,7 +365,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("unfold_backward", Entry(indexing.unfold_backward, local.shape_of_output("input_sizes"))),
     **_aten("diagonal", Entry(indexing.diagonal)),
     **_aten("diagonal_backward", Entry(indexing.diagonal_backward, local.shape_of_output("input_sizes"))),
-    **_aten("view_as_complex", Entry(from_template("*i r! -> *i", linear=FIRST))),
+    **_aten("view_as_complex", Entry(
+        from_template("*i r! -> *i", linear=FIRST), strides=needs(pairs="self"))),
     **_aten("view_as_real", Entry(from_template("*i -> *i r!", linear=FIRST))),
     **_aten("bucketize.Tensor", Entry(from_template("*i, b! -> *i"))),
 
@@ -352,7 +380,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
             Entry(pointwise(FIRST))),
     **_aten("_to_copy", Entry(pointwise(to_dtype))),
     **_aten("masked_fill.Scalar", Entry(pointwise(filled_with_zero))),
-    **_aten("add.Tensor sub.Tensor rsub.Tensor", Entry(pointwise(BOTH))),
+    **_aten("add.Tensor sub.Tensor rsub.Tensor complex", Entry(pointwise(BOTH))),
     **_aten("mul.Tensor", Entry(pointwise(EACH))),
     **_aten("div.Tensor", Entry(pointwise(FIRST))),
     **_aten("div.Scalar_mode", Entry(pointwise(true_division))),
@@ -361,6 +389,8 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("where.self", Entry(pointwise(((1, 2),)))),
     **_aten("masked_fill.Tensor", Entry(pointwise(((0, 2),)))),
     **_aten("copy", Entry(pointwise(((1,),)))),
+    **_aten("log_sigmoid_forward", Entry(pointwise_with_buffer())),
+    **_aten("log_sigmoid_backward", Entry(pointwise_with_buffer(FIRST))),
     # backward ops are linear in the gradient
     **_aten("gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward "
             "leaky_relu_backward elu_backward softplus_backward mish_backward hardswish_backward "
