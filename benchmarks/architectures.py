@@ -1,0 +1,425 @@
+"""Every architecture of `transformers`: `python benchmarks/architectures.py [--only NAME ...] [--resume] [--jobs N]`.
+
+Each model type gets its best class with a loss (one without: the squares of its outputs), is built at tiny size with
+random weights (`tiny.py`), trains a step in eager PyTorch in float64 (float32 where that fails), and is captured,
+planned by the solver, by `fsdp` and by `megatron` on 2 x 2 ranks, and run on these, simulated in one process. Loss,
+outputs, every gradient and every buffer are compared with eager. A model that draws random numbers besides its
+dropouts, which are 0, is compared with autopar's step on one rank, whose numbers are the same.
+
+Each architecture has a process, a time and a memory limit of its own. Its row is appended to a file of JSON lines as
+soon as it is known; with `--resume` what stands there is not run again. Ends with a table of outcomes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[0] = str(ROOT / "tests")
+sys.path.insert(1, str(ROOT / "benchmarks"))
+
+MESH = {"dp": 2, "tp": 2}
+SOLVERS = ("dp", "fsdp", "megatron")
+TOLERANCE = 1e-5
+EAGER_SECONDS = 45.0
+"""What finding a size that trains may take, less than a process has in all."""
+LARGEST_PARAMETERS = 12_000_000
+SEED = 5
+IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch.export",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "autopar.api",
+    "autopar.runtime.simulate",
+)
+"""What each process needs, imported once."""
+
+OUTCOMES = (
+    "equal in all three",
+    "wrong",
+    "crash",
+    "no plan",
+    "not planned in time",
+    "refused",
+    "captured",
+    "cannot train in eager",
+    "not done in time",
+    "died",
+)
+"""What can come of an architecture. `refused`: capture says in one sentence why not. `captured`: all that was asked
+for with `--capture`. `crash`: an error that is no ValueError."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trains:
+    """A model that trains a step, and how it was made."""
+
+    case: Any
+    expected: Any
+    random: bool
+    how: Row
+
+
+# ---- in the process of one architecture ---------------------------------------------------------------
+
+
+def measure(name: str, capture_only: bool, memory_bytes: int, results: Connection) -> None:
+    """One architecture. Sends its row after each stage, so that a process that is ended has said how far it was."""
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    row: Row = {"model": name, "stage": "eager", "seconds": {}}
+    started = time.perf_counter()
+
+    def entered(stage: str) -> None:
+        nonlocal started
+        now = time.perf_counter()
+        row["seconds"][row["stage"]] = round(now - started, 2)
+        row["stage"], started = stage, now
+        results.send(row)
+
+    results.send(row)
+    try:
+        _measure(row, name, capture_only, entered)
+    except Exception as error:
+        row["outcome"] = row.get("outcome") or "crash"
+        row["error"] = _told(error)
+        row["traceback"] = traceback.format_exc()[-3000:]
+    entered("done")
+
+
+def _measure(row: Row, name: str, capture_only: bool, entered: Any) -> None:
+    import models
+    import tiny
+    import torch
+    import transformers
+
+    from autopar.planner import Planner
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    architecture = next(a for a in tiny.architectures() if a.name == name)
+    errors: list[str] = []
+    trains = next(_training(architecture, errors), None)
+    if trains is None:
+        row |= {"outcome": "cannot train in eager", "error": errors[0] if errors else "no class", "errors": errors[:12]}
+        return
+    row |= trains.how
+    case = trains.case
+    entered("capture")
+    try:
+        planner = Planner(case.model, MESH, case.args, case.kwargs, loss_fn=case.loss_fn)
+    except ValueError as error:
+        row |= {"outcome": "refused", "error": _told(error), "traceback": traceback.format_exc()[-3000:]}
+        return
+    row |= {"nodes": len(planner.captured.graph.nodes), "without_rule": dict(planner.space.without_rule)}
+    if capture_only:
+        row["outcome"] = "captured"
+        return
+    expected = trains.expected
+    if trains.random:
+        one = Planner(case.model, {"a": 1}, case.args, case.kwargs, loss_fn=case.loss_fn)
+        expected = models.simulated(one.program(one.plan(solver="dp")), one.captured, case, seed=SEED)
+    found: dict[str, Row] = row.setdefault("plans", {})
+    for solver in SOLVERS:
+        entered(f"plan {solver}")
+        try:
+            program = planner.program(planner.plan(solver=solver))
+        except ValueError as error:
+            found[solver] = {"outcome": "no plan", "error": _told(error)}
+            continue
+        except Exception as error:
+            found[solver] = {"outcome": "crash", "error": _told(error), "traceback": traceback.format_exc()[-3000:]}
+            continue
+        entered(f"run {solver}")
+        try:
+            differences = models.differences(models.simulated(program, planner.captured, case, seed=SEED), expected)
+        except Exception as error:
+            kind = "wrong" if isinstance(error, AssertionError) else "crash"
+            found[solver] = {"outcome": kind, "error": _told(error), "traceback": traceback.format_exc()[-3000:]}
+            continue
+        worst = max(differences, key=lambda what: (differences[what] != differences[what], differences[what]))
+        equal = differences[worst] <= TOLERANCE
+        found[solver] = {"outcome": "equal" if equal else "wrong", "worst": worst, "difference": differences[worst]}
+        found[solver]["differ"] = sum(not d <= TOLERANCE for d in differences.values())
+    kinds = {plan["outcome"] for plan in found.values()}
+    row["outcome"] = next((o for o in ("wrong", "crash", "no plan") if o in kinds), "equal in all three")
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:600]
+
+
+def _training(architecture: Any, errors: list[str]) -> Iterator[Trains]:
+    """Sizes, classes and batches with which a step trains, the most wanted first."""
+    import tiny
+    import torch
+    import transformers
+
+    ends = time.perf_counter() + EAGER_SECONDS
+    default = transformers.models.auto.configuration_auto.CONFIG_MAPPING[architecture.name]
+    for made, batch in architecture.classes:
+        for scale, rules in enumerate(tiny.SCALES):
+            for dtype in (torch.float64, torch.float32):
+                if time.perf_counter() > ends:
+                    return
+                how = {"class": made, "batch": batch, "scale": scale, "dtype": str(dtype).removeprefix("torch.")}
+                try:
+                    config = tiny.Shrinking(rules=rules).config(default())
+                    yield from _steps(getattr(transformers, made), config, dtype, batch, how, errors, ends)
+                except Exception as error:
+                    errors.append(f"{made}, scale {scale}, {how['dtype']}: {_told(error)[:300]}{_line(error)}")
+                    if isinstance(error, MemoryError):
+                        return
+
+
+def _line(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({last.filename}:{last.lineno})"
+
+
+def _steps(
+    made: Any, config: Any, dtype: Any, batch: str, how: Row, errors: list[str], ends: float
+) -> Iterator[Trains]:
+    import batches
+    import models
+    import tiny
+    import torch
+
+    with torch.device("meta"):
+        count = _parameters(made, config)
+    if count > LARGEST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters")
+    torch.manual_seed(0)
+    model = _still(made(config).to(dtype)).train()
+    for kwargs in batches.Batches(model, dtype).of(batch):
+        if time.perf_counter() > ends:
+            return
+        loss_fn = _squares if batch == tiny.WITHOUT_LOSS else None
+        case = models.Case(model=model, batch=lambda step, kwargs=kwargs: ((), dict(kwargs)), loss_fn=loss_fn)
+        try:
+            if loss_fn is None:
+                with torch.no_grad():
+                    if getattr(model(**kwargs), "loss", None) is None:
+                        raise ValueError("its output has no loss")
+            models.perturbed(case)
+            torch.manual_seed(SEED)
+            expected = models.eager(case)
+            torch.manual_seed(SEED + 1)
+            other = models.eager(case)
+        except Exception as error:
+            errors.append(f"{how['class']}, scale {how['scale']}, {how['dtype']}: {_told(error)[:300]}{_line(error)}")
+            continue
+        random = any(not d <= TOLERANCE for d in models.differences(other, expected).values())
+        yield Trains(case=case, expected=expected, random=random, how={**how, "parameters": count, "random": random})
+
+
+def _parameters(made: Any, config: Any) -> int:
+    """How many, if the class can be made without them; 0 otherwise."""
+    try:
+        return sum(p.numel() for p in made(config).parameters())
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _still(model: Any) -> Any:
+    """The model with every dropout at 0."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if "Dropout" in type(module).__name__ and hasattr(module, "p"):
+            module.p = 0.0
+    return model
+
+
+def _squares(output: Any) -> Any:
+    """The mean squares of all that is differentiable in an output."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.square().mean() for leaf in leaves]).sum()
+
+
+# ---- the processes ------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A process, and the last that it said."""
+
+    process: Any
+    receiver: Connection
+    row: Row
+    started: float
+
+
+def sweep(names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of all, as they come, at most `options.jobs` at a time."""
+    # a server that has imported what takes seconds to import
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    waiting, running = list(names), list[Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                running.append(_start(context, waiting.pop(0), options))
+            wait([r.receiver for r in running], timeout=1.0)
+            for one in list(running):
+                if _has_ended(one, options.timeout):
+                    running.remove(one)
+                    yield _ended(one)
+    finally:
+        for one in running:
+            _end(one)
+
+
+def _start(context: Any, name: str, options: argparse.Namespace) -> Running:
+    receiver, sender = context.Pipe(duplex=False)
+    memory = int(options.memory * 2**30)
+    process = context.Process(target=measure, args=(name, options.capture, memory, sender))
+    process.start()
+    sender.close()
+    return Running(
+        process=process, receiver=receiver, row={"model": name, "stage": "start"}, started=time.perf_counter()
+    )
+
+
+def _has_ended(one: Running, timeout: float) -> bool:
+    try:
+        while one.receiver.poll():
+            one.row = one.receiver.recv()
+    except EOFError:
+        return True
+    return one.row["stage"] == "done" or time.perf_counter() - one.started > timeout
+
+
+def _ended(one: Running) -> Row:
+    took = time.perf_counter() - one.started
+    alive = one.process.is_alive()
+    _end(one)
+    row = one.row
+    row["seconds_in_all"] = round(took, 1)
+    if row["stage"] != "done":
+        late = "not planned in time" if row["stage"].startswith("plan") else "not done in time"
+        row["outcome"] = late if alive else "died"
+        row["error"] = f"in {row['stage']}, after {took:.0f} s"
+    return row
+
+
+def _end(one: Running) -> None:
+    """Ends a process with those that it forked."""
+    if one.row["stage"] != "done":
+        try:
+            os.killpg(one.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            one.process.kill()  # before it was the first of a group
+    one.process.join()
+    one.receiver.close()
+
+
+# ---- what is shown ------------------------------------------------------------------------------------
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """What came of it, in a line."""
+    plans = row.get("plans", {})
+    reasons = [
+        f"{s}: {p['outcome']}, {p.get('error') or _worst(p)}" for s, p in plans.items() if p["outcome"] != "equal"
+    ]
+    if "error" in row:
+        reasons.insert(0, row["error"])
+    return f"{row['outcome']}{': ' if reasons else ''}{'; '.join(reasons)}"
+
+
+def _worst(plan: Mapping[str, Any]) -> str:
+    return f"{plan['worst']} by {plan['difference']:.1e} ({plan['differ']} differ)"
+
+
+def printed(rows: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=180)
+    table = Table("outcome", "architectures", "which")
+    for outcome in OUTCOMES:
+        there = [row for row in rows if row["outcome"] == outcome]
+        if there:
+            table.add_row(outcome, str(len(there)), ", ".join(row["model"] for row in there))
+    console.print(table)
+    for row in rows:
+        if row["outcome"] not in ("equal in all three", "captured", "cannot train in eager"):
+            console.print(f"{row['model']} ({row.get('class', '')}): {told(row)[:400]}", markup=False)
+    seconds = [row["seconds_in_all"] for row in rows]
+    if seconds:
+        console.print(f"{len(rows)} architectures, {sum(seconds):.0f} s, {sum(seconds) / len(seconds):.1f} s each")
+
+
+def read(file: Path) -> dict[str, Row]:
+    """The last row of each architecture."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {row["model"]: row for row in map(json.loads, lines)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="model types, such as llama")
+    parser.add_argument("--outcome", nargs="+", choices=OUTCOMES, help="run again those whose last row says this")
+    parser.add_argument("--without-loss", action="store_true", help="model types without a loss, too")
+    parser.add_argument("--resume", action="store_true", help="leave out those with a row")
+    parser.add_argument("--capture", action="store_true", help="only train in eager and capture")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds for an architecture")
+    parser.add_argument("--memory", type=float, default=16.0, help="GiB of addresses for an architecture")
+    parser.add_argument("--rows", type=Path, default=Path("architectures.jsonl"))
+    parser.add_argument("--list", action="store_true", help="print what there is")
+    parser.add_argument("--show", action="store_true", help="print the table of the rows that there are")
+    options = parser.parse_args()
+    import tiny
+
+    rows = read(options.rows)
+    if options.show:
+        return printed(list(rows.values()))
+    every = tiny.architectures()
+    if unknown := sorted(set(options.only or ()) - {a.name for a in every}):
+        parser.error(f"transformers has no {', '.join(unknown)}; --list prints what it has")
+    names = options.only or [a.name for a in every if a.has_loss or options.without_loss]
+    if options.outcome:
+        names = [name for name in names if name in rows and rows[name]["outcome"] in options.outcome]
+    elif options.resume:
+        names = [name for name in names if name not in rows]
+    if options.list:
+        return print("\n".join(names))
+    with options.rows.open("a") as file:
+        for number, row in enumerate(sweep(names, options), 1):
+            file.write(json.dumps(row, default=str) + "\n")
+            file.flush()
+            rows[row["model"]] = row
+            print(f"{number}/{len(names)} {row['model']} [{row['seconds_in_all']:.0f} s] {told(row)[:200]}", flush=True)
+    printed(list(rows.values()))
+
+
+if __name__ == "__main__":
+    main()
