@@ -38,7 +38,9 @@ SOLVERS = ("dp", "fsdp", "megatron")
 TOLERANCE = 1e-5
 EAGER_SECONDS = 45.0
 """What finding a size that trains may take, less than a process has in all."""
-LARGEST_PARAMETERS = 12_000_000
+WAITING = 5
+"""How many times its seconds of a processor a process may take on a busy machine."""
+LARGEST_PARAMETERS = 25_000_000
 SEED = 5
 IMPORTED = (
     "torch",
@@ -83,10 +85,15 @@ class Trains:
 # ---- in the process of one architecture ---------------------------------------------------------------
 
 
-def measure(name: str, capture_only: bool, memory_bytes: int, results: Connection) -> None:
+def measure(name: str, capture_only: bool, memory_bytes: int, seconds: int, results: Connection) -> None:
     """One architecture. Sends its row after each stage, so that a process that is ended has said how far it was."""
     os.setpgid(0, 0)
+    # torch prints the graph of what it cannot export; what went wrong is in the row
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, sys.stdout.fileno())
+    os.dup2(silence, sys.stderr.fileno())
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     row: Row = {"model": name, "stage": "eager", "seconds": {}}
     started = time.perf_counter()
 
@@ -118,7 +125,7 @@ def _measure(row: Row, name: str, capture_only: bool, entered: Any) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     architecture = next(a for a in tiny.architectures() if a.name == name)
     errors: list[str] = []
     trains = next(_training(architecture, errors), None)
@@ -282,15 +289,16 @@ def sweep(names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     waiting, running = list(names), list[Running]()
+    longest = WAITING * options.timeout
     try:
         while waiting or running:
             while waiting and len(running) < options.jobs:
                 running.append(_start(context, waiting.pop(0), options))
             wait([r.receiver for r in running], timeout=1.0)
             for one in list(running):
-                if _has_ended(one, options.timeout):
+                if _has_ended(one, longest):
                     running.remove(one)
-                    yield _ended(one)
+                    yield _ended(one, longest)
     finally:
         for one in running:
             _end(one)
@@ -299,7 +307,7 @@ def sweep(names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
 def _start(context: Any, name: str, options: argparse.Namespace) -> Running:
     receiver, sender = context.Pipe(duplex=False)
     memory = int(options.memory * 2**30)
-    process = context.Process(target=measure, args=(name, options.capture, memory, sender))
+    process = context.Process(target=measure, args=(name, options.capture, memory, options.timeout, sender))
     process.start()
     sender.close()
     return Running(
@@ -316,15 +324,15 @@ def _has_ended(one: Running, timeout: float) -> bool:
     return one.row["stage"] == "done" or time.perf_counter() - one.started > timeout
 
 
-def _ended(one: Running) -> Row:
+def _ended(one: Running, timeout: float) -> Row:
     took = time.perf_counter() - one.started
-    alive = one.process.is_alive()
     _end(one)
+    late = took > timeout or one.process.exitcode == -signal.SIGXCPU
     row = one.row
     row["seconds_in_all"] = round(took, 1)
     if row["stage"] != "done":
-        late = "not planned in time" if row["stage"].startswith("plan") else "not done in time"
-        row["outcome"] = late if alive else "died"
+        planning = "not planned in time" if row["stage"].startswith("plan") else "not done in time"
+        row["outcome"] = planning if late else "died"
         row["error"] = f"in {row['stage']}, after {took:.0f} s"
     return row
 
@@ -391,7 +399,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out those with a row")
     parser.add_argument("--capture", action="store_true", help="only train in eager and capture")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds for an architecture")
+    parser.add_argument("--timeout", type=int, default=150, help="seconds of a processor for an architecture")
     parser.add_argument("--memory", type=float, default=16.0, help="GiB of addresses for an architecture")
     parser.add_argument("--rows", type=Path, default=Path("architectures.jsonl"))
     parser.add_argument("--list", action="store_true", help="print what there is")

@@ -47,9 +47,9 @@ class Batches:
             if make := INPUTS.get(name):
                 made[name] = make(self)
         if "pixel_values" in made and "input_ids" in made:
-            self._placed(made, "get_image_features", "pixel_values", ("image_token_id", "image_token_index"))
+            self._placed(made, "get_image_features", ("image_token_id", "image_token_index"))
         if "input_features" in made and "input_ids" in made:
-            self._placed(made, "get_audio_features", "input_features", ("audio_token_id", "audio_token_index"))
+            self._placed(made, "get_audio_features", ("audio_token_id", "audio_token_index"))
         if "input_ids" in made and "attention_mask" in self.takes:
             made["attention_mask"] = self._mask(made["input_ids"].shape[1])
         if "input_ids" in made and "decoder_input_ids" in self.takes and not self.config.is_encoder_decoder:
@@ -58,13 +58,14 @@ class Batches:
             made["return_loss"] = True
         return made
 
-    def _placed(self, made: Batch, method: str, of: str, names: tuple[str, ...]) -> None:
+    def _placed(self, made: Batch, method: str, names: tuple[str, ...]) -> None:
         """Puts as many places for features into the text as there are."""
         token = next((t for n in names if isinstance(t := getattr(self.config, n, None), int)), None)
         if token is None or not hasattr(self.model, method):
             return
+        taken = inspect.signature(getattr(self.model, method)).parameters
         with torch.no_grad():
-            features = getattr(self.model, method)(made[of])
+            features = getattr(self.model, method)(**{name: made[name] for name in taken if name in made})
         features = getattr(features, "pooler_output", features)
         rows = sum(f.numel() // f.shape[-1] for f in pytree.tree_leaves(features) if isinstance(f, torch.Tensor))
         places = torch.full((BATCH, rows // BATCH), token)
@@ -156,6 +157,7 @@ INPUTS: Mapping[str, Callable[[Batches], Any]] = {
     "pixel_values_videos": lambda b: b._randn(BATCH, getattr(b.config, "frames_per_clip", 2), 3, IMAGE, IMAGE),
     "input_values": Batches.waves,
     "input_features": Batches.spectrograms,
+    "input_features_mask": lambda b: torch.ones(b.spectrograms().shape[0], FRAMES, dtype=torch.long),
     "past_values": Batches.past,
     "past_time_features": lambda b: b.time_features(b.past()),
     "past_observed_mask": lambda b: torch.ones_like(b.past()),

@@ -87,6 +87,30 @@ def architectures() -> tuple[Architecture, ...]:
 
 Rules = Sequence[tuple[str, Any]]
 
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _window(old: Any) -> Any:
+    return [4] * LAYERS if _is_list(old) else min(old, 4)
+
+
+def _width(old: Any) -> Any:
+    return _scaled(old) if _is_list(old) else min(old, WIDTH)
+
+
+def _narrow(old: Any) -> Any:
+    return WIDTH if isinstance(old, int) and old > WIDTH else old
+
+
+def _scaled(old: Any) -> Any:
+    """Widths of stages, the first 16 wide, in the same proportions."""
+    if not _is_list(old) or not all(isinstance(o, int) for o in old) or not old[0]:
+        return old
+    return [max(16, 16 * o // old[0] // 16 * 16) for o in old]
+
+
 DEPTH: Rules = (
     (r"(num_|n_)?((encoder|decoder|hidden|attention|text|vision|audio|speech|t2u|lstm)_)*layers?", LAYERS),
     (
@@ -122,7 +146,7 @@ CORE: Rules = (
         HEADS,
     ),
     (r"(swa_|cross_|decoder_|encoder_)?num_(key_value|kv)_heads|multi_query_group_num|n_head_kv", KEY_HEADS),
-    (r"(.*_)?hidden_size|d_model|n_embd|(text_|vision_|out_)?embed_dim|hidden_dim|dim|embedding_size|emb_dim", WIDTH),
+    (r"(.*_)?hidden_size|d_model|n_embd|(text_|vision_|out_)?embed_dim|hidden_dim|dim|embedding_size|emb_dim", _width),
     (r"(.*_)?(intermediate|feed_forward)_size|.*ffn_dim|d_ff|n_inner|d_inner|.*mlp_dim|ffn_hidden_size|ffn_dim", INNER),
     (r"(.*_)?dim_feedforward|feedforward_dim|.*intermediate_dim", INNER),
 )
@@ -137,17 +161,20 @@ PARTS: Rules = (
     (r"(mamba_d_)?(state_size|d_state)|ssm_state_size|mamba_d_state", HEAD_WIDTH),
     (r"(mamba_)?chunk_size|chunk_length", 4),
     (r"mamba_d_head|mamba_head_dim", 16),
-    (r"sliding_window|attention_window(_size)?|local_attention|block_size|window_size", lambda old: _window(old)),
+    (r"sliding_window|attention_window(_size)?|local_attention|block_size|window_size", _window),
     (r"expert_capacity", 16),
-    (r"(hidden|embed|embedding|decoder_hidden|encoder_hidden|neck_hidden)_(sizes|dims)", lambda old: _scaled(old)),
+    (r"(hidden|embed|embedding|decoder_hidden|encoder_hidden|neck_hidden)_(sizes|dims)|embed_dim_per_stage", _scaled),
     (r"conv_dim", lambda old: [16] * len(old) if _is_list(old) else WIDTH),
     (r"num_conv_pos_embeddings", 8),
     (r"num_conv_pos_embedding_groups", 2),
-    (r".*(_dim|_channels|_width|projection_size|proj_size|_units)|width|projection_dim", lambda old: _narrow(old)),
+    (r".*(_dim|_channels|_width|projection_size|proj_size|_units)|width|projection_dim", _narrow),
 )
 
 SCALES: tuple[Rules, ...] = ((*DEPTH, *INPUTS, *CORE, *PARTS), (*DEPTH, *INPUTS, *CORE), (*DEPTH, *INPUTS), DEPTH)
 """What is made small, from all to little: the first with which a model trains is taken."""
+
+GIVEN: Mapping[str, Any] = {"num_experts_per_tok": 2}
+"""What has no default, and must be there."""
 
 STILL: Mapping[str, Any] = {
     "use_cache": False,
@@ -168,23 +195,15 @@ FIRST_TOKENS: Mapping[str, int] = {
 }
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
+WITHOUT_TIMM: Mapping[str, Any] = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
 
 
-def _window(old: Any) -> Any:
-    return [4] * LAYERS if _is_list(old) else min(old, 4)
+def _backbone() -> Any:
+    """A backbone of `transformers` in the place of one of a package that need not be there."""
+    from transformers import ResNetConfig
 
-
-def _narrow(old: Any) -> Any:
-    return WIDTH if isinstance(old, int) and old > WIDTH else old
-
-
-def _scaled(old: Any) -> Any:
-    """Widths of stages, the first 16 wide, in the same proportions."""
-    if not _is_list(old) or not all(isinstance(o, int) for o in old) or not old[0]:
-        return old
-    return [max(16, 16 * o // old[0] // 16 * 16) for o in old]
+    stages = ["stage2", "stage3", "stage4"]
+    return ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1] * 4, out_features=stages)
 
 
 @dataclass
@@ -202,13 +221,26 @@ class Shrinking:
         kept = {k: v for k, v in kept.items() if not (_is_list(v) and len(v) in layers)}
         for key in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
             kept.pop(key, None)
-        return type(default)(**{**kept, **dict(self._changes(default))})
+        made = type(default)(**{**kept, **dict(self._changes(default))})
+        if made.is_encoder_decoder and getattr(made, "decoder_start_token_id", None) is None:
+            made.decoder_start_token_id = FIRST_TOKENS["decoder_start_token_id"]
+        return made
 
     def _changes(self, default: Any) -> Iterator[tuple[str, Any]]:
-        for key, old in vars(default).items():
+        # the kinds of layers last: they say how many there are
+        for key, old in sorted(vars(default).items(), key=lambda item: item[0] == "layer_types"):
             if key.startswith("_"):
                 continue
-            if hasattr(old, "to_diff_dict"):
+            if key == "layer_types" and _is_list(old):
+                # a layer of each kind
+                kinds = [*dict.fromkeys(old)]
+                kinds = kinds if len(kinds) > 1 else LAYERS * kinds
+                yield from (("layer_types", kinds), ("num_hidden_layers", len(kinds)))
+            elif getattr(old, "model_type", None) == "timm_backbone":
+                yield from (("backbone_config", _backbone()), *WITHOUT_TIMM.items())
+            elif old is None and key in GIVEN:
+                yield key, GIVEN[key]
+            elif hasattr(old, "to_diff_dict"):
                 yield key, self.config(old)
             elif key in STILL:
                 yield key, STILL[key]
