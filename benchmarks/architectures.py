@@ -35,13 +35,8 @@ sys.path.insert(1, str(ROOT / "benchmarks"))
 
 MESH = {"dp": 2, "tp": 2}
 SOLVERS = ("dp", "fsdp", "megatron")
-TOLERANCE = 1e-5
-EAGER_SECONDS = 45.0
-"""What finding a size that trains may take, less than a process has in all."""
 WAITING = 5
 """How many times its seconds of a processor a process may take on a busy machine."""
-LARGEST_PARAMETERS = 25_000_000
-SEED = 5
 IMPORTED = (
     "torch",
     "torch._dynamo",
@@ -61,31 +56,27 @@ OUTCOMES = (
     "no plan",
     "not planned in time",
     "refused",
+    "trains in eager",
     "captured",
     "cannot train in eager",
     "not done in time",
     "died",
 )
-"""What can come of an architecture. `refused`: capture says in one sentence why not. `captured`: all that was asked
-for with `--capture`. `crash`: an error that is no ValueError."""
+"""What can come of an architecture. `refused`: capture says in one sentence why not. `crash`: an error that is no
+ValueError. `trains in eager` and `captured`: no more was asked for (`--until`)."""
+
+QUIET = ("equal in all three", "trains in eager", "captured", "cannot train in eager")
+"""Outcomes with nothing to say besides."""
+
+STAGES = ("eager", "capture", "run")
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trains:
-    """A model that trains a step, and how it was made."""
-
-    case: Any
-    expected: Any
-    random: bool
-    how: Row
 
 
 # ---- in the process of one architecture ---------------------------------------------------------------
 
 
-def measure(name: str, capture_only: bool, memory_bytes: int, seconds: int, results: Connection) -> None:
+def measure(name: str, until: str, memory_bytes: int, seconds: int, results: Connection) -> None:
     """One architecture. Sends its row after each stage, so that a process that is ended has said how far it was."""
     os.setpgid(0, 0)
     # torch prints the graph of what it cannot export; what went wrong is in the row
@@ -105,17 +96,20 @@ def measure(name: str, capture_only: bool, memory_bytes: int, seconds: int, resu
         results.send(row)
 
     results.send(row)
+    import steps
+
     try:
-        _measure(row, name, capture_only, entered)
+        _measure(row, name, until, entered)
     except Exception as error:
         row["outcome"] = row.get("outcome") or "crash"
-        row["error"] = _told(error)
+        row["error"] = steps.told(error)
         row["traceback"] = traceback.format_exc()[-3000:]
     entered("done")
 
 
-def _measure(row: Row, name: str, capture_only: bool, entered: Any) -> None:
+def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     import models
+    import steps
     import tiny
     import torch
     import transformers
@@ -128,146 +122,59 @@ def _measure(row: Row, name: str, capture_only: bool, entered: Any) -> None:
     logging.disable(logging.CRITICAL)
     architecture = next(a for a in tiny.architectures() if a.name == name)
     errors: list[str] = []
-    trains = next(_training(architecture, errors), None)
+    trains = next(steps.training(architecture, errors), None)
     if trains is None:
         row |= {"outcome": "cannot train in eager", "error": errors[0] if errors else "no class", "errors": errors[:12]}
         return
     row |= trains.how
     case = trains.case
+    if until == "eager":
+        row["outcome"] = "trains in eager"
+        return
     entered("capture")
     try:
         planner = Planner(case.model, MESH, case.args, case.kwargs, loss_fn=case.loss_fn)
     except ValueError as error:
-        row |= {"outcome": "refused", "error": _told(error), "traceback": traceback.format_exc()[-3000:]}
+        row |= {"outcome": "refused", "error": steps.told(error), "traceback": traceback.format_exc()[-3000:]}
         return
     row |= {"nodes": len(planner.captured.graph.nodes), "without_rule": dict(planner.space.without_rule)}
-    if capture_only:
+    if until == "capture":
         row["outcome"] = "captured"
         return
     expected = trains.expected
     if trains.random:
         one = Planner(case.model, {"a": 1}, case.args, case.kwargs, loss_fn=case.loss_fn)
-        expected = models.simulated(one.program(one.plan(solver="dp")), one.captured, case, seed=SEED)
+        expected = models.simulated(one.program(one.plan(solver="dp")), one.captured, case, seed=steps.SEED)
     found: dict[str, Row] = row.setdefault("plans", {})
     for solver in SOLVERS:
         entered(f"plan {solver}")
         try:
             program = planner.program(planner.plan(solver=solver))
         except ValueError as error:
-            found[solver] = {"outcome": "no plan", "error": _told(error)}
+            found[solver] = {"outcome": "no plan", "error": steps.told(error)}
             continue
         except Exception as error:
-            found[solver] = {"outcome": "crash", "error": _told(error), "traceback": traceback.format_exc()[-3000:]}
+            found[solver] = {
+                "outcome": "crash",
+                "error": steps.told(error),
+                "traceback": traceback.format_exc()[-3000:],
+            }
             continue
         entered(f"run {solver}")
         try:
-            differences = models.differences(models.simulated(program, planner.captured, case, seed=SEED), expected)
+            differences = models.differences(
+                models.simulated(program, planner.captured, case, seed=steps.SEED), expected
+            )
         except Exception as error:
             kind = "wrong" if isinstance(error, AssertionError) else "crash"
-            found[solver] = {"outcome": kind, "error": _told(error), "traceback": traceback.format_exc()[-3000:]}
+            found[solver] = {"outcome": kind, "error": steps.told(error), "traceback": traceback.format_exc()[-3000:]}
             continue
         worst = max(differences, key=lambda what: (differences[what] != differences[what], differences[what]))
-        equal = differences[worst] <= TOLERANCE
+        equal = differences[worst] <= steps.TOLERANCE
         found[solver] = {"outcome": "equal" if equal else "wrong", "worst": worst, "difference": differences[worst]}
-        found[solver]["differ"] = sum(not d <= TOLERANCE for d in differences.values())
+        found[solver]["differ"] = sum(not d <= steps.TOLERANCE for d in differences.values())
     kinds = {plan["outcome"] for plan in found.values()}
     row["outcome"] = next((o for o in ("wrong", "crash", "no plan") if o in kinds), "equal in all three")
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:600]
-
-
-def _training(architecture: Any, errors: list[str]) -> Iterator[Trains]:
-    """Sizes, classes and batches with which a step trains, the most wanted first."""
-    import tiny
-    import torch
-    import transformers
-
-    ends = time.perf_counter() + EAGER_SECONDS
-    default = transformers.models.auto.configuration_auto.CONFIG_MAPPING[architecture.name]
-    for made, batch in architecture.classes:
-        for scale, rules in enumerate(tiny.SCALES):
-            for dtype in (torch.float64, torch.float32):
-                if time.perf_counter() > ends:
-                    return
-                how = {"class": made, "batch": batch, "scale": scale, "dtype": str(dtype).removeprefix("torch.")}
-                try:
-                    config = tiny.Shrinking(rules=rules).config(default())
-                    yield from _steps(getattr(transformers, made), config, dtype, batch, how, errors, ends)
-                except Exception as error:
-                    errors.append(f"{made}, scale {scale}, {how['dtype']}: {_told(error)[:300]}{_line(error)}")
-                    if isinstance(error, MemoryError):
-                        return
-
-
-def _line(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f" ({last.filename}:{last.lineno})"
-
-
-def _steps(
-    made: Any, config: Any, dtype: Any, batch: str, how: Row, errors: list[str], ends: float
-) -> Iterator[Trains]:
-    import batches
-    import models
-    import tiny
-    import torch
-
-    with torch.device("meta"):
-        count = _parameters(made, config)
-    if count > LARGEST_PARAMETERS:
-        raise ValueError(f"{count:,} parameters")
-    torch.manual_seed(0)
-    model = _still(made(config).to(dtype)).train()
-    for kwargs in batches.Batches(model, dtype).of(batch):
-        if time.perf_counter() > ends:
-            return
-        loss_fn = _squares if batch == tiny.WITHOUT_LOSS else None
-        case = models.Case(model=model, batch=lambda step, kwargs=kwargs: ((), dict(kwargs)), loss_fn=loss_fn)
-        try:
-            if loss_fn is None:
-                with torch.no_grad():
-                    if getattr(model(**kwargs), "loss", None) is None:
-                        raise ValueError("its output has no loss")
-            models.perturbed(case)
-            torch.manual_seed(SEED)
-            expected = models.eager(case)
-            torch.manual_seed(SEED + 1)
-            other = models.eager(case)
-        except Exception as error:
-            errors.append(f"{how['class']}, scale {how['scale']}, {how['dtype']}: {_told(error)[:300]}{_line(error)}")
-            continue
-        random = any(not d <= TOLERANCE for d in models.differences(other, expected).values())
-        yield Trains(case=case, expected=expected, random=random, how={**how, "parameters": count, "random": random})
-
-
-def _parameters(made: Any, config: Any) -> int:
-    """How many, if the class can be made without them; 0 otherwise."""
-    try:
-        return sum(p.numel() for p in made(config).parameters())
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def _still(model: Any) -> Any:
-    """The model with every dropout at 0."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-        if "Dropout" in type(module).__name__ and hasattr(module, "p"):
-            module.p = 0.0
-    return model
-
-
-def _squares(output: Any) -> Any:
-    """The mean squares of all that is differentiable in an output."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return torch.stack([leaf.square().mean() for leaf in leaves]).sum()
 
 
 # ---- the processes ------------------------------------------------------------------------------------
@@ -307,7 +214,7 @@ def sweep(names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
 def _start(context: Any, name: str, options: argparse.Namespace) -> Running:
     receiver, sender = context.Pipe(duplex=False)
     memory = int(options.memory * 2**30)
-    process = context.Process(target=measure, args=(name, options.capture, memory, options.timeout, sender))
+    process = context.Process(target=measure, args=(name, options.until, memory, options.timeout, sender))
     process.start()
     sender.close()
     return Running(
@@ -378,7 +285,7 @@ def printed(rows: Sequence[Row]) -> None:
             table.add_row(outcome, str(len(there)), ", ".join(row["model"] for row in there))
     console.print(table)
     for row in rows:
-        if row["outcome"] not in ("equal in all three", "captured", "cannot train in eager"):
+        if row["outcome"] not in QUIET:
             console.print(f"{row['model']} ({row.get('class', '')}): {told(row)[:400]}", markup=False)
     seconds = [row["seconds_in_all"] for row in rows]
     if seconds:
@@ -397,7 +304,7 @@ def main() -> None:
     parser.add_argument("--outcome", nargs="+", choices=OUTCOMES, help="run again those whose last row says this")
     parser.add_argument("--without-loss", action="store_true", help="model types without a loss, too")
     parser.add_argument("--resume", action="store_true", help="leave out those with a row")
-    parser.add_argument("--capture", action="store_true", help="only train in eager and capture")
+    parser.add_argument("--until", choices=STAGES, default="run", help="the last thing that is tried")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--timeout", type=int, default=150, help="seconds of a processor for an architecture")
     parser.add_argument("--memory", type=float, default=16.0, help="GiB of addresses for an architecture")
