@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def decides_by_data(error: Exception) -> bool:
+    """Whether tracing stopped where Python code asks for a value of a tensor: a branch, an index, a size."""
+    return isinstance(error, GuardOnDataDependentSymNode)
 
 
 def is_real(tensor: torch.Tensor) -> bool:

@@ -185,8 +185,7 @@ def capture(
         except CaptureError:
             raise
         except Exception as error:
-            told = f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}"
-            raise CaptureError(f"{told}{_where(error)}") from error
+            raise _refusal(error, model) from error
     if step.outcomes.checks:
         logger.warning(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
@@ -230,11 +229,34 @@ def _joint_graph(
     return conversion.graph(), conversion.constants
 
 
+def _refusal(error: Exception, model: nn.Module) -> CaptureError:
+    """What a trace that ended says to the person."""
+    told = f"{type(model).__name__} cannot be captured as a graph of static shapes"
+    if compat.decides_by_data(error):
+        line = _line(error)
+        return CaptureError(
+            f"{told}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{_where(error)}. A "
+            f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
+        )
+    return CaptureError(f"{told}: {error}{_where(error)}")
+
+
 def _where(error: Exception) -> str:
     """The line of the model at which an error was raised, if its code is in a file."""
+    frame = _frame(error)
+    return f" ({frame.filename}:{frame.lineno} in {frame.name})" if frame else ""
+
+
+def _line(error: Exception) -> str:
+    """What stands there."""
+    frame = _frame(error)
+    return (frame.line or "").strip().rstrip(":") if frame else ""
+
+
+def _frame(error: Exception) -> traceback.FrameSummary | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).exists()]
     lines = [frame for frame in frames if not _is_machinery(Path(frame.filename))]
-    return f" ({lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name})" if lines else ""
+    return lines[-1] if lines else None
 
 
 def _is_machinery(file: Path) -> bool:

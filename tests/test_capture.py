@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -521,6 +522,36 @@ def test_refusals() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"0\.weight is to be on cuda, which is not available"):
             capture(mlp(), (X,), device_type="cuda")
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if mask.any().item():
+            x = x + 1
+        return x.square().sum()
+
+
+class Clamps(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return x.square().sum()
+
+
+class Cuts(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x[: int(mask.sum())].sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [(Branches(), "if mask.any().item()"), (Clamps(), "if not torch.isfinite(x).all()"), (Cuts(), "x[: int(mask")],
+)
+def test_a_decision_by_data_is_refused_with_its_line(model: nn.Module, line: str) -> None:
+    with pytest.raises(ValueError, match="decides by a value of a tensor") as refusal:
+        capture(model, (X, torch.ones(2, dtype=torch.bool)))
+    assert line in str(refusal.value)
+    assert f"{Path(__file__).name}:" in str(refusal.value) and "torch.where" in str(refusal.value)
 
 
 class Reversed(torch.autograd.Function):
