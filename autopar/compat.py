@@ -78,6 +78,16 @@ def _wider(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
     return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
 
 
+def _meta_kernels() -> None:
+    """Shapes of gradients of random numbers, which torch has for real devices alone."""
+    for op in ("_standard_gamma_grad", "_dirichlet_grad"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "Meta"):
+            torch.library.impl(f"aten::{op}", "Meta")(lambda first, *_: torch.empty_like(first))
+
+
+_meta_kernels()
+
+
 def fake_mode() -> FakeTensorMode:
     """A fresh mode under which tensors have shapes and no data. Real tensors that a model closes
     over are let in (and become constants of the graph)."""
@@ -159,7 +169,7 @@ def export_joint(
     calls with their module paths, and AOT autograd makes the functional joint graph of that record.
     """
     with torch.library._scoped_library(_CALLS, "FRAGMENT") as library:
-        with _recorded_functions(library), _masks_as_they_are():
+        with _recorded_functions(library), _as_captured():
             exported = torch.export.export(module, inputs, strict=False)
         tensors = (*inputs, *module.parameters(), *module.buffers())
         lifted = _Lifted(exported, mode, canonical, next((t.device.type for t in tensors), "cpu"))
@@ -173,11 +183,20 @@ def export_joint(
             return _describe(joint.graph_module.graph, lifted)
 
 
-def as_exported() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def as_exported() -> Iterator[None]:
     """Within it a module that runs takes the branches that it takes while it is exported."""
     from torch._export.utils import _compiling_state_context
 
-    return _compiling_state_context()
+    with _compiling_state_context(), _as_captured():
+        yield
+
+
+@contextlib.contextmanager
+def _as_captured() -> Iterator[None]:
+    """Within it parts of torch do what they do in another way, which a graph can hold."""
+    with _masks_as_they_are(), _averaged_norms(), _plain_checkpoints():
+        yield
 
 
 _CALLS = "autopar_calls"
@@ -222,6 +241,53 @@ def _recorded_functions(library: torch.library.Library) -> Iterator[None]:
         yield
     finally:
         function.apply = apply  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """A reentrant checkpoint runs its function twice for memory's sake: a plan decides for itself what is kept. Where
+    no argument requires a gradient, the results have none, as those of the original."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+            return function(*args)
+
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
+
+
+@contextlib.contextmanager
+def _averaged_norms() -> Iterator[None]:
+    """`BatchNorm(momentum=None)` keeps the plain average of what it has seen, whose factor is a number that it reads
+    off a buffer. Here that is arithmetic on the buffer."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    forward = _BatchNorm.forward
+
+    def averaged(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+        if self.momentum is not None or not self.training or count is None or mean is None or var is None:
+            return forward(self, input)
+        self._check_input_dim(input)
+        now_mean, now_var = mean.clone(), var.clone()
+        result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            count.add_(1)
+            for running, now in ((mean, now_mean), (var, now_var)):
+                share = 1.0 / count.to(running.dtype)
+                running.copy_((1.0 - share) * running + share * now)
+        return result
+
+    _BatchNorm.forward = averaged  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = forward  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
