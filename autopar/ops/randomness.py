@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import randomness, variates
+from .. import randomness
 from ..graph import Node, Ref, overload
 from ..layout import Layout, Shape, Split, digits_of, padded_shape
 from ..program import RankIndex
