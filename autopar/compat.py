@@ -138,7 +138,7 @@ class Result:
     """What an output of a joint graph is. `node` is None where there is none (no gradient)."""
 
     node: fx.Node | None
-    kind: Literal["output", "mutation", "parameter gradient", "input gradient"]
+    kind: Literal["output", "mutation", "parameter mutation", "parameter gradient", "input gradient"]
     index: int
 
 
@@ -384,13 +384,36 @@ class _Lifted(nn.Module):
                 self.mutated.append(names[canonical.get(output.target, output.target)])
             else:
                 raise ValueError(
-                    f"the model changes {output.target!r} in place ({output.kind.name}): only buffers may be"
+                    f"the model changes {output.target!r} in place ({output.kind.name}): only buffers and parameters "
+                    f"may be"
                 )
+        self.written = self._written_parameters(mode)
+
+    def _written_parameters(self, mode: FakeTensorMode) -> tuple[str, ...]:
+        """The parameters that forward writes: a run on fakes shows it, of a graph that writes anything."""
+        if not any(_writes(node) for module in self.body[0].modules() for node in module.graph.nodes):
+            return ()
+        known = dict(self.named_parameters())
+        trial = {name: p.detach().clone() for name, p in known.items()}
+        inputs = [o for o in self.order if isinstance(o, int)]
+        placeholders = self.body[0].graph.find_nodes(op="placeholder")
+        values = [
+            trial[o] if o in trial else node.meta["val"].detach().clone()
+            for o, node in zip(self.order, placeholders, strict=True)
+        ]
+        before = {name: tensor._version for name, tensor in trial.items()}
+        assert len(inputs) == len(set(inputs))
+        with mode, torch.no_grad():
+            _Traced(self.body[0], garbage_collect_values=False).run(*values, enable_io_processing=False)
+        return tuple(name for name, tensor in trial.items() if tensor._version != before[name])
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from torch.fx.traceback import preserve_node_meta
 
-        values = [inputs[o] if isinstance(o, int) else getattr(self, o) for o in self.order]
+        # what is written of a parameter is a copy, which is read from then on and is a result of its own; gradients
+        # reach the parameter through it. `_describe` removes the copying.
+        copies = {name: getattr(self, name).clone() for name in self.written}
+        values = [inputs[o] if isinstance(o, int) else copies.get(o, getattr(self, o)) for o in self.order]
         # the recorded nodes hand their module paths to what is traced from them
         cast = torch.autocast(self.kind, dtype=self.autocast, enabled=self.autocast is not None)
         with preserve_node_meta(), cast:
@@ -403,7 +426,11 @@ class _Lifted(nn.Module):
                 outputs.append(result.clone())
             else:
                 getattr(self, name).copy_(result)
-        return tuple(outputs)
+        return *outputs, *(copy.detach().clone() for copy in copies.values())
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 class _Traced(fx.Interpreter):
@@ -450,6 +477,10 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
     placeholders = []
     for node in graph.find_nodes(op="placeholder"):
         kind, index = position(node.meta["desc"])
+        if kind == "parameter" and f"p{index}" in lifted.written:
+            copied = next(user for user in node.users if user.target is torch.ops.aten.clone.default)
+            copied.replace_all_uses_with(node)
+            graph.erase_node(copied)
         placeholders.append(Placeholder(node=node, kind=kind, index=index))
 
     output = graph.output_node()
@@ -460,7 +491,12 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
             continue  # the place of a gradient that nothing asks for
         if isinstance(description, d.PlainAOTOutput):
             assert node.target is torch.ops.aten.clone.default
-            results.append(Result(node=node.args[0], kind="output", index=description.idx))
+            written = description.idx - sum(name is None for name in lifted.mutated)
+            if written < 0:
+                results.append(Result(node=node.args[0], kind="output", index=description.idx))
+            else:
+                index = int(lifted.written[written][1:])
+                results.append(Result(node=node.args[0], kind="parameter mutation", index=index))
         elif isinstance(description, d.GradAOTOutput):
             kind, index = position(description.grad_of)
             if kind in ("parameter", "input"):
@@ -468,7 +504,7 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
         elif isinstance(description, d.InputMutationAOTOutput):
             kind, index = position(description.mutated_input)
             if kind != "buffer":
-                raise ValueError(f"the model changes {description.mutated_input.expr()} in place: only buffers may be")
+                raise ValueError(f"the model changes {description.mutated_input.expr()} in place: only buffers and parameters may be")
             results.append(Result(node=node, kind="mutation", index=index))
         else:
             raise ValueError(f"the joint graph has an output that autopar does not know: {description.expr()}")

@@ -729,8 +729,9 @@ class _Conversion:
         name = None if result.node is None else self.values[result.node]
         if result.kind == "output":
             return GraphOutput(name=name, role="output", target=self.output_paths[result.index])
-        if result.kind == "mutation":
-            return GraphOutput(name=name, role="mutation", target=self.buffers[result.index])
+        if result.kind in ("mutation", "parameter mutation"):
+            written = self.buffers if result.kind == "mutation" else self.parameters
+            return GraphOutput(name=name, role="mutation", target=written[result.index])
         targets = self.parameters if result.kind == "parameter gradient" else self.input_paths
         return GraphOutput(name=name, role="gradient", target=targets[result.index])
 

@@ -16,6 +16,9 @@ from autopar import compat
 from autopar.ops.ctc import ctc_loss
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
     generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes.
@@ -38,10 +41,25 @@ class OtherWays(TorchFunctionMode):
             return ctc_loss(*args, **kwargs)
         if func is torch.Tensor.random_:
             return _random_(*args, **kwargs)
+        if func == _DATA.__get__:
+            return args[0].detach()  # export takes what `.data` gives for a constant
+        if func == _DATA.__set__:
+            return _write_data(*args)
         if func is torch.randint_like:
             # it reads the shape alone, and has no derivative to be traced
             return func(args[0].detach(), *args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`."""
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ValueError(
+            f"forward sets .data of a tensor of {tensor.dtype} {list(tensor.shape)} to one of {value.dtype} "
+            f"{list(value.shape)}: keep its shape and dtype"
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 def _random_(tensor: torch.Tensor, *limits: int, **named: int | None) -> torch.Tensor:

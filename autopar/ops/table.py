@@ -346,7 +346,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         from_template("b!, *i -> *i"), from_template("*i b!, *i n, *i b! -> *i n")))),
 
     # random numbers, by key and global index
-    **_aten("_standard_gamma_grad _dirichlet_grad", Entry(pointwise())),
+    **_aten("_standard_gamma_grad _dirichlet_grad zero", Entry(pointwise())),
     **_own("dropout poisson standard_gamma", Entry(randomness.drawn, place=randomness.held)),
     **_own("uniform normal integers", Entry(
         randomness.drawn, local.shape_of_output("size"), place=randomness.held)),
