@@ -96,6 +96,14 @@ def fake_mode() -> FakeTensorMode:
     return _Kernels(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
 
 
+def stand_in(kind: type[Any]) -> Any:
+    """An empty tensor of a subclass, whatever modes are active: fakes are of no class but their own."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return torch.empty(0).as_subclass(kind)
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar import compat
-from autopar.ops.ctc import ctc_loss
+
+from .selections import Selections
 
 
 _DATA: Any = torch.Tensor.data
@@ -21,12 +22,13 @@ _DATA: Any = torch.Tensor.data
 
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
-    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes.
+    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes: see `Selections`.
     What draws from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()
         self.generators = generators
+        self.selections = Selections()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,8 +39,9 @@ class OtherWays(TorchFunctionMode):
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
             return compat.plain_attention(*args, **kwargs)
-        if func is F.ctc_loss:
-            return ctc_loss(*args, **kwargs)
+        selected = self.selections.traced(func, args, kwargs)
+        if selected is not NotImplemented:
+            return selected
         if func is torch.Tensor.random_:
             return _random_(*args, **kwargs)
         if func == _DATA.__get__:
