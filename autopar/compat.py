@@ -80,12 +80,30 @@ def _wider(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
     return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
 
 
+def _meta_kernels() -> None:
+    """Shapes of gradients of random numbers, which torch has for real devices alone."""
+    for op in ("_standard_gamma_grad", "_dirichlet_grad"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "Meta"):
+            torch.library.impl(f"aten::{op}", "Meta")(lambda first, *_: torch.empty_like(first))
+
+
+_meta_kernels()
+
+
 def fake_mode() -> FakeTensorMode:
     """A fresh mode under which tensors have shapes and no data. Real tensors that a model closes
     over are let in (and become constants of the graph)."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return _Kernels(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
+
+
+def stand_in(kind: type[Any]) -> Any:
+    """An empty tensor of a subclass, whatever modes are active: fakes are of no class but their own."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return torch.empty(0).as_subclass(kind)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -135,7 +153,7 @@ class Result:
     """What an output of a joint graph is. `node` is None where there is none (no gradient)."""
 
     node: fx.Node | None
-    kind: Literal["output", "mutation", "parameter gradient", "input gradient"]
+    kind: Literal["output", "mutation", "parameter mutation", "parameter gradient", "input gradient"]
     index: int
 
 
@@ -189,7 +207,7 @@ def recorded(
     the name that stands for it: tied ones are one input of the joint graph, whose gradient is the total.
     """
     with torch.library._scoped_library(_CALLS, "FRAGMENT") as library, _lean():
-        with _recorded_functions(library), _masks_as_they_are():
+        with _recorded_functions(library), _as_captured():
             exported = torch.export.export(module, inputs, strict=False)
         tensors = (*inputs, *module.parameters(), *module.buffers())
         yield _record(exported, canonical, next((t.device.type for t in tensors), "cpu"))
@@ -222,7 +240,9 @@ def _record(exported: Any, canonical: Mapping[str, str], device_type: str) -> Re
         elif output.kind is OutputKind.BUFFER_MUTATION:
             mutated.append(canonical.get(output.target, output.target))
         else:
-            raise ValueError(f"the model changes {output.target!r} in place ({output.kind.name}): only buffers may be")
+            raise ValueError(
+                f"the model changes {output.target!r} in place ({output.kind.name}): only buffers and parameters may be"
+            )
     return Recorded(
         graph=graph,
         module=exported.graph_module,
@@ -299,11 +319,20 @@ def place_of(node: fx.Node) -> int | None:
     return found
 
 
-def as_exported() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def as_exported() -> Iterator[None]:
     """Within it a module that runs takes the branches that it takes while it is exported."""
     from torch._export.utils import _compiling_state_context
 
-    return _compiling_state_context()
+    with _compiling_state_context(), _as_captured():
+        yield
+
+
+@contextlib.contextmanager
+def _as_captured() -> Iterator[None]:
+    """Within it parts of torch do what they do in another way, which a graph can hold."""
+    with _masks_as_they_are(), _averaged_norms(), _plain_checkpoints():
+        yield
 
 
 _CALLS = "autopar_calls"
@@ -348,6 +377,53 @@ def _recorded_functions(library: torch.library.Library) -> Iterator[None]:
         yield
     finally:
         function.apply = apply  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """A reentrant checkpoint runs its function twice for memory's sake: a plan decides for itself what is kept. Where
+    no argument requires a gradient, the results have none, as those of the original."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+            return function(*args)
+
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
+
+
+@contextlib.contextmanager
+def _averaged_norms() -> Iterator[None]:
+    """`BatchNorm(momentum=None)` keeps the plain average of what it has seen, whose factor is a number that it reads
+    off a buffer. Here that is arithmetic on the buffer."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    forward = _BatchNorm.forward
+
+    def averaged(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+        if self.momentum is not None or not self.training or count is None or mean is None or var is None:
+            return forward(self, input)
+        self._check_input_dim(input)
+        now_mean, now_var = mean.clone(), var.clone()
+        result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            count.add_(1)
+            for running, now in ((mean, now_mean), (var, now_var)):
+                share = 1.0 / count.to(running.dtype)
+                running.copy_((1.0 - share) * running + share * now)
+        return result
+
+    _BatchNorm.forward = averaged  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = forward  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -429,11 +505,32 @@ class _Lifted(nn.Module):
             self.order.append(names[given.target])
         self.names = (tuple(parameters), tuple(buffers))
         self.mutated = tuple(None if target is None else names[target] for target in record.mutated)
+        self.written = self._written_parameters(mode)
+
+    def _written_parameters(self, mode: FakeTensorMode) -> tuple[str, ...]:
+        """The parameters that forward writes: a run on fakes shows it, of a graph that writes anything."""
+        record = self.body[0]
+        regions = [m.graph for m in record.module.modules() if m is not record.module and isinstance(m, fx.GraphModule)]
+        if not any(_writes(node) for graph in (record.graph, *regions) for node in graph.nodes):
+            return ()
+        trial = {name: p.detach().clone() for name, p in self.named_parameters()}
+        values = [
+            trial[o] if o in trial else given.node.meta["val"].detach().clone()
+            for o, given in zip(self.order, record.inputs, strict=True)
+        ]
+        before = {name: tensor._version for name, tensor in trial.items()}
+        with mode, torch.no_grad():
+            body = _Traced(record.module, garbage_collect_values=False, graph=record.graph)
+            body.run(*values, enable_io_processing=False)
+        return tuple(name for name, tensor in trial.items() if tensor._version != before[name])
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from torch.fx.traceback import preserve_node_meta
 
-        values = [inputs[o] if isinstance(o, int) else getattr(self, o) for o in self.order]
+        # what is written of a parameter is a copy, which is read from then on and is a result of its own; gradients
+        # reach the parameter through it. `_describe` removes the copying.
+        copies = {name: getattr(self, name).clone() for name in self.written}
+        values = [inputs[o] if isinstance(o, int) else copies.get(o, getattr(self, o)) for o in self.order]
         # the recorded nodes hand their module paths to what is traced from them
         cast = torch.autocast(self.kind, dtype=self.autocast, enabled=self.autocast is not None)
         with preserve_node_meta(), cast:
@@ -447,7 +544,11 @@ class _Lifted(nn.Module):
                 outputs.append(result.clone())
             else:
                 getattr(self, name).copy_(result)
-        return tuple(outputs)
+        return *outputs, *(copy.detach().clone() for copy in copies.values())
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 class _Traced(fx.Interpreter):
@@ -494,6 +595,10 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
     placeholders = []
     for node in graph.find_nodes(op="placeholder"):
         kind, index = position(node.meta["desc"])
+        if kind == "parameter" and f"p{index}" in lifted.written:
+            copied = next(user for user in node.users if user.target is torch.ops.aten.clone.default)
+            copied.replace_all_uses_with(node)
+            graph.erase_node(copied)
         placeholders.append(Placeholder(node=node, kind=kind, index=index))
 
     output = graph.output_node()
@@ -504,7 +609,12 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
             continue  # the place of a gradient that nothing asks for
         if isinstance(description, d.PlainAOTOutput):
             assert node.target is torch.ops.aten.clone.default
-            results.append(Result(node=node.args[0], kind="output", index=description.idx))
+            written = description.idx - sum(name is None for name in lifted.mutated)
+            if written < 0:
+                results.append(Result(node=node.args[0], kind="output", index=description.idx))
+            else:
+                index = int(lifted.written[written][1:])
+                results.append(Result(node=node.args[0], kind="parameter mutation", index=index))
         elif isinstance(description, d.GradAOTOutput):
             kind, index = position(description.grad_of)
             if kind in ("parameter", "input"):
@@ -512,7 +622,7 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
         elif isinstance(description, d.InputMutationAOTOutput):
             kind, index = position(description.mutated_input)
             if kind != "buffer":
-                raise ValueError(f"the model changes {description.mutated_input.expr()} in place: only buffers may be")
+                raise ValueError(f"the model changes {description.mutated_input.expr()} in place: only buffers and parameters may be")
             results.append(Result(node=node, kind="mutation", index=index))
         else:
             raise ValueError(f"the joint graph has an output that autopar does not know: {description.expr()}")

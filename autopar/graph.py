@@ -94,7 +94,7 @@ class GraphInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOutput:
     """`target` is the path of an output of the model, the name of the parameter (or path of the
-    input) whose gradient it is, or the buffer that it replaces. `name` is None for a gradient or an
+    input) whose gradient it is, or the buffer or parameter that it replaces. `name` is None for a gradient or an
     output that is not a tensor of the graph."""
 
     name: str | None

@@ -69,7 +69,7 @@ class _Part(NamedTuple):
     base: int
 
 
-def _part(shape: Sequence[int], box: Sequence[int] | None, strides: Sequence[int] | None, base: int) -> _Part:
+def part_of(shape: Sequence[int], box: Sequence[int] | None, strides: Sequence[int] | None, base: int) -> _Part:
     """Of a local tensor of this shape."""
     if box is None or strides is None:
         return _Part((math.prod(shape),), (1,), base)
@@ -157,7 +157,7 @@ def dropout(
         kept.fill_(p == 0.0)
     else:
         flat = kept.view(-1)
-        for start, stop, bits in _chunks(key, _part(x.shape, box, strides, base), 0):
+        for start, stop, bits in _chunks(key, part_of(x.shape, box, strides, base), 0):
             torch.le(bits, largest, out=flat[start:stop])
     return x.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
 
@@ -175,14 +175,14 @@ def uniform(
     base: int = 0,
 ) -> torch.Tensor:
     """Numbers of a floating dtype, even in [0, 1): multiples of a power of 2 that the dtype holds exactly."""
-    return _uniform(key, size, dtype, _part(size, box, strides, base), 0)
+    return uniform_of(key, size, dtype, part_of(size, box, strides, base), 0)
 
 
-def _uniform(key: torch.Tensor, size: Sequence[int], dtype: torch.dtype, part: _Part, word: int) -> torch.Tensor:
+def uniform_of(key: torch.Tensor, size: Sequence[int], dtype: torch.dtype, part: _Part, word: int) -> torch.Tensor:
     made = torch.empty(tuple(size), dtype=dtype, device=key.device)
     flat = made.view(-1)
     if dtype == torch.float64:
-        low = _uniform(key, size, torch.float32, part, word + 1).view(-1)
+        low = uniform_of(key, size, torch.float32, part, word + 1).view(-1)
         for start, stop, bits in _chunks(key, part, word):
             high = (bits >> 3) & 0x1FFFFFFF
             torch.add(low[start:stop].double(), high, out=flat[start:stop]).mul_(2.0**-29)
@@ -202,11 +202,15 @@ def normal(
     base: int = 0,
 ) -> torch.Tensor:
     """Numbers with mean 0 and variance 1 (Box and Muller; each element has a pair of its own)."""
-    part = _part(size, box, strides, base)
+    part = part_of(size, box, strides, base)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    radius = _uniform(key, size, wide, part, 0).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
-    angle = _uniform(key, size, wide, part, 2).mul_(2.0 * math.pi)
+    radius = uniform_of(key, size, wide, part, 0).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
+    angle = uniform_of(key, size, wide, part, 2).mul_(2.0 * math.pi)
     return radius.mul_(angle.cos_()).to(dtype)
+
+
+INTEGERS_MOST = 1 << 62
+"""How many integers there may be to choose from."""
 
 
 def integers(
@@ -220,7 +224,7 @@ def integers(
     base: int = 0,
 ) -> torch.Tensor:
     """Integers in [low, high), of 62 random bits modulo their number."""
-    part = _part(size, box, strides, base)
+    part = part_of(size, box, strides, base)
     flat = torch.empty(math.prod(size), dtype=torch.int64, device=key.device)
     for start, stop, bits in _chunks(key, part, 0):
         flat[start:stop] = (bits & 0x7FFFFFFF).to(torch.int64) << 31
@@ -229,12 +233,12 @@ def integers(
     return flat.remainder_(high - low).add_(low).view(tuple(size)).to(dtype)
 
 
-_FORM = "SymInt[]? box=None, SymInt[]? strides=None, SymInt base=0"
+FORM = "SymInt[]? box=None, SymInt[]? strides=None, SymInt base=0"
 OPERATORS: Mapping[Callable[..., Any], str] = {
-    dropout: f"(Tensor key, Tensor x, float p, {_FORM}) -> (Tensor, Tensor)",
-    uniform: f"(Tensor key, SymInt[] size, ScalarType dtype, {_FORM}) -> Tensor",
-    normal: f"(Tensor key, SymInt[] size, ScalarType dtype, {_FORM}) -> Tensor",
-    integers: f"(Tensor key, SymInt[] size, SymInt low, SymInt high, ScalarType dtype, {_FORM}) -> Tensor",
+    dropout: f"(Tensor key, Tensor x, float p, {FORM}) -> (Tensor, Tensor)",
+    uniform: f"(Tensor key, SymInt[] size, ScalarType dtype, {FORM}) -> Tensor",
+    normal: f"(Tensor key, SymInt[] size, ScalarType dtype, {FORM}) -> Tensor",
+    integers: f"(Tensor key, SymInt[] size, SymInt low, SymInt high, ScalarType dtype, {FORM}) -> Tensor",
 }
 
 for _function, _schema in OPERATORS.items():

@@ -32,18 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from autopar import checks, compat
 from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, Ref, TensorMeta, references
-from autopar.ops.ctc import ctc_loss
 from autopar.tree import flatten
 
 from .cut import cut
 from .stamp import Unfit, stamped
+from .ways import Generators, OtherWays
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -467,7 +465,13 @@ class _Step(nn.Module):
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with _written(self.model, self.replaced), _OtherWays(), _unchecked(self.outcomes.checks):
+        generators = Generators(self.model)
+        with (
+            _written(self.model, self.replaced),
+            generators.watched(),
+            OtherWays(generators),
+            _unchecked(self.outcomes.checks),
+        ):
             output = self.model(*args, **kwargs)
         if self.loss_fn[0] is not None:
             output = self.loss_fn[0](output)
@@ -524,22 +528,6 @@ class _Replaced(Exception):
     def __init__(self, names: set[str]) -> None:
         super().__init__(names)
         self.names = names
-
-
-class _OtherWays(TorchFunctionMode):
-    """Functions that are traced as others of the same result. Attention that drops weights out as matrix products and
-    a softmax: fused kernels (on CUDA) drop by a generator of their own, and never show the weights whose index
-    decides. CTC loss as an operator of static shapes."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
-            return compat.plain_attention(*args, **kwargs)
-        if func is F.ctc_loss:
-            return ctc_loss(*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -820,8 +808,9 @@ class _Conversion:
         name = None if result.node is None else self.values[result.node]
         if result.kind == "output":
             return GraphOutput(name=name, role="output", target=self.output_paths[result.index])
-        if result.kind == "mutation":
-            return GraphOutput(name=name, role="mutation", target=self.buffers[result.index])
+        if result.kind in ("mutation", "parameter mutation"):
+            written = self.buffers if result.kind == "mutation" else self.parameters
+            return GraphOutput(name=name, role="mutation", target=written[result.index])
         targets = self.parameters if result.kind == "parameter gradient" else self.input_paths
         return GraphOutput(name=name, role="gradient", target=targets[result.index])
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from autopar import randomness
+from autopar import randomness, variates
 from autopar.compat import all_gather_single, is_profiling, reduce_scatter_single
 from autopar.graph import Ref, overload
 from autopar.liveness import lifetimes
@@ -52,7 +52,7 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "aten.view.default": torch.Tensor.view,
     **{
         f"autopar.{function.__name__}.default": function
-        for module in (randomness, bounds, experts)
+        for module in (randomness, variates, bounds, experts)
         for function in module.OPERATORS
     },
 }

@@ -230,8 +230,8 @@ class _State:
         self.called = False
         self.overlapping: tuple[int, ...] | None = None
         mutated = {o.target for _, o in self.mutations}
-        names = {i.name for i in self.inputs if i.role == "buffer" and i.target in mutated}
-        self.cloned = tuple(i for i, name in enumerate(program.saved) if name in names)
+        held = ("buffer", "parameter")
+        self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
 
     # -- modules and values
 
@@ -457,7 +457,12 @@ class _State:
         for index, o in self.mutations:
             value = made[index]
             assert value is not None
-            self.value(o.target).copy_(value)
+            held = self.value(o.target)
+            if isinstance(held, DTensor):  # a parameter, of which each rank keeps its part
+                shape, layout, mesh = tuple(held.shape), self.layout(o.target), self.program.mesh
+                part = local_slice(value, layout, mesh, self.coordinate)
+                value, held = unpadded(part, shape, layout, mesh, self.coordinate), local_tensor(held)
+            held.copy_(value)
 
     def outputs(self, made: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
         """What the caller sees of each output: whole ones as they are, split ones as DTensors."""
@@ -560,10 +565,9 @@ class _Call:
         with compat.without_autocast(state.device.type):
             made, saved = state.executable.forward(self.values)
         if state.mutations:
-            kept = list(saved)
-            for index in state.cloned:
-                kept[index] = kept[index].clone()
-            saved = tuple(kept)
+            # backward reads what these were, views of them included
+            written = {self.values[index].untyped_storage().data_ptr() for index in state.mutated}
+            saved = tuple(x.clone() if x.untyped_storage().data_ptr() in written else x for x in saved)
             with torch.no_grad():
                 state.write_back(made)
         return made, saved
@@ -643,7 +647,7 @@ def _mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
             return _unserved("output", o.target, o.layout, program)
         if o.role == "mutation" and not _is_whole(o.layout):
             return ValueError(
-                f"buffer {o.target} is written as {describe(o.layout, program.axes)}: buffers are replicated"
+                f"{o.target} is written as {describe(o.layout, program.axes)}: what forward writes is whole"
             )
         if any(isinstance(placement, Partial) for placement in o.layout):
             return ValueError(

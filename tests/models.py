@@ -147,11 +147,13 @@ def perturbed(made: Case) -> Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step makes: outputs by path, gradients by name, and what buffers are then (None: not looked at)."""
+    """What one step makes: outputs by path, gradients by name, and what buffers and parameters are then (None: not
+    looked at)."""
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] | None = None
+    parameters: dict[str, torch.Tensor] | None = None
 
 
 def tangents(output: torch.Tensor) -> torch.Tensor:
@@ -177,6 +179,7 @@ def eager(case: Case, step: int = 0) -> Step:
         outputs={path: value.detach() for path, value in found.items()},
         gradients={name: g for name, g in named.items() if g is not None},
         buffers=dict(model.named_buffers()),
+        parameters=dict(model.named_parameters()),
     )
 
 
@@ -200,7 +203,8 @@ def simulated(program: Program, captured: Captured, case: Case, step: int = 0, s
     return Step(
         outputs=flat(captured.unflatten({leaf.path: made.outputs.get(leaf.path) for leaf in captured.output_leaves})),
         gradients=made.gradients,
-        buffers={**dict(model.named_buffers()), **made.mutations},
+        buffers={name: made.mutations.get(name, buffer) for name, buffer in model.named_buffers()},
+        parameters={name: made.mutations.get(name, parameter) for name, parameter in model.named_parameters()},
     )
 
 
@@ -232,6 +236,8 @@ def differences(found: Step, expected: Step) -> dict[str, float]:
     ]
     if found.buffers is not None and expected.buffers is not None:
         parts.append(("buffer", found.buffers, expected.buffers, 0.0))
+    if found.parameters is not None and expected.parameters is not None:
+        parts.append(("parameter", found.parameters, expected.parameters, 0.0))
     relative: dict[str, float] = {}
     for what, ours, theirs, floor in parts:
         assert ours.keys() == theirs.keys(), f"{what}s of one only: {sorted(ours.keys() ^ theirs.keys())}"

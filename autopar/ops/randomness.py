@@ -60,7 +60,7 @@ def held(call: Call, results: tuple[Layout, ...], mesh: Shape) -> Mapping[str, A
 
 
 Results = tuple[Ref | None, ...]
-Draw = Callable[[Emitter, Call, Ref], Results]
+Draw = Callable[[Emitter, Call, Ref], Results | None]
 
 
 def draws(node: Node) -> bool:
@@ -121,21 +121,89 @@ def _bernoulli(emitter: Emitter, call: Call, key: Ref) -> Results:
     return (emitter.op("aten._to_copy.default", hit, dtype=_dtype(call)),)
 
 
+def _exponentials(emitter: Emitter, key: Ref, shape: Shape, dtype: torch.dtype) -> Ref:
+    """Of mean 1, in float32 or float64. Never 0, whose logarithm is taken where this is used: what is added to a
+    uniform number is the most that does not round one close to 1 up to it."""
+    u = emitter.op("autopar.uniform.default", key, shape, dtype)
+    above = emitter.op("aten.add.Scalar", u, 2.0**-55 if dtype == torch.float64 else 2.0**-26)
+    return emitter.op("aten.neg.default", emitter.op("aten.log.default", above))
+
+
 def _exponential(emitter: Emitter, call: Call, key: Ref) -> Results:
-    """Never 0, whose logarithm is taken where this is used: the smallest number above 0 that a uniform
-    number close to 1 is not rounded up by is 2^-26."""
+    wide = torch.promote_types(_dtype(call), torch.float32)
+    made = _exponentials(emitter, key, _shape(call), wide)
+    return (_cast(emitter, emitter.op("aten.mul.Scalar", made, 1.0 / call.argument("lambd")), call),)
+
+
+def _cast(emitter: Emitter, value: Ref, call: Call) -> Ref:
+    """In the dtype of the call's result."""
+    if emitter.meta(value).dtype == _dtype(call):
+        return value
+    return emitter.op("aten._to_copy.default", value, dtype=_dtype(call))
+
+
+def _geometric(emitter: Emitter, call: Call, key: Ref) -> Results:
+    """The first of many tries that succeeds, counted from 1: an exponential number, rounded up."""
+    made = _exponentials(emitter, key, _shape(call), torch.float64)
+    scaled = emitter.op("aten.mul.Scalar", made, -1.0 / math.log1p(-call.argument("p")))
+    return (_cast(emitter, emitter.op("aten.clamp_min.default", emitter.op("aten.ceil.default", scaled), 1), call),)
+
+
+def _cauchy(emitter: Emitter, call: Call, key: Ref) -> Results:
     wide = torch.promote_types(_dtype(call), torch.float32)
     u = emitter.op("autopar.uniform.default", key, _shape(call), wide)
-    logarithm = emitter.op("aten.log.default", emitter.op("aten.add.Scalar", u, 2.0**-26))
-    made = emitter.op("aten.mul.Scalar", logarithm, -1.0 / call.argument("lambd"))
-    return (made if wide == _dtype(call) else emitter.op("aten._to_copy.default", made, dtype=_dtype(call)),)
+    tangent = emitter.op("aten.tan.default", _scaled(emitter, u, math.pi, -math.pi / 2))
+    return (_cast(emitter, _scaled(emitter, tangent, call.argument("sigma"), call.argument("median")), call),)
+
+
+def _log_normal(emitter: Emitter, call: Call, key: Ref) -> Results:
+    normal = _scaled(emitter, _normal(emitter, call, key), call.argument("std"), call.argument("mean"))
+    return (emitter.op("aten.exp.default", normal),)
+
+
+def _multinomial(emitter: Emitter, call: Call, key: Ref) -> Results:
+    """Without replacement the categories that come in first where each runs for an exponential time over its weight;
+    with replacement those in which random shares of the total weight lie. In float64: a weight of 1e-9 counts."""
+    weights, count = call.argument("self"), call.argument("num_samples")
+    shape = emitter.meta(weights).shape
+    wide = emitter.op("aten._to_copy.default", weights, dtype=torch.float64)
+    if count == 1 or not call.argument("replacement"):
+        times = _exponentials(emitter, key, shape, torch.float64)
+        speeds = emitter.op("aten.div.Tensor", wide, times)
+        if count == 1:
+            return (emitter.op("aten.argmax.default", speeds, -1, True),)
+        return (emitter.ops("aten.topk.default", speeds, count)[1],)
+    sums = emitter.op("aten.cumsum.default", wide, -1)
+    total = emitter.op("aten.slice.Tensor", sums, -1, shape[-1] - 1, shape[-1])
+    share = emitter.op("autopar.uniform.default", key, _shape(call), torch.float64)
+    # a share below 1 of a total is below the total, rounded too: no category past the end
+    places = emitter.op("aten.mul.Tensor", share, total)
+    return (emitter.op("aten.searchsorted.Tensor", sums, places, right=True),)
+
+
+def _parameterized(op: str, parameter: str) -> Draw:
+    """Numbers of a distribution of our own with a parameter at each element."""
+
+    def draw(emitter: Emitter, call: Call, key: Ref) -> Results:
+        return (emitter.op(op, key, call.argument(parameter)),)
+
+    return draw
+
+
+def _dirichlet(emitter: Emitter, call: Call, key: Ref) -> Results:
+    """Gamma numbers over their sum."""
+    wide = emitter.op("aten._to_copy.default", call.argument("self"), dtype=torch.float64)
+    gammas = emitter.op("autopar.standard_gamma.default", key, wide)
+    share = emitter.op("aten.div.Tensor", gammas, emitter.op("aten.sum.dim_IntList", gammas, (-1,), True))
+    return (_cast(emitter, share, call),)
 
 
 def _integers(low: str = "") -> Draw:
-    def draw(emitter: Emitter, call: Call, key: Ref) -> Results:
-        least = call.argument(low) if low else 0
-        range_ = (least, call.argument("high"))
-        return (emitter.op("autopar.integers.default", key, _shape(call), *range_, _dtype(call)),)
+    def draw(emitter: Emitter, call: Call, key: Ref) -> Results | None:
+        least, most = call.argument(low) if low else 0, call.argument("high")
+        if most - least > randomness.INTEGERS_MOST:
+            return None
+        return (emitter.op("autopar.integers.default", key, _shape(call), least, most, _dtype(call)),)
 
     return draw
 
@@ -144,7 +212,7 @@ def _permutation(emitter: Emitter, call: Call, key: Ref) -> Results:
     """The order of random numbers."""
     numbers = emitter.op("autopar.integers.default", key, _shape(call), 0, 1 << 62, torch.int64)
     order = emitter.op("aten.argsort.default", numbers)
-    return (order if _dtype(call) == torch.int64 else emitter.op("aten._to_copy.default", order, dtype=_dtype(call)),)
+    return (_cast(emitter, order, call),)
 
 
 def _rrelu(emitter: Emitter, call: Call, key: Ref) -> Results:
@@ -185,6 +253,13 @@ SEEDED: Mapping[str, Draw] = MappingProxyType({
     "aten.normal.float_Tensor": _normals,
     "aten.normal.Tensor_Tensor": _normals,
     "aten.exponential.default": _exponential,
+    "aten.geometric.default": _geometric,
+    "aten.cauchy.default": _cauchy,
+    "aten.log_normal.default": _log_normal,
+    "aten.poisson.default": _parameterized("autopar.poisson.default", "self"),
+    "aten._standard_gamma.default": _parameterized("autopar.standard_gamma.default", "self"),
+    "aten._sample_dirichlet.default": _dirichlet,
+    "aten.multinomial.default": _multinomial,
     "aten.randint.default": _integers(),
     "aten.randint.low": _integers("low"),
     "aten.randint_like.default": _integers(),

@@ -369,9 +369,13 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         from_template("*i r! -> *i", linear=FIRST), strides=needs(pairs="self"))),
     **_aten("view_as_real", Entry(from_template("*i -> *i r!", linear=FIRST))),
     **_aten("bucketize.Tensor", Entry(from_template("*i, b! -> *i"))),
+    **_aten("searchsorted.Tensor", Entry(either(
+        lambda call: len(call.inputs[0].shape) == 1 and len(call.inputs) == 2,
+        from_template("b!, *i -> *i"), from_template("*i b!, *i n, *i b! -> *i n")))),
 
     # random numbers, by key and global index
-    **_own("dropout", Entry(randomness.drawn, place=randomness.held)),
+    **_aten("_standard_gamma_grad _dirichlet_grad zero", Entry(pointwise())),
+    **_own("dropout poisson standard_gamma", Entry(randomness.drawn, place=randomness.held)),
     **_own("uniform normal integers", Entry(
         randomness.drawn, local.shape_of_output("size"), place=randomness.held)),
 

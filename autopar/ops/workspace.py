@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .. import randomness
+from .. import randomness, variates
 from ..graph import TensorMeta
 from ..program import Instruction
 from .experts import DOT, MM, MM_WEIGHT, SUM
@@ -26,6 +26,8 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
     "autopar.uniform.default": lambda _, outputs, device: _bits(outputs, device),
     "autopar.integers.default": lambda _, outputs, device: _bits(outputs, device) + outputs[0].numel * 8,
     "autopar.normal.default": lambda _, outputs, device: _bits(outputs, device) + outputs[0].numel * 8,
+    "autopar.poisson.default": lambda _, outputs, device: variates.workspace_bytes(outputs[0].numel),
+    "autopar.standard_gamma.default": lambda _, outputs, device: variates.workspace_bytes(outputs[0].numel),
 }
 """Op -> bytes, from the local metas of its tensor operands and results, and the type of the device."""
 

@@ -1,0 +1,127 @@
+"""Functions that are traced as others of the same result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar import compat
+
+from .selections import Selections
+
+
+_DATA: Any = torch.Tensor.data
+
+
+class OtherWays(TorchFunctionMode):
+    """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
+    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes: see `Selections`.
+    What draws from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`."""
+
+    def __init__(self, generators: Generators) -> None:
+        super().__init__()
+        self.generators = generators
+        self.selections = Selections()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            self.generators.check(kwargs["generator"])
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
+            return compat.plain_attention(*args, **kwargs)
+        selected = self.selections.traced(func, args, kwargs)
+        if selected is not NotImplemented:
+            return selected
+        if func is torch.Tensor.random_:
+            return _random_(*args, **kwargs)
+        if func == _DATA.__get__:
+            return args[0].detach()  # export takes what `.data` gives for a constant
+        if func == _DATA.__set__:
+            return _write_data(*args)
+        if func is torch.randint_like:
+            # it reads the shape alone, and has no derivative to be traced
+            return func(args[0].detach(), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`."""
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ValueError(
+            f"forward sets .data of a tensor of {tensor.dtype} {list(tensor.shape)} to one of {value.dtype} "
+            f"{list(value.shape)}: keep its shape and dtype"
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def _random_(tensor: torch.Tensor, *limits: int, **named: int | None) -> torch.Tensor:
+    """`Tensor.random_`, whose argument `from` is a keyword in the code that export writes."""
+    low, high = (0, limits[0]) if len(limits) == 1 else (*limits, None, None)[:2]
+    low, high = named.get("from", low), named.get("to", high)
+    if high is None:  # whatever the dtype holds exactly
+        info = torch.finfo(tensor.dtype) if tensor.is_floating_point() else None
+        high = torch.iinfo(tensor.dtype).max if info is None else round(2 / info.eps)
+        high += high < 2**63 - 1
+    with torch.no_grad():
+        return tensor.copy_(torch.randint(low or 0, high, tensor.shape, dtype=tensor.dtype, device=tensor.device))
+
+
+class Generators:
+    """The generators that forward draws from. Their numbers are functions of the step's seed and of the global index,
+    whatever the generator's state, so that one which forward itself makes or seeds, and which therefore draws the
+    same numbers in every step, is refused."""
+
+    def __init__(self, model: nn.Module) -> None:
+        leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(list(vars(module).values())))
+        self.held = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        self.marks: dict[int, torch.Tensor] = {}
+        self.base = torch.Generator
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While forward runs: a state of which nobody knows tells whether a generator was seeded since."""
+        states = [(generator, generator.get_state()) for generator in self.held]
+        for generator in self.held:
+            generator.manual_seed(0x5EED5EED)
+            self.marks[id(generator)] = generator.get_state()
+        torch.Generator = _made_inside(self.base)  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            torch.Generator = self.base  # type: ignore[misc]
+            for generator, state in states:
+                generator.set_state(state)
+
+    def check(self, generator: torch.Generator) -> None:
+        mark = self.marks.get(id(generator))
+        seeded = mark is not None and not torch.equal(mark, generator.get_state())
+        if seeded or type(generator) is not self.base:
+            what = "seeds a torch.Generator" if seeded else "makes a torch.Generator of its own"
+            raise ValueError(
+                f"forward {what}, which then draws the same numbers in every step: draw them once, outside of forward, "
+                f"into a buffer, or use a generator that is neither made nor seeded in forward"
+            )
+
+
+def _made_inside(base: type[torch.Generator]) -> Any:
+    """A class of generators to tell those that forward makes; every generator passes for one of its own."""
+
+    class Meta(type(base)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, base)
+
+    class Made(base, metaclass=Meta):  # type: ignore[misc, valid-type]
+        pass
+
+    return Made
