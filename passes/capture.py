@@ -679,7 +679,6 @@ class _Conversion:
         self.buffers = [name.removeprefix("model.") for name in joint.buffers]
         self.input_paths, self.output_paths, self.input_names = input_paths, output_paths, input_names
         self.constants = {name.removeprefix("model."): tensor for name, tensor in joint.constants.items()}
-        self.buffer_nodes = {p.node for p in joint.placeholders if p.kind == "buffer"}
         self.taken: set[str] = set()
         self.metas: dict[str, TensorMeta] = {}
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
@@ -802,7 +801,7 @@ class _Conversion:
 
     def _is_no_op(self, node: fx.Node, meta: TensorMeta) -> bool:
         target, args = node.target, node.args
-        if target in _NO_OPS or (target is aten.clone.default and args[0] in self.buffer_nodes):
+        if target in _NO_OPS:
             return True
         if not args or not isinstance(args[0], fx.Node) or self.metas.get(self._name(args[0])) != meta:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,8 +230,9 @@ class _State:
         self.called = False
         self.overlapping: tuple[int, ...] | None = None
         mutated = {o.target for _, o in self.mutations}
-        names = {i.name for i in self.inputs if i.role == "buffer" and i.target in mutated}
-        self.cloned = tuple(i for i, name in enumerate(program.saved) if name in names)
+        self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role == "buffer" and i.target in mutated)
+        """Which inputs are buffers that the program writes."""
+        self.shared: _Shared | None = None
 
     # -- modules and values
 
@@ -557,15 +558,14 @@ class _Call:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
         state = self.state
         self.values += state.keys()
+        given = [*self.values] if state.shared is None else []
         with compat.without_autocast(state.device.type):
             made, saved = state.executable.forward(self.values)
-        if state.mutations:
-            kept = list(saved)
-            for index in state.cloned:
-                kept[index] = kept[index].clone()
-            saved = tuple(kept)
-            with torch.no_grad():
-                state.write_back(made)
+        if state.shared is None:
+            state.shared = _Shared.of(given, [given[k] for k in state.mutated], made, saved)
+        with torch.no_grad():
+            made, saved = state.shared.apart(made, saved)
+            state.write_back(made)
         return made, saved
 
 
@@ -698,6 +698,48 @@ def _values_made(function: InitFunction, state: _State) -> Iterator[tuple[str, t
         if whole.shape != present.shape:
             raise ValueError(f"init_fn made {list(whole.shape)} for {name}, which is {list(present.shape)}")
         yield name, whole.to(present.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Which values of a forward half share memory with what somebody may write later: results with an input (a
+    parameter, a buffer, a constant, the caller's batch) or with another result, and what is saved for backward with a
+    buffer that the program writes. Each becomes a copy, since values of the graph are values.
+
+    Which they are is a property of the program, so one look is enough.
+    """
+
+    made: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        given: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+    ) -> _Shared:
+        taken, buffers = {storage_span(x)[0] for x in given}, {storage_span(x)[0] for x in written}
+        found = []
+        for index, value in enumerate(made):
+            if value is not None and value.numel():
+                storage = storage_span(value)[0]
+                if storage in taken:
+                    found.append(index)
+                taken.add(storage)
+        return _Shared(tuple(found), tuple(i for i, x in enumerate(saved) if storage_span(x)[0] in buffers))
+
+    def apart(
+        self, made: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        results, kept = list(made), list(saved)
+        for index in self.made:
+            value = results[index]
+            assert value is not None
+            results[index] = value.clone(memory_format=torch.contiguous_format)
+        for index in self.saved:
+            kept[index] = kept[index].clone()
+        return tuple(results), tuple(kept)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
