@@ -110,6 +110,16 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often it has been written in place. That of a DTensor counts writes that its local tensor's does not."""
+    return tensor._version
+
+
+def is_observed(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
+    return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
+
+
 # ---------------------------------------------------------------------------------------------- joint export
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -23,6 +22,7 @@ from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.randomness import keys
 
 from .agree import all_equal, coordinate_of, device_of, exchange, process_groups, raise_together
+from .alike import same_values
 from .execute import Executable, compile
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
@@ -40,12 +40,6 @@ class Mode:
     gradients: bool
     autocast: torch.dtype | None
 
-    def serves(self, other: Mode) -> bool:
-        """Whether a graph of this mode computes what one of the other would, and maybe gradients beside."""
-        if (self.training, self.autocast) != (other.training, other.autocast):
-            return False
-        return not other.gradients or (self.gradients and other.trainable <= self.trainable)
-
     def __str__(self) -> str:
         count = sum(self.training)
         what = "evaluation" if not count else "training" if count == len(self.training) else "partly training"
@@ -53,8 +47,9 @@ class Mode:
         return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
 
 
-Again = Callable[[Mode], tuple[Captured, Program]]
-"""A program for another mode, with the parameters where they are. Called on all ranks at once."""
+Again = Callable[[Mode, Sequence[Captured]], tuple[Captured, Program | int]]
+"""What is captured in another mode, and its program, with the parameters where they are, or which of the steps that are
+known has a program that serves it. Called on all ranks at once."""
 
 
 class ParallelModule(nn.Module):
@@ -155,6 +150,7 @@ class ParallelModule(nn.Module):
         call = state.call(args, kwargs)
         if call.differentiable and torch.is_grad_enabled():
             results = _Step.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
+            call.returned += map(weakref.ref, results)
         else:
             results = state.outputs(call.forward()[0])
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
@@ -215,9 +211,13 @@ class _State:
         order = [i.role for i in program.inputs if i.role != "tangent"]
         assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
         self.tangents = tuple(i for i in program.inputs if i.role == "tangent")
+        self.carriers = frozenset(i.target for i in self.tangents)
+        """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
+        self.differentiable = self.carriers | {leaf.path for leaf in captured.output_leaves if leaf.requires_grad}
         self.made = tuple(o for o in program.outputs if o.role != "gradient")
         self.gradients = {o.target: i for i, o in enumerate(o for o in program.outputs if o.role == "gradient")}
         self.gradient_outputs = tuple(o for o in program.outputs if o.role == "gradient")
+        self.trained = frozenset(o.target for o in self.gradient_outputs if o.name is not None)
         outputs = [(i, o) for i, o in enumerate(self.made) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
@@ -410,6 +410,7 @@ class _State:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         bound = self.captured.bind(args, kwargs)
         values: list[torch.Tensor] = []
+        given: list[torch.Tensor] = []
         differentiable: list[torch.Tensor] = []
         sources: list[ProgramInput] = []
         for i in self.inputs:
@@ -427,15 +428,18 @@ class _State:
             if local.device != self.device:
                 raise ValueError(self._misplaced(i, local))
             values.append(local)
+            given.append(whole)
             if i.role == "input" and whole.requires_grad and torch.is_grad_enabled() and i.target not in self.gradients:
                 raise ValueError(
                     f"input {i.target} requires a gradient, and the model was captured without: give parallelize an "
                     f"example input that requires one, or detach() this one"
                 )
-            if whole.requires_grad and i.target in self.gradients:
+            if whole.requires_grad and i.target in self.trained:
                 differentiable.append(whole)
                 sources.append(i)
-        return _Call(state=self, values=values, differentiable=tuple(differentiable), sources=tuple(sources))
+        return _Call(
+            state=self, values=values, given=given, differentiable=tuple(differentiable), sources=tuple(sources)
+        )
 
     def _local_input(self, i: ProgramInput, whole: torch.Tensor) -> torch.Tensor:
         if not isinstance(whole, DTensor):
@@ -484,6 +488,26 @@ class _State:
             return self._padded(self._placed(gradient, i.layout), i)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
 
+    def refuse_lost(
+        self, by_path: Mapping[str, torch.Tensor | None], returned: Mapping[str, weakref.ref[torch.Tensor]]
+    ) -> None:
+        """A gradient that the program has no place for is an error, not a loss."""
+        others = [path for path in by_path if path not in self.carriers]
+        for path in others:
+            output = returned[path]()
+            if output is not None and compat.is_observed(output):
+                raise ValueError(
+                    f"{path} has a hook or retain_grad(), and its gradient is not computed where {self.captured.loss} "
+                    f"is differentiated: have the model return what you look for, or leave the hook out"
+                )
+        lost = [path for path in others if by_path[path] is not None]
+        if lost:
+            raise ValueError(
+                f"a gradient reaches {', '.join(lost)}, and the program differentiates {self.captured.loss} alone: pass "
+                f"parallelize a loss_fn= that takes the model's output and returns all of the loss, or detach() what "
+                f"is not to be differentiated"
+            )
+
     def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
         output = self.gradient_outputs[self.gradients[i.target]]
@@ -508,7 +532,8 @@ class _Modes:
         mode = Mode(
             training=tuple(m.training for m in model.modules()),
             trainable=frozenset({name for name, *_ in self.parameters} & trained | set(captured.without_gradient)),
-            gradients=bool(state.tangents) or not any(p.requires_grad for p in model.parameters()),
+            gradients=bool(state.tangents)
+            or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
             autocast=captured.autocast,
         )
         self.states: list[tuple[Mode, _State]] = [(mode, state)]
@@ -531,16 +556,21 @@ class _Modes:
         cast = compat.autocast_dtype(self.device_type)
         mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
         for known, state in self.states:
-            if known.serves(mode):
+            if known == mode:
                 return state
         if self.again is None:
             raise ValueError(
                 f"the module has a program for {self.states[0][0]}, and is called for {mode}: call train(), eval() and "
                 f"requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
-        captured, program = self.again(mode)
-        same = [state for _, state in self.states if str(state.captured.graph) == str(captured.graph)]
-        state = same[0] if same else self.base.with_program(captured, program)
+        states = [state for _, state in self.states]
+        captured, program = self.again(mode, [state.captured for state in states])
+        if isinstance(program, int):
+            served = [state for state in states if state.program is states[program].program]
+            same = [state for state in served if same_values(state.captured, captured)]
+            state = same[0] if same else self.base.with_program(captured, states[program].program)
+        else:
+            state = self.base.with_program(captured, program)
         self.states.append((mode, state))
         return state
 
@@ -551,18 +581,22 @@ class _Call:
 
     state: _State
     values: list[torch.Tensor]
+    given: list[torch.Tensor]
+    """What the values are parts of."""
     differentiable: tuple[torch.Tensor, ...]
     sources: tuple[ProgramInput, ...]
+    returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """The outputs, once the caller has them."""
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
         state = self.state
         self.values += state.keys()
-        given = [*self.values] if state.shared is None else []
+        seen = [*self.values] if state.shared is None else []
         with compat.without_autocast(state.device.type):
             made, saved = state.executable.forward(self.values)
         if state.shared is None:
-            state.shared = _Shared.of(given, [given[k] for k in state.mutated], made, saved)
+            state.shared = _Shared.of(seen, state.mutated, made, saved)
         with torch.no_grad():
             made, saved = state.shared.apart(made, saved)
             state.write_back(made)
@@ -577,31 +611,48 @@ class _Step(torch.autograd.Function):
         state = call.state
         made, saved = call.forward()
         outputs = state.outputs(made)
-        carriers = {i.target for i in state.tangents}
         ctx.mark_non_differentiable(
-            *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in carriers)
+            *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in state.differentiable)
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
-        ctx.state, ctx.sources = state, tuple(zip(call.sources, forms, strict=True))
+        ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
+        assert state.shared is not None
+        read = [(state.inputs[k], call.given[k]) for k in state.shared.kept if k < len(call.given)]
+        ctx.read = [(i, whole, compat.version(whole)) for i, whole in read if isinstance(whole, DTensor)]
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            results = _Step.gradients(ctx, gradients)
+        if not torch.is_grad_enabled():
+            return results
+        # the caller asked for a graph of the gradients
+        found = [index for index, value in enumerate(results) if value is not None]
+        marked = _Once.apply(*(results[index].detach().requires_grad_() for index in found))  # type: ignore
+        by_index = dict(zip(found, marked, strict=True))
+        return tuple(by_index.get(index) for index in range(len(results)))
+
+    @staticmethod
+    def gradients(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         state: _State = ctx.state
         by_path = dict(zip(state.output_paths, gradients, strict=True))
+        state.refuse_lost(by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
+        _refuse_written(ctx.read)
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
-        # what backward drops is not kept for the look at it
+        # what backward drops is not kept for the look at it; tangents are, since the caller may hold other ones
         look = state.overlapping is None
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
+        held = arguments[len(arguments) - len(state.tangents) :] if look else []
         with compat.without_autocast(state.device.type):
             made = list(state.executable.backward(arguments))
         if state.overlapping is None:
             state.overlapping = _overlapping(made, kept)
+            held.clear()
         # an optimizer writes into gradients: no two may share memory
         for index in state.overlapping:
             value = made[index]
@@ -612,6 +663,31 @@ class _Step(torch.autograd.Function):
             local = made[state.gradients[i.target]] if needed else None
             results.append(None if local is None else state.gradient(i, form, local))
         return tuple(results)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that are not differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        raise ValueError(
+            "the gradients of a parallel module cannot be differentiated again: compute a penalty on gradients inside "
+            "of the model's forward or of loss_fn=, by torch.autograd.grad(..., create_graph=True)"
+        )
+
+
+def _refuse_written(read: Sequence[tuple[ProgramInput, torch.Tensor, int]]) -> None:
+    """As autograd does for plain tensors."""
+    for i, whole, version in read:
+        if compat.version(whole) != version:
+            raise ValueError(
+                f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "
+                f"and other writes after backward(), or call the module again first"
+            )
 
 
 def _state(module: nn.Module) -> _State:
@@ -711,15 +787,21 @@ class _Shared:
 
     made: tuple[int, ...]
     saved: tuple[int, ...]
+    kept: tuple[int, ...]
+    """Inputs whose memory is kept for backward as it is."""
 
     @staticmethod
     def of(
         given: Sequence[torch.Tensor],
-        written: Sequence[torch.Tensor],
+        written: Sequence[int],
         made: Sequence[torch.Tensor | None],
         saved: Sequence[torch.Tensor],
     ) -> _Shared:
-        taken, buffers = {storage_span(x)[0] for x in given}, {storage_span(x)[0] for x in written}
+        """`written` are the indices of the inputs that are buffers and written by the program."""
+        storages = [storage_span(x)[0] for x in given]
+        taken, buffers = set(storages), {storages[k] for k in written}
+        behind = [storage_span(x)[0] for x in saved]
+        kept = {storage for storage in behind if storage not in buffers}
         found = []
         for index, value in enumerate(made):
             if value is not None and value.numel():
@@ -727,7 +809,11 @@ class _Shared:
                 if storage in taken:
                     found.append(index)
                 taken.add(storage)
-        return _Shared(tuple(found), tuple(i for i, x in enumerate(saved) if storage_span(x)[0] in buffers))
+        return _Shared(
+            made=tuple(found),
+            saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
+            kept=tuple(i for i, storage in enumerate(storages) if storage in kept),
+        )
 
     def apart(
         self, made: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
