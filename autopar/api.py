@@ -138,6 +138,7 @@ def parallelize(
     constraints: Constraints | None = None,
     profiles: str | Path | None = None,
     plan: Plan | None = None,
+    whole_outputs: bool = False,
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
@@ -146,6 +147,9 @@ def parallelize(
     write the same program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among
     which the first one chooses, as far as the database `profiles` does not know them (see `profiling`). A model on meta
     must be given values with `materialize` before its first step.
+
+    Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and gets the plain tensors
+    that the model gives on one device, for code that computes a metric or a loss with plain labels.
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
@@ -193,7 +197,7 @@ def parallelize(
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster)
-    return ParallelModule(model, planner.captured, program, plan, mesh, again)
+    return ParallelModule(model, planner.captured, program, plan, mesh, again, whole_outputs=whole_outputs)
 
 
 def mesh_of(mesh: DeviceMesh) -> dict[str, int]:

@@ -389,6 +389,13 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
             return "input", description.idx
         if isinstance(description, d.TangentAOTInput) and isinstance(description.output, d.PlainAOTOutput):
             return "tangent", description.output.idx
+        if isinstance(description, d.TangentAOTInput) and isinstance(description.output, d.InputMutationAOTOutput):
+            kind, index = position(description.output.mutated_input)
+            name = lifted.names[1][index] if kind == "buffer" else description.output.mutated_input.expr()
+            raise ValueError(
+                f"the model writes what requires a gradient into {kind} {name.removeprefix('model.')}, from where the "
+                f"next step would differentiate it: write value.detach(), or write under torch.no_grad()"
+            )
         raise ValueError(f"the joint graph has an input that autopar does not know: {description.expr()}")
 
     placeholders = []

@@ -485,10 +485,20 @@ class _Replaced(Exception):
         self.names = names
 
 
+_SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
+"""Functions whose gradient may be sparse, and the place of the argument that says so."""
+
+
+def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:
+    """Positional arguments from the place `first` on, by name."""
+    return dict(zip([*inspect.signature(function).parameters][first:], values, strict=False))
+
+
 class _OtherWays(TorchFunctionMode):
     """Functions that are traced as others of the same result. Attention that drops weights out as matrix products and
     a softmax: fused kernels (on CUDA) drop by a generator of their own, and never show the weights whose index
-    decides. CTC loss as an operator of static shapes."""
+    decides. CTC loss as an operator of static shapes. Lookups with sparse gradients as those with dense ones, which
+    collectives can reduce."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -498,6 +508,11 @@ class _OtherWays(TorchFunctionMode):
             return compat.plain_attention(*args, **kwargs)
         if func is F.ctc_loss:
             return ctc_loss(*args, **kwargs)
+        if (place := _SPARSE.get(func)) is not None:
+            sparse = kwargs["sparse"] if "sparse" in kwargs else args[place] if len(args) > place else False
+            if sparse:
+                logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
+                args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
         return func(*args, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from .alike import same_values
 from .execute import Executable, compile
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
+from .submodules import callable_alone
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -63,7 +65,9 @@ class ParallelModule(nn.Module):
 
     Plain tensors given to a call are the global batch on every rank, of which the rank takes its
     slice; a DTensor says what it holds. Outputs that every rank has whole are plain tensors, and the
-    others are DTensors. If the model has a loss, that alone carries a gradient.
+    others are DTensors, or, with `whole_outputs`, are gathered. No output shares memory with a parameter, a buffer, an
+    input or another output. If the model has a loss, that alone is differentiated: backward raises ValueError where a
+    gradient reaches another output.
 
     `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
     The first call in a mode that the program was not captured in (evaluation, mostly) captures and plans a program for
@@ -81,6 +85,8 @@ class ParallelModule(nn.Module):
         plan: object,
         mesh: DeviceMesh,
         again: Again | None = None,
+        *,
+        whole_outputs: bool = False,
     ) -> None:
         super().__init__()
         raise_together(_mismatch(program, mesh), mesh)
@@ -89,7 +95,14 @@ class ParallelModule(nn.Module):
             mesh,
             "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
         )
+        all_equal(
+            {name: _digest(tensor) for name, tensor in captured.constants.items() if is_real(tensor)},
+            mesh,
+            "the ranks closed over different tensors (plain attributes of modules, tensors that forward or loss_fn "
+            "makes of Python numbers): give every rank the same, or make them buffers",
+        )
         state = _State(captured, program, plan, mesh)
+        state.whole_outputs = whole_outputs
         vars(self)["_state"] = state
         root = state.mirror(model)
         # the same dictionaries: the root's parameters and submodules are this module's own
@@ -145,6 +158,7 @@ class ParallelModule(nn.Module):
         else:
             state.distribute(None, _values_made(source, state))
 
+    @torch.compiler.disable(reason="a parallel module is compiled already: what it runs is its program")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = vars(self)["_modes"].state()
         call = state.call(args, kwargs)
@@ -181,6 +195,28 @@ class ParallelModule(nn.Module):
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 sliced[name] = state.part(name, value)
         return super().load_state_dict(sliced, strict=strict, assign=assign)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with values of its own, on the same mesh with the same programs."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        modes: _Modes = vars(self)["_modes"]
+        for state in (_state(self), *(state for _, state in modes.states)):
+            one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
+            memo.update((id(part), part) for part in one_for_all)
+        memo[id(modes.again)] = modes.again
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __copy__(self) -> ParallelModule:
+        raise ValueError("a parallel module has no shallow copy: use copy.deepcopy for one with values of its own")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a parallel module cannot be pickled, since it belongs to the process groups of its mesh: save its "
+            "state_dict() with torch.distributed.checkpoint, or the whole tensors of it with torch.save, and load "
+            "them into a module that parallelize makes"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         raise ValueError(
@@ -228,6 +264,8 @@ class _State:
         self.aliases: dict[str, list[str]] = {}
         self.mirrors: dict[int, nn.Module] = {}
         self.called = False
+        self.whole_outputs = False
+        """Whether the caller gets split outputs gathered, as plain tensors."""
         self.overlapping: tuple[int, ...] | None = None
         mutated = {o.target for _, o in self.mutations}
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role == "buffer" and i.target in mutated)
@@ -239,7 +277,8 @@ class _State:
     def mirror(self, module: nn.Module) -> nn.Module:
         """A module of the same class and attributes, with tensors of its own to come."""
         if id(module) not in self.mirrors:
-            made = type(module).__new__(type(module))
+            kind = callable_alone(type(module))
+            made = kind.__new__(kind)
             vars(made).update(vars(module))
             vars(made).update(
                 _parameters=dict(module._parameters),
@@ -271,6 +310,7 @@ class _State:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         made = _State(captured, program, self.plan, self.mesh)
         made.at_rest, made.owners, made.aliases, made.mirrors = self.at_rest, self.owners, self.aliases, self.mirrors
+        made.whole_outputs = self.whole_outputs
         return made
 
     def value(self, name: str) -> torch.Tensor:
@@ -417,6 +457,7 @@ class _State:
             if i.role == "input":
                 whole = bound[i.target]
                 local = self._local_input(i, whole)
+                self._refuse_buffer(i, whole)
             elif i.target in self.constants and i.role == "buffer":
                 whole = local = self.constants[i.target]
                 local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
@@ -449,6 +490,17 @@ class _State:
         with torch.no_grad():
             return self._padded(self._placed(whole, i.layout), i)
 
+    def _refuse_buffer(self, i: ProgramInput, whole: torch.Tensor) -> None:
+        """Where forward writes a buffer that it is given as an input too, eager sees the new values in both."""
+        if not self.mutations or not is_real(whole):
+            return
+        place = storage_of(whole)
+        for _, o in self.mutations:
+            if storage_of(self.value(o.target)) == place:
+                raise ValueError(
+                    f"input {i.target} lies in the memory of buffer {o.target}, which forward writes: give a clone() of it"
+                )
+
     def _misplaced(self, i: ProgramInput, local: torch.Tensor) -> str:
         if local.device.type == "meta" and i.role != "input":
             return f"{i.role} {i.target} is on meta: call materialize(init_fn or state_dict) before the first step"
@@ -465,12 +517,13 @@ class _State:
             self.value(o.target).copy_(value)
 
     def outputs(self, made: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
-        """What the caller sees of each output: whole ones as they are, split ones as DTensors."""
-        results = []
+        """What the caller sees of each output: whole ones as they are, split ones as DTensors, or gathered."""
+        results: list[torch.Tensor] = []
         for index in self.output_indices:
             local, output = made[index], self.made[index]
             assert local is not None
-            results.append(local if _is_whole(output.layout) else self._dtensor(local, output))
+            split = None if _is_whole(output.layout) else self._dtensor(local, output)
+            results.append(local if split is None else split.full_tensor() if self.whole_outputs else split)
         return tuple(results)
 
     def _dtensor(self, local: torch.Tensor, value: ProgramInput | ProgramOutput) -> DTensor:
@@ -699,6 +752,12 @@ def _is_whole(layout: Layout) -> bool:
     return all(isinstance(placement, Replicate) for placement in layout)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
 def _mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
     """What about the program does not fit the mesh or the module."""
     if tuple(mesh.shape) != program.mesh:
@@ -828,15 +887,29 @@ class _Shared:
         return tuple(results), tuple(kept)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = 1 << 17
+"""Words of a tensor that are added up at a time, each with a weight of its own."""
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """The sum of the tensor's bits as integers: exact, and so the same in whatever order it is added up."""
+    """A sum of the tensor's bits, each word of them with a weight that says where it stands: exact, and the same
+    whatever the order in which it is added up."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
-    return int(bits.sum(dtype=torch.int64))
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = bits.numel() // 8 * 8
+    words, rest = bits[:whole], bits[whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    weights = torch.arange(1, 2 * min(_WORDS, max(whole // 8, 8)), 2, device=bits.device) * _WEIGHT
+    total = int((rest.long() * weights[: rest.numel()]).sum())
+    for number, chunk in enumerate(words.view(torch.int64).split(_WORDS), 1):
+        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * number + 1)
+    return total % (1 << 64)
+
+
+_WEIGHT = 0x1E3779B97F4A7C15
+"""Odd: products with odd numbers, modulo 2^64, tell all words apart."""
 
 
 def _overlapping(
