@@ -50,9 +50,7 @@ def lines(graph: JointGraph, gradients: Collection[str]) -> list[str]:
     def number(name: str) -> Ref:
         return names.setdefault(name, Ref(f"v{len(names)}"))
 
-    text = [
-        f"{number(i.name)}: {graph.metas[i.name]} = {i.role} {i.target}" for i in graph.inputs if i.name in needed
-    ]
+    text = [f"{number(i.name)}: {graph.metas[i.name]} = {i.role} {i.target}" for i in graph.inputs if i.name in needed]
     for node in reversed(nodes):
         arguments: tuple[Any, ...] = (map_references(node.args, number), map_references(node.kwargs, number))
         made = [number(o) if o in needed else "_" for o in node.outputs]

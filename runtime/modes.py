@@ -77,7 +77,9 @@ class Modes:
         except ValueError as caught:
             error = caught
         raise_together(error, self.mesh)
-        all_equal(found, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions")
+        all_equal(
+            found, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
+        )
         logger.info("captured again, for %s%s", mode, "" if found is None else ", which a program that there is serves")
         if found is not None:
             return captured, found

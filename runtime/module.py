@@ -28,6 +28,7 @@ from .execute import Executable, compile
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 from .submodules import callable_alone
+from .verify import Check, Verifier
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -87,6 +88,7 @@ class ParallelModule(nn.Module):
         again: Again | None = None,
         *,
         whole_outputs: bool = False,
+        verifier: Verifier | None = None,
     ) -> None:
         super().__init__()
         raise_together(_mismatch(program, mesh), mesh)
@@ -112,6 +114,7 @@ class ParallelModule(nn.Module):
         vars(self)["_root"] = root
         state.own(self, model)
         vars(self)["_modes"] = _Modes(self, model, state, again)
+        vars(self)["_verifier"] = verifier
         state.distribute(model, _values_of(model))
 
     # -- what a person asks for
@@ -162,11 +165,16 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = vars(self)["_modes"].state()
         call = state.call(args, kwargs)
+        verifier: Verifier | None = vars(self)["_verifier"]
+        if verifier is not None:
+            call.check = verifier.begin(state, vars(self)["_modes"].modules, state.captured.bind(args, kwargs))
         if call.differentiable and torch.is_grad_enabled():
             results = _Step.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
             call.returned += map(weakref.ref, results)
         else:
             results = state.outputs(call.forward()[0])
+        if call.check is not None:
+            call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 
     # -- what makes it a module like the model
@@ -640,11 +648,15 @@ class _Call:
     sources: tuple[ProgramInput, ...]
     returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """The outputs, once the caller has them."""
+    keys: tuple[torch.Tensor, ...] = ()
+    """Of the random operators, once they are drawn."""
+    check: Check | None = None
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
         state = self.state
-        self.values += state.keys()
+        self.keys = state.keys()
+        self.values += self.keys
         seen = [*self.values] if state.shared is None else []
         with compat.without_autocast(state.device.type):
             made, saved = state.executable.forward(self.values)
@@ -671,6 +683,7 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
         ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
+        ctx.check = call.check
         assert state.shared is not None
         read = [(state.inputs[k], call.given[k]) for k in state.shared.kept if k < len(call.given)]
         ctx.read = [(i, whole, compat.version(whole)) for i, whole in read if isinstance(whole, DTensor)]
@@ -715,6 +728,9 @@ class _Step(torch.autograd.Function):
         for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
             local = made[state.gradients[i.target]] if needed else None
             results.append(None if local is None else state.gradient(i, form, local))
+        if ctx.check is not None:
+            made_for = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
+            ctx.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, made_for)
         return tuple(results)
 
 
