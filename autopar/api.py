@@ -138,6 +138,8 @@ def parallelize(
     constraints: Constraints | None = None,
     profiles: str | Path | None = None,
     plan: Plan | None = None,
+    whole_outputs: bool = False,
+    verify: int = 0,
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
@@ -147,11 +149,22 @@ def parallelize(
     which the first one chooses, as far as the database `profiles` does not know them (see `profiling`). A model on meta
     must be given values with `materialize` before its first step.
 
+    Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and gets the plain tensors
+    that the model gives on one device, for code that computes a metric or a loss with plain labels.
+
+    The first `verify` calls, and the backward of each, also run in one process: every rank gathers parameters and buffers,
+    runs the model whole, and compares outputs, buffers and gradients. Where they differ by more than 1e-9 (float64), 1e-4
+    (float32), 2e-2 (float16) or 1e-1 (bfloat16) of a tensor's largest element (the narrowest dtype of the step counts),
+    all ranks raise a ValueError that names the first such tensor and the operator and module that make it. Every rank
+    needs the memory and the time of one device for that. With random operators the captured graph is what runs in one
+    process, with the same numbers, instead of the model's Python.
+
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
     from .runtime.agree import all_equal, on_first_rank, raise_together
     from .runtime.modes import Modes
     from .runtime.module import ParallelModule
+    from .runtime.verify import Verifier
 
     error: ValueError | None = None
     planner = None
@@ -170,6 +183,8 @@ def parallelize(
         )
         if plan is not None:
             planner.check(plan)
+        if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
+            raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
     except ValueError as found:
         error = found
     raise_together(error, mesh)
@@ -193,7 +208,10 @@ def parallelize(
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster)
-    return ParallelModule(model, planner.captured, program, plan, mesh, again)
+    verifier = Verifier(model, loss_fn, verify) if verify else None
+    return ParallelModule(
+        model, planner.captured, program, plan, mesh, again, whole_outputs=whole_outputs, verifier=verifier
+    )
 
 
 def mesh_of(mesh: DeviceMesh) -> dict[str, int]:

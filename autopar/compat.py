@@ -135,6 +135,16 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often it has been written in place. That of a DTensor counts writes that its local tensor's does not."""
+    return tensor._version
+
+
+def is_observed(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
+    return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
+
+
 # ---------------------------------------------------------------------------------------------- joint export
 
 
@@ -590,6 +600,13 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
             return "input", description.idx
         if isinstance(description, d.TangentAOTInput) and isinstance(description.output, d.PlainAOTOutput):
             return "tangent", description.output.idx
+        if isinstance(description, d.TangentAOTInput) and isinstance(description.output, d.InputMutationAOTOutput):
+            kind, index = position(description.output.mutated_input)
+            name = lifted.names[1][index] if kind == "buffer" else description.output.mutated_input.expr()
+            raise ValueError(
+                f"the model writes what requires a gradient into {kind} {name.removeprefix('model.')}, from where the "
+                f"next step would differentiate it: write value.detach(), or write under torch.no_grad()"
+            )
         raise ValueError(f"the joint graph has an input that autopar does not know: {description.expr()}")
 
     placeholders = []

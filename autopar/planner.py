@@ -82,6 +82,19 @@ IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
 
 
+def captured_for_planning(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    device_type: str | None = None,
+) -> Captured:
+    """What `capture` returns, with random operators that read keys and experts' rows in the order of tokens."""
+    captured = capture(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+    return replace(captured, graph=in_token_order(seeds(captured.graph), rule_of))
+
+
 class Planner:
     """Captures a model once, and plans and writes programs for it."""
 
@@ -97,7 +110,9 @@ class Planner:
         optimizer: str | float | Optimizer = "adamw",
         device_type: str | None = None,
         profiles: str | Path | None = None,
+        captured: Captured | None = None,
     ) -> None:
+        """`captured` is the step, where it has been captured already."""
         check_mesh(mesh_shape)
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)
@@ -117,12 +132,11 @@ class Planner:
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
         self.seconds = Phases()
         """What each step took, for the benchmarks."""
-        self.captured: Captured = self.seconds.timed(
-            "capture", capture, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
+        self.captured: Captured = captured or self.seconds.timed(
+            "capture", captured_for_planning, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
         )
+        graph = self.captured.graph
         self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
-        graph = in_token_order(seeds(self.captured.graph), rule_of)
-        self.captured = replace(self.captured, graph=graph)
         if names := self.captured.without_gradient:
             shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             logger.warning(

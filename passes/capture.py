@@ -51,15 +51,21 @@ class CaptureError(ValueError):
     """The model cannot be captured as it is; the message says what to change."""
 
 
+class NothingTrainedError(CaptureError):
+    """Nothing that is differentiated depends on any trainable parameter, in eager neither."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """A leaf of the inputs or of the output. `path` is the target of its graph input or output
     ("kwargs.input_ids", "output.logits"). A leaf that is not a tensor has `meta` None and is the
-    Python constant that it was when the model was captured."""
+    Python constant that it was when the model was captured. `requires_grad` tells of an output whether
+    eager would differentiate it."""
 
     path: str
     meta: TensorMeta | None = None
     constant: Any = None
+    requires_grad: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,7 @@ class Captured:
         for path, leaf in expected.items():
             value = given[path]
             if leaf.meta is None:
-                if type(value) is not type(leaf.constant) or value != leaf.constant:
+                if not same_constant(value, leaf.constant):
                     raise ValueError(
                         f"input {path} is {value!r}, and the model was captured with the constant {leaf.constant!r}: "
                         f"capture it again for another value"
@@ -274,6 +280,13 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
 def _is_constant(value: Any) -> bool:
     plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
     return isinstance(value, (*plain, Enum))
+
+
+def same_constant(value: Any, other: Any) -> bool:
+    """Whether two Python constants are one to a program: NaN is NaN, 0.0 is not -0.0, and 1 is not True."""
+    if type(value) is not type(other):
+        return False
+    return repr(value) == repr(other) if isinstance(value, float | complex) else bool(value == other)
 
 
 def _leaf(path: str, value: Any) -> Leaf:
@@ -481,7 +494,7 @@ class _Step(nn.Module):
         results: list[torch.Tensor] = []
         for path, value in pairs:
             if isinstance(value, torch.Tensor):
-                described.append(Leaf(path=path, meta=_meta(value)))
+                described.append(Leaf(path=path, meta=_meta(value), requires_grad=value.requires_grad))
                 results.append(value if loss in (None, path) else value.detach())
             elif _is_constant(value):
                 described.append(Leaf(path=path, constant=value))
@@ -605,10 +618,12 @@ def _without_gradient(
     missing = [name for name in trainable if name not in found]
     if not missing:
         return ()
-    lost = missing if missing == trainable else _differentiated(step, missing, inputs)
-    if lost:
+    lost = _differentiated(step, missing, inputs)
+    if lost or missing == trainable:
+        error = CaptureError if lost else NothingTrainedError
+        lost = lost or missing
         shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
-        raise CaptureError(
+        raise error(
             f"{len(lost)} trainable parameters get no gradient from {loss or 'any output'}: {shown}. "
             f"Call requires_grad_(False) on them, or use them in what is differentiated"
         )
@@ -620,6 +635,8 @@ def _differentiated(step: _Step, names: Sequence[str], inputs: Sequence[torch.Te
     parameters = dict(step.model.named_parameters())
     with compat.as_exported():
         roots = [output for output in step(*inputs) if output.requires_grad]
+    if not roots:
+        return []
     gradients = torch.autograd.grad(
         roots, [parameters[name] for name in names], [torch.ones_like(r) for r in roots], allow_unused=True
     )
@@ -746,7 +763,6 @@ class _Conversion:
         self.buffers = [name.removeprefix("model.") for name in joint.buffers]
         self.input_paths, self.output_paths, self.input_names = input_paths, output_paths, input_names
         self.constants = {name.removeprefix("model."): tensor for name, tensor in joint.constants.items()}
-        self.buffer_nodes = {p.node for p in joint.placeholders if p.kind == "buffer"}
         self.taken: set[str] = set()
         self.metas: dict[str, TensorMeta] = {}
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
@@ -877,7 +893,7 @@ class _Conversion:
 
     def _is_no_op(self, node: fx.Node, meta: TensorMeta) -> bool:
         target, args = node.target, node.args
-        if target in _NO_OPS or (target is aten.clone.default and args[0] in self.buffer_nodes):
+        if target in _NO_OPS:
             return True
         if not args or not isinstance(args[0], fx.Node) or self.metas.get(self._name(args[0])) != meta:
             return False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +18,17 @@ from autopar import compat
 
 from .selections import Selections
 
-
+logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
+
+_SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
+"""Functions whose gradient may be sparse, and the place of the argument that says so."""
 
 
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
-    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes: see `Selections`.
+    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes:
+    see `Selections`. Lookups with sparse gradients are those with dense ones, which collectives can reduce.
     What draws from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`."""
 
     def __init__(self, generators: Generators) -> None:
@@ -42,6 +48,11 @@ class OtherWays(TorchFunctionMode):
         selected = self.selections.traced(func, args, kwargs)
         if selected is not NotImplemented:
             return selected
+        if (place := _SPARSE.get(func)) is not None:
+            sparse = kwargs["sparse"] if "sparse" in kwargs else args[place] if len(args) > place else False
+            if sparse:
+                logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
+                args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
         if func is torch.Tensor.random_:
             return _random_(*args, **kwargs)
         if func == _DATA.__get__:
@@ -52,6 +63,11 @@ class OtherWays(TorchFunctionMode):
             # it reads the shape alone, and has no derivative to be traced
             return func(args[0].detach(), *args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:
+    """Positional arguments from the place `first` on, by name."""
+    return dict(zip([*inspect.signature(function).parameters][first:], values, strict=False))
 
 
 def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ Groups = Sequence[dist.ProcessGroup | None]
 
 
 class CollectiveError(RuntimeError):
-    """A collective that did not come to its end, most often since another rank had ended before."""
+    """A collective that did not come to its end: another rank had ended before, or did not come in time."""
 
 
 @contextmanager
@@ -29,17 +29,30 @@ def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         if not _is_of_backend(error):
             raise
-        raise CollectiveError(explanation(what, axis, group)) from error
+        raise CollectiveError(explanation(what, axis, group, error)) from error
 
 
-def explanation(what: str, axis: str, group: dist.ProcessGroup) -> str:
+def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> str:
+    """What is said of a collective that ended with a backend's `error`."""
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+    if _is_timeout(error):
+        return (
+            f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed: it was not there within the timeout of "
+            f"the process group. {named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may have "
+            f"ended: look at the log of {named}, and give init_process_group and init_device_mesh a longer timeout if "
+            f"a step takes that long"
+        )
     return (
         f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed. A peer has probably died, or ended with "
         f"an error of its own: look at the log of {named} for what came first"
     )
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Backends have no type for it. gloo says "Timed out waiting", NCCL's watchdog "timeout"."""
+    return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
 def _is_of_backend(error: Exception) -> bool:
@@ -71,7 +84,7 @@ def located(
             group = groups[axis]
             assert group is not None
             what = f"{collective.collective} {_place(collective, program)},"
-            raise CollectiveError(explanation(what, program.axes[axis], group)) from error
+            raise CollectiveError(explanation(what, program.axes[axis], group, error)) from error
 
     return run
 

@@ -3,13 +3,14 @@
 A captured graph holds one mode: which modules train (dropout, batch norm, whatever reads `self.training`), which
 parameters take gradients, whether any do, and what autocast casts. A call in another mode, such as evaluation
 between epochs, needs another graph. It is captured when it is first needed, from a copy of the model that has
-shapes and no values, and planned with every parameter where it is, so that nothing is moved or held twice.
+shapes and no values, and planned with every parameter where it is, so that nothing is moved or held twice. Where a
+program that there is computes the same, and maybe gradients that the mode does not ask for, nothing is planned.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.api import mesh_of
 from autopar.cluster import Cluster
 from autopar.layout import Layout
-from autopar.passes.capture import Captured, skeleton
-from autopar.planner import Planner
+from autopar.passes.capture import Captured, NothingTrainedError, skeleton
+from autopar.planner import Planner, captured_for_planning
 from autopar.program import Program
 
 from .agree import all_equal, on_first_rank, raise_together
+from .alike import serves
 from .module import Mode
 
 logger = logging.getLogger("autopar")
@@ -46,8 +48,9 @@ class Modes:
         self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
         self.loss_fn, self.cluster = loss_fn, cluster
 
-    def __call__(self, mode: Mode) -> tuple[Captured, Program]:
-        """Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
+    def __call__(self, mode: Mode, known: Sequence[Captured]) -> tuple[Captured, Program | int]:
+        """The step as it is captured in this mode, and its program, or which of the `known` ones has a program that
+        serves it. Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
         ranks call it in different ones."""
         all_equal(
             mode,
@@ -58,31 +61,50 @@ class Modes:
             module.training = training
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in mode.trainable)
-        planner, error = None, None
+        planner, error, found = None, None, None
         try:
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
                 args, kwargs = self._example()
-                planner = Planner(
-                    self.model, mesh_of(self.mesh), args, kwargs,
-                    loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind,
-                )  # fmt: skip
-        except ValueError as found:
-            error = found
+                captured = self._captured(args, kwargs)
+                found = next((i for i, other in enumerate(known) if serves(other, captured)), None)
+                if found is None:
+                    planner = Planner(
+                        self.model, mesh_of(self.mesh), args, kwargs,
+                        loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
+                    )  # fmt: skip
+        except ValueError as caught:
+            error = caught
         raise_together(error, self.mesh)
+        all_equal(
+            found, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
+        )
+        logger.info("captured again, for %s%s", mode, "" if found is None else ", which a program that there is serves")
+        if found is not None:
+            return captured, found
         assert planner is not None
-        logger.info("captured again, for %s", mode)
         find = planner.assignment_at
         assignment = on_first_rank(lambda: find(self.at_rest), self.mesh)
         program = None
         try:
             program = planner.writer.written(assignment)
-        except ValueError as found:
-            error = found
+        except ValueError as caught:
+            error = caught
         raise_together(error, self.mesh)
         assert program is not None
         return planner.captured, program
+
+    def _captured(self, args: Any, kwargs: Any) -> Captured:
+        def again() -> Captured:
+            kind = self.mesh.device_type
+            return captured_for_planning(self.model, args, kwargs, loss_fn=self.loss_fn, device_type=kind)
+
+        try:
+            return again()
+        except NothingTrainedError:  # a mode need not train what the module does
+            self.model.requires_grad_(False)
+            return again()
 
     def _example(self) -> tuple[Any, Any]:
         """Inputs like those that the model was captured with, without values."""

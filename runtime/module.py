@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -23,9 +23,12 @@ from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.randomness import keys
 
 from .agree import all_equal, coordinate_of, device_of, exchange, process_groups, raise_together
+from .alike import same_values
 from .execute import Executable, compile
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
+from .submodules import callable_alone
+from .verify import Check, Verifier
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -40,12 +43,6 @@ class Mode:
     gradients: bool
     autocast: torch.dtype | None
 
-    def serves(self, other: Mode) -> bool:
-        """Whether a graph of this mode computes what one of the other would, and maybe gradients beside."""
-        if (self.training, self.autocast) != (other.training, other.autocast):
-            return False
-        return not other.gradients or (self.gradients and other.trainable <= self.trainable)
-
     def __str__(self) -> str:
         count = sum(self.training)
         what = "evaluation" if not count else "training" if count == len(self.training) else "partly training"
@@ -53,8 +50,9 @@ class Mode:
         return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
 
 
-Again = Callable[[Mode], tuple[Captured, Program]]
-"""A program for another mode, with the parameters where they are. Called on all ranks at once."""
+Again = Callable[[Mode, Sequence[Captured]], tuple[Captured, Program | int]]
+"""What is captured in another mode, and its program, with the parameters where they are, or which of the steps that are
+known has a program that serves it. Called on all ranks at once."""
 
 
 class ParallelModule(nn.Module):
@@ -68,7 +66,9 @@ class ParallelModule(nn.Module):
 
     Plain tensors given to a call are the global batch on every rank, of which the rank takes its
     slice; a DTensor says what it holds. Outputs that every rank has whole are plain tensors, and the
-    others are DTensors. If the model has a loss, that alone carries a gradient.
+    others are DTensors, or, with `whole_outputs`, are gathered. No output shares memory with a parameter, a buffer, an
+    input or another output. If the model has a loss, that alone is differentiated: backward raises ValueError where a
+    gradient reaches another output.
 
     `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
     The first call in a mode that the program was not captured in (evaluation, mostly) captures and plans a program for
@@ -86,6 +86,9 @@ class ParallelModule(nn.Module):
         plan: object,
         mesh: DeviceMesh,
         again: Again | None = None,
+        *,
+        whole_outputs: bool = False,
+        verifier: Verifier | None = None,
     ) -> None:
         super().__init__()
         raise_together(_mismatch(program, mesh), mesh)
@@ -94,7 +97,14 @@ class ParallelModule(nn.Module):
             mesh,
             "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
         )
+        all_equal(
+            {name: _digest(tensor) for name, tensor in captured.constants.items() if is_real(tensor)},
+            mesh,
+            "the ranks closed over different tensors (plain attributes of modules, tensors that forward or loss_fn "
+            "makes of Python numbers): give every rank the same, or make them buffers",
+        )
         state = _State(captured, program, plan, mesh)
+        state.whole_outputs = whole_outputs
         vars(self)["_state"] = state
         root = state.mirror(model)
         # the same dictionaries: the root's parameters and submodules are this module's own
@@ -104,6 +114,7 @@ class ParallelModule(nn.Module):
         vars(self)["_root"] = root
         state.own(self, model)
         vars(self)["_modes"] = _Modes(self, model, state, again)
+        vars(self)["_verifier"] = verifier
         state.distribute(model, _values_of(model))
 
     # -- what a person asks for
@@ -150,13 +161,20 @@ class ParallelModule(nn.Module):
         else:
             state.distribute(None, _values_made(source, state))
 
+    @torch.compiler.disable(reason="a parallel module is compiled already: what it runs is its program")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = vars(self)["_modes"].state()
         call = state.call(args, kwargs)
+        verifier: Verifier | None = vars(self)["_verifier"]
+        if verifier is not None:
+            call.check = verifier.begin(state, vars(self)["_modes"].modules, state.captured.bind(args, kwargs))
         if call.differentiable and torch.is_grad_enabled():
             results = _Step.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
+            call.returned += map(weakref.ref, results)
         else:
             results = state.outputs(call.forward()[0])
+        if call.check is not None:
+            call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 
     # -- what makes it a module like the model
@@ -185,6 +203,28 @@ class ParallelModule(nn.Module):
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 sliced[name] = state.part(name, value)
         return super().load_state_dict(sliced, strict=strict, assign=assign)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with values of its own, on the same mesh with the same programs."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        modes: _Modes = vars(self)["_modes"]
+        for state in (_state(self), *(state for _, state in modes.states)):
+            one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
+            memo.update((id(part), part) for part in one_for_all)
+        memo[id(modes.again)] = modes.again
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __copy__(self) -> ParallelModule:
+        raise ValueError("a parallel module has no shallow copy: use copy.deepcopy for one with values of its own")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a parallel module cannot be pickled, since it belongs to the process groups of its mesh: save its "
+            "state_dict() with torch.distributed.checkpoint, or the whole tensors of it with torch.save, and load "
+            "them into a module that parallelize makes"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         raise ValueError(
@@ -215,9 +255,13 @@ class _State:
         order = [i.role for i in program.inputs if i.role != "tangent"]
         assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
         self.tangents = tuple(i for i in program.inputs if i.role == "tangent")
+        self.carriers = frozenset(i.target for i in self.tangents)
+        """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
+        self.differentiable = self.carriers | {leaf.path for leaf in captured.output_leaves if leaf.requires_grad}
         self.made = tuple(o for o in program.outputs if o.role != "gradient")
         self.gradients = {o.target: i for i, o in enumerate(o for o in program.outputs if o.role == "gradient")}
         self.gradient_outputs = tuple(o for o in program.outputs if o.role == "gradient")
+        self.trained = frozenset(o.target for o in self.gradient_outputs if o.name is not None)
         outputs = [(i, o) for i, o in enumerate(self.made) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
@@ -228,17 +272,22 @@ class _State:
         self.aliases: dict[str, list[str]] = {}
         self.mirrors: dict[int, nn.Module] = {}
         self.called = False
+        self.whole_outputs = False
+        """Whether the caller gets split outputs gathered, as plain tensors."""
         self.overlapping: tuple[int, ...] | None = None
         mutated = {o.target for _, o in self.mutations}
         held = ("buffer", "parameter")
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
+        """Which inputs the program writes."""
+        self.shared: _Shared | None = None
 
     # -- modules and values
 
     def mirror(self, module: nn.Module) -> nn.Module:
         """A module of the same class and attributes, with tensors of its own to come."""
         if id(module) not in self.mirrors:
-            made = type(module).__new__(type(module))
+            kind = callable_alone(type(module))
+            made = kind.__new__(kind)
             vars(made).update(vars(module))
             vars(made).update(
                 _parameters=dict(module._parameters),
@@ -270,6 +319,7 @@ class _State:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         made = _State(captured, program, self.plan, self.mesh)
         made.at_rest, made.owners, made.aliases, made.mirrors = self.at_rest, self.owners, self.aliases, self.mirrors
+        made.whole_outputs = self.whole_outputs
         return made
 
     def value(self, name: str) -> torch.Tensor:
@@ -409,12 +459,14 @@ class _State:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         bound = self.captured.bind(args, kwargs)
         values: list[torch.Tensor] = []
+        given: list[torch.Tensor] = []
         differentiable: list[torch.Tensor] = []
         sources: list[ProgramInput] = []
         for i in self.inputs:
             if i.role == "input":
                 whole = bound[i.target]
                 local = self._local_input(i, whole)
+                self._refuse_buffer(i, whole)
             elif i.target in self.constants and i.role == "buffer":
                 whole = local = self.constants[i.target]
                 local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
@@ -426,15 +478,18 @@ class _State:
             if local.device != self.device:
                 raise ValueError(self._misplaced(i, local))
             values.append(local)
+            given.append(whole)
             if i.role == "input" and whole.requires_grad and torch.is_grad_enabled() and i.target not in self.gradients:
                 raise ValueError(
                     f"input {i.target} requires a gradient, and the model was captured without: give parallelize an "
                     f"example input that requires one, or detach() this one"
                 )
-            if whole.requires_grad and i.target in self.gradients:
+            if whole.requires_grad and i.target in self.trained:
                 differentiable.append(whole)
                 sources.append(i)
-        return _Call(state=self, values=values, differentiable=tuple(differentiable), sources=tuple(sources))
+        return _Call(
+            state=self, values=values, given=given, differentiable=tuple(differentiable), sources=tuple(sources)
+        )
 
     def _local_input(self, i: ProgramInput, whole: torch.Tensor) -> torch.Tensor:
         if not isinstance(whole, DTensor):
@@ -443,6 +498,17 @@ class _State:
             raise ValueError(f"input {i.target} is a DTensor on {whole.device_mesh}; the module is on {self.mesh}")
         with torch.no_grad():
             return self._padded(self._placed(whole, i.layout), i)
+
+    def _refuse_buffer(self, i: ProgramInput, whole: torch.Tensor) -> None:
+        """Where forward writes a buffer that it is given as an input too, eager sees the new values in both."""
+        if not self.mutations or not is_real(whole):
+            return
+        place = storage_of(whole)
+        for _, o in self.mutations:
+            if storage_of(self.value(o.target)) == place:
+                raise ValueError(
+                    f"input {i.target} lies in the memory of buffer {o.target}, which forward writes: give a clone() of it"
+                )
 
     def _misplaced(self, i: ProgramInput, local: torch.Tensor) -> str:
         if local.device.type == "meta" and i.role != "input":
@@ -465,12 +531,13 @@ class _State:
             held.copy_(value)
 
     def outputs(self, made: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
-        """What the caller sees of each output: whole ones as they are, split ones as DTensors."""
-        results = []
+        """What the caller sees of each output: whole ones as they are, split ones as DTensors, or gathered."""
+        results: list[torch.Tensor] = []
         for index in self.output_indices:
             local, output = made[index], self.made[index]
             assert local is not None
-            results.append(local if _is_whole(output.layout) else self._dtensor(local, output))
+            split = None if _is_whole(output.layout) else self._dtensor(local, output)
+            results.append(local if split is None else split.full_tensor() if self.whole_outputs else split)
         return tuple(results)
 
     def _dtensor(self, local: torch.Tensor, value: ProgramInput | ProgramOutput) -> DTensor:
@@ -487,6 +554,26 @@ class _State:
         if isinstance(gradient, DTensor):
             return self._padded(self._placed(gradient, i.layout), i)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
+
+    def refuse_lost(
+        self, by_path: Mapping[str, torch.Tensor | None], returned: Mapping[str, weakref.ref[torch.Tensor]]
+    ) -> None:
+        """A gradient that the program has no place for is an error, not a loss."""
+        others = [path for path in by_path if path not in self.carriers]
+        for path in others:
+            output = returned[path]()
+            if output is not None and compat.is_observed(output):
+                raise ValueError(
+                    f"{path} has a hook or retain_grad(), and its gradient is not computed where {self.captured.loss} "
+                    f"is differentiated: have the model return what you look for, or leave the hook out"
+                )
+        lost = [path for path in others if by_path[path] is not None]
+        if lost:
+            raise ValueError(
+                f"a gradient reaches {', '.join(lost)}, and the program differentiates {self.captured.loss} alone: pass "
+                f"parallelize a loss_fn= that takes the model's output and returns all of the loss, or detach() what "
+                f"is not to be differentiated"
+            )
 
     def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
@@ -512,7 +599,8 @@ class _Modes:
         mode = Mode(
             training=tuple(m.training for m in model.modules()),
             trainable=frozenset({name for name, *_ in self.parameters} & trained | set(captured.without_gradient)),
-            gradients=bool(state.tangents) or not any(p.requires_grad for p in model.parameters()),
+            gradients=bool(state.tangents)
+            or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
             autocast=captured.autocast,
         )
         self.states: list[tuple[Mode, _State]] = [(mode, state)]
@@ -535,16 +623,21 @@ class _Modes:
         cast = compat.autocast_dtype(self.device_type)
         mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
         for known, state in self.states:
-            if known.serves(mode):
+            if known == mode:
                 return state
         if self.again is None:
             raise ValueError(
                 f"the module has a program for {self.states[0][0]}, and is called for {mode}: call train(), eval() and "
                 f"requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
-        captured, program = self.again(mode)
-        same = [state for _, state in self.states if str(state.captured.graph) == str(captured.graph)]
-        state = same[0] if same else self.base.with_program(captured, program)
+        states = [state for _, state in self.states]
+        captured, program = self.again(mode, [state.captured for state in states])
+        if isinstance(program, int):
+            served = [state for state in states if state.program is states[program].program]
+            same = [state for state in served if same_values(state.captured, captured)]
+            state = same[0] if same else self.base.with_program(captured, states[program].program)
+        else:
+            state = self.base.with_program(captured, program)
         self.states.append((mode, state))
         return state
 
@@ -555,21 +648,29 @@ class _Call:
 
     state: _State
     values: list[torch.Tensor]
+    given: list[torch.Tensor]
+    """What the values are parts of."""
     differentiable: tuple[torch.Tensor, ...]
     sources: tuple[ProgramInput, ...]
+    returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """The outputs, once the caller has them."""
+    keys: tuple[torch.Tensor, ...] = ()
+    """Of the random operators, once they are drawn."""
+    check: Check | None = None
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
         state = self.state
-        self.values += state.keys()
+        self.keys = state.keys()
+        self.values += self.keys
+        seen = [*self.values] if state.shared is None else []
         with compat.without_autocast(state.device.type):
             made, saved = state.executable.forward(self.values)
-        if state.mutations:
-            # backward reads what these were, views of them included
-            written = {self.values[index].untyped_storage().data_ptr() for index in state.mutated}
-            saved = tuple(x.clone() if x.untyped_storage().data_ptr() in written else x for x in saved)
-            with torch.no_grad():
-                state.write_back(made)
+        if state.shared is None:
+            state.shared = _Shared.of(seen, state.mutated, made, saved)
+        with torch.no_grad():
+            made, saved = state.shared.apart(made, saved)
+            state.write_back(made)
         return made, saved
 
 
@@ -581,31 +682,49 @@ class _Step(torch.autograd.Function):
         state = call.state
         made, saved = call.forward()
         outputs = state.outputs(made)
-        carriers = {i.target for i in state.tangents}
         ctx.mark_non_differentiable(
-            *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in carriers)
+            *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in state.differentiable)
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
-        ctx.state, ctx.sources = state, tuple(zip(call.sources, forms, strict=True))
+        ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
+        ctx.check = call.check
+        assert state.shared is not None
+        read = [(state.inputs[k], call.given[k]) for k in state.shared.kept if k < len(call.given)]
+        ctx.read = [(i, whole, compat.version(whole)) for i, whole in read if isinstance(whole, DTensor)]
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            results = _Step.gradients(ctx, gradients)
+        if not torch.is_grad_enabled():
+            return results
+        # the caller asked for a graph of the gradients
+        found = [index for index, value in enumerate(results) if value is not None]
+        marked = _Once.apply(*(results[index].detach().requires_grad_() for index in found))  # type: ignore
+        by_index = dict(zip(found, marked, strict=True))
+        return tuple(by_index.get(index) for index in range(len(results)))
+
+    @staticmethod
+    def gradients(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         state: _State = ctx.state
         by_path = dict(zip(state.output_paths, gradients, strict=True))
+        state.refuse_lost(by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
+        _refuse_written(ctx.read)
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
-        # what backward drops is not kept for the look at it
+        # what backward drops is not kept for the look at it; tangents are, since the caller may hold other ones
         look = state.overlapping is None
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
+        held = arguments[len(arguments) - len(state.tangents) :] if look else []
         with compat.without_autocast(state.device.type):
             made = list(state.executable.backward(arguments))
         if state.overlapping is None:
             state.overlapping = _overlapping(made, kept)
+            held.clear()
         # an optimizer writes into gradients: no two may share memory
         for index in state.overlapping:
             value = made[index]
@@ -615,7 +734,35 @@ class _Step(torch.autograd.Function):
         for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
             local = made[state.gradients[i.target]] if needed else None
             results.append(None if local is None else state.gradient(i, form, local))
+        if ctx.check is not None:
+            made_for = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
+            ctx.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, made_for)
         return tuple(results)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that are not differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        raise ValueError(
+            "the gradients of a parallel module cannot be differentiated again: compute a penalty on gradients inside "
+            "of the model's forward or of loss_fn=, by torch.autograd.grad(..., create_graph=True)"
+        )
+
+
+def _refuse_written(read: Sequence[tuple[ProgramInput, torch.Tensor, int]]) -> None:
+    """As autograd does for plain tensors."""
+    for i, whole, version in read:
+        if compat.version(whole) != version:
+            raise ValueError(
+                f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "
+                f"and other writes after backward(), or call the module again first"
+            )
 
 
 def _state(module: nn.Module) -> _State:
@@ -625,6 +772,12 @@ def _state(module: nn.Module) -> _State:
 
 def _is_whole(layout: Layout) -> bool:
     return all(isinstance(placement, Replicate) for placement in layout)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def _mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
@@ -704,15 +857,81 @@ def _values_made(function: InitFunction, state: _State) -> Iterator[tuple[str, t
         yield name, whole.to(present.dtype)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Which values of a forward half share memory with what somebody may write later: results with an input (a
+    parameter, a buffer, a constant, the caller's batch) or with another result, and what is saved for backward with a
+    buffer that the program writes. Each becomes a copy, since values of the graph are values.
+
+    Which they are is a property of the program, so one look is enough.
+    """
+
+    made: tuple[int, ...]
+    saved: tuple[int, ...]
+    kept: tuple[int, ...]
+    """Inputs whose memory is kept for backward as it is."""
+
+    @staticmethod
+    def of(
+        given: Sequence[torch.Tensor],
+        written: Sequence[int],
+        made: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+    ) -> _Shared:
+        """`written` are the indices of the inputs that are buffers and written by the program."""
+        storages = [storage_span(x)[0] for x in given]
+        taken, buffers = set(storages), {storages[k] for k in written}
+        behind = [storage_span(x)[0] for x in saved]
+        kept = {storage for storage in behind if storage not in buffers}
+        found = []
+        for index, value in enumerate(made):
+            if value is not None and value.numel():
+                storage = storage_span(value)[0]
+                if storage in taken:
+                    found.append(index)
+                taken.add(storage)
+        return _Shared(
+            made=tuple(found),
+            saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
+            kept=tuple(i for i, storage in enumerate(storages) if storage in kept),
+        )
+
+    def apart(
+        self, made: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        results, kept = list(made), list(saved)
+        for index in self.made:
+            value = results[index]
+            assert value is not None
+            results[index] = value.clone(memory_format=torch.contiguous_format)
+        for index in self.saved:
+            kept[index] = kept[index].clone()
+        return tuple(results), tuple(kept)
+
+
+_WORDS = 1 << 17
+"""Words of a tensor that are added up at a time, each with a weight of its own."""
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """The sum of the tensor's bits as integers: exact, and so the same in whatever order it is added up."""
+    """A sum of the tensor's bits, each word of them with a weight that says where it stands: exact, and the same
+    whatever the order in which it is added up."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
-    return int(bits.sum(dtype=torch.int64))
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = bits.numel() // 8 * 8
+    words, rest = bits[:whole], bits[whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    weights = torch.arange(1, 2 * min(_WORDS, max(whole // 8, 8)), 2, device=bits.device) * _WEIGHT
+    total = int((rest.long() * weights[: rest.numel()]).sum())
+    for number, chunk in enumerate(words.view(torch.int64).split(_WORDS), 1):
+        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * number + 1)
+    return total % (1 << 64)
+
+
+_WEIGHT = 0x1E3779B97F4A7C15
+"""Odd: products with odd numbers, modulo 2^64, tell all words apart."""
 
 
 def _overlapping(

@@ -1,0 +1,314 @@
+"""The ranks check themselves: the first steps also run in one process, and must give the same.
+
+Each rank gathers parameters and buffers, runs the model itself on the whole batch, as PyTorch runs it on one device, and
+compares outputs, buffers and gradients. Where the program draws random numbers (dropout) the captured graph runs on whole
+tensors in the place of the model, with the same keys: PyTorch's own generator draws other numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.graph import JointGraph, Node
+from autopar.lockstep import run
+from autopar.passes.capture import Captured, skeleton
+from autopar.program import Instruction
+from autopar.tree import flatten
+
+from .agree import raise_together
+
+if TYPE_CHECKING:
+    from .module import _State
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+"""The largest difference, relative to the largest element of the tensor, by the narrowest floating dtype of the step.
+Sums in another order, as ranks make them, differ by less; a wrong collective, mask or scale by much more."""
+
+NEGLIGIBLE = 1e-2
+"""The part of the largest gradient of all as which a gradient's largest element counts at least: one that is zero by
+arithmetic, as that of a bias before a norm, is the rounding of the others."""
+
+UNDECIDED = 1e-2
+"""The part of an integer output's elements that may differ, as the index of the largest of two equal numbers does."""
+
+Values = dict[str, torch.Tensor]
+
+
+class Reference(Protocol):
+    """A step in one process."""
+
+    outputs: Values
+    """By path."""
+    buffers: Values
+    """What buffers are after it, by name."""
+
+    def gradients(self, tangents: Values) -> Values:
+        """By the parameter's name or the input's path, from those of outputs by path."""
+        ...
+
+
+class Eager:
+    """The model itself on whole tensors."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, captured: Captured, given: Given
+    ) -> None:
+        self.leaves = {
+            name: nn.Parameter(p, requires_grad=name in given.trained) for name, p in given.parameters.items()
+        }
+        held = {**self.leaves, **given.buffers}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for registry in (module._parameters, module._buffers):
+                for key, tensor in registry.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is not None:
+                        registry[key] = held[captured.tied.get(name, name)]  # type: ignore[assignment]
+        inputs = {path: x.requires_grad_(path in given.trained) for path, x in given.inputs.items()}
+        self.leaves |= {path: x for path, x in inputs.items() if x.requires_grad}  # type: ignore[misc]
+        leaves = [leaf.constant if leaf.meta is None else inputs[leaf.path] for leaf in captured.input_leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, captured.input_spec)
+        output = model(*args, **kwargs)
+        output = output if loss_fn is None else loss_fn(output)
+        self.outputs = {path: x for path, x in flatten("output", output)[0] if isinstance(x, torch.Tensor)}
+        self.buffers = dict(model.named_buffers())
+
+    def gradients(self, tangents: Values) -> Values:
+        wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        roots = [(self.outputs[path], t) for path, t in tangents.items() if self.outputs[path].requires_grad]
+        made = torch.autograd.grad(
+            [root for root, _ in roots], [*wanted.values()], [t for _, t in roots], allow_unused=True, retain_graph=True
+        )
+        return {name: g for name, g in zip(wanted, made, strict=True) if g is not None}
+
+
+class Whole:
+    """The captured graph on whole tensors."""
+
+    def __init__(self, graph: JointGraph, given: Given) -> None:
+        self.graph = graph
+        values = {**given.parameters, **given.buffers, **given.inputs, **given.constants}
+        self.values: dict[str, Any] = {
+            i.name: values[i.target] for i in graph.inputs if i.role not in ("tangent", "seed")
+        }
+        seeds = [i.name for i in graph.inputs if i.role == "seed"]
+        self.values |= dict(zip(seeds, given.keys, strict=True))
+        with torch.no_grad():
+            self._run(self.values, (node for node in graph.nodes if not node.backward))
+        self.outputs, mutations = self._made("output", self.values), self._made("mutation", self.values)
+        self.buffers = {**given.buffers, **mutations}
+
+    def gradients(self, tangents: Values) -> Values:
+        values = {**self.values, **{i.name: tangents[i.target] for i in self.graph.inputs if i.role == "tangent"}}
+        with torch.no_grad():
+            self._run(values, (node for node in self.graph.nodes if node.backward))
+        return self._made("gradient", values)
+
+    def _run(self, values: dict[str, Any], nodes: Iterator[Node]) -> None:
+        for node in nodes:
+            run(Instruction(op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs), (), {(): values})
+
+    def _made(self, role: str, values: Mapping[str, torch.Tensor]) -> Values:
+        return {o.target: values[o.name] for o in self.graph.outputs if o.role == role and o.name is not None}
+
+
+@dataclass(kw_only=True)
+class Given:
+    """What a step starts from, whole. `trained` are the parameters and inputs that take a gradient."""
+
+    parameters: Values
+    buffers: Values
+    inputs: Values
+    constants: Values
+    trained: frozenset[str]
+    keys: Sequence[torch.Tensor] = ()
+
+
+class Verifier:
+    """Checks the first `steps` calls of a module, and the backward of each."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, steps: int) -> None:
+        self.model, self.loss_fn, self.steps, self.done = skeleton(model), loss_fn, steps, 0
+
+    def begin(self, state: _State, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]) -> Check | None:
+        """What checks the step that begins, or None when all are done. Gathers parameters."""
+        if self.done == self.steps:
+            return None
+        self.done += 1
+        held = {name: state.value(name) for name in state.aliases}
+        trained = {
+            name
+            for name, x in (*held.items(), *inputs.items())
+            if x.requires_grad and torch.is_grad_enabled() and name in state.trained
+        }
+        given = Given(
+            parameters={name: whole(x) for name, x in held.items() if isinstance(x, nn.Parameter)},
+            buffers={name: whole(x) for name, x in held.items() if not isinstance(x, nn.Parameter)},
+            inputs={path: whole(x) for path, x in inputs.items()},
+            constants={name: x.clone() for name, x in state.constants.items()},
+            trained=frozenset(trained),
+        )
+        model = copy.deepcopy(self.model)
+        for module, other in zip(model.modules(), modules, strict=True):
+            module.training = other.training
+        return Check(step=self.done, state=state, model=model, loss_fn=self.loss_fn, given=given)
+
+
+@dataclass(kw_only=True)
+class Check:
+    """One step beside itself in one process."""
+
+    step: int
+    state: _State
+    model: nn.Module
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    given: Given
+    reference: Reference = field(init=False)
+
+    def forward(self, outputs: Mapping[str, torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
+        """Compare what forward gave. `keys` are those of its random operators."""
+        self.given.keys = keys
+        error: Exception | None = None
+        found = {path: whole(x) for path, x in outputs.items()}
+        try:
+            self.reference = self._whole() if keys else self._eager()
+            made = {o.target: whole(self.state.value(o.target)) for _, o in self.state.mutations}
+            now = {**self.given.buffers, **self.reference.buffers}
+            pairs = [
+                (f"output {path}", path, "output", x, self.reference.outputs.get(path)) for path, x in found.items()
+            ]
+            pairs += [(f"buffer {name}", name, "mutation", x, now.get(name)) for name, x in made.items()]
+            error = self._compared(pairs, {})
+        except Exception as caught:
+            error = caught
+        raise_together(error, self.state.mesh)
+
+    def backward(self, tangents: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Compare the gradients that came of those of outputs, by path; absent ones are zero."""
+        error: Exception | None = None
+        found = {name: whole(g) for name, g in gradients.items()}
+        given = {path: t if t is None else whole(t) for path, t in tangents.items()}
+        try:
+            filled = {
+                i.target: torch.zeros(i.meta.shape, dtype=i.meta.dtype, device=self.state.device) if t is None else t
+                for i in self.state.tangents
+                for t in [given.get(i.target)]
+            }
+            expected = self.reference.gradients(filled)
+            pairs = [(f"the gradient of {name}", name, "gradient", g, expected.get(name)) for name, g in found.items()]
+            error = self._compared(pairs, filled)
+        except Exception as caught:
+            error = caught
+        raise_together(error, self.state.mesh)
+
+    def _eager(self) -> Reference:
+        try:
+            return Eager(self.model, self.loss_fn, self.state.captured, self._copy())
+        except Exception as error:
+            raise ValueError(
+                f"verify: the model does not run in one process on whole tensors, {type(error).__name__}: {error}"
+            ) from error
+
+    def _whole(self) -> Whole:
+        return Whole(self.state.captured.graph, self._copy())
+
+    def _copy(self) -> Given:
+        """Buffers are written."""
+        given = self.given
+        return Given(
+            parameters=given.parameters,
+            buffers={name: x.clone() for name, x in given.buffers.items()},
+            inputs={path: x.detach().clone() for path, x in given.inputs.items()},
+            constants=given.constants,
+            trained=given.trained,
+            keys=given.keys,
+        )
+
+    def _compared(
+        self, pairs: Sequence[tuple[str, str, str, torch.Tensor, torch.Tensor | None]], tangents: Values
+    ) -> ValueError | None:
+        """The error that names the first tensor, in the order of the graph, that differs."""
+        graph = self.state.captured.graph
+        floating = [m.dtype for m in graph.metas.values() if m.dtype in TOLERANCES]
+        dtype = min(floating, key=lambda d: -TOLERANCES[d], default=torch.float32)
+        largest = max((_largest(x) for _, _, role, _, x in pairs if role == "gradient" and x is not None), default=0.0)
+        wrong = []
+        for what, target, role, found, expected in pairs:
+            expected = torch.zeros_like(found) if expected is None and role == "gradient" else expected
+            error = difference(found, expected, NEGLIGIBLE * largest)
+            limit = TOLERANCES[dtype]
+            if not found.dtype.is_floating_point and not found.dtype.is_complex:
+                limit = UNDECIDED if role == "output" else 0.0
+            if not error <= limit:
+                place = next((o.name for o in graph.outputs if (o.role, o.target) == (role, target)), None)
+                at = graph.producer.get(place or "", -1)
+                wrong.append((at, what, error, limit, (role, target, found)))
+        if not wrong:
+            return None
+        at, what, error, limit, (role, target, found) = min(wrong, key=lambda w: w[0])
+        node = graph.nodes[at] if at >= 0 else None
+        made = f", which `{node.op}` of module {node.module!r} makes" if node else ""
+        return ValueError(
+            f"verify: in step {self.step}, {what}{made}, differs from one process by {error:.3g} of its largest element, "
+            f"and {limit:g} is the tolerance for {str(dtype).removeprefix('torch.')}; {len(wrong)} of {len(pairs)} "
+            f"tensors differ. {self._fault(role, target, found, limit, tangents)}"
+        )
+
+    def _fault(self, role: str, target: str, found: torch.Tensor, limit: float, tangents: Values) -> str:
+        """Whether the captured graph itself is wrong, or what the ranks make of it."""
+        report = "please report it with the model and the plan"
+        if isinstance(self.reference, Whole):
+            return f"The ranks do not compute the captured graph: {report}"
+        graph = self._whole()
+        made = {"output": graph.outputs, "mutation": graph.buffers}.get(role)
+        made = graph.gradients(tangents) if made is None else made
+        if target in made and difference(found, made[target], 0.0) <= limit:
+            return f"The ranks compute the captured graph, and that is not the model: {report}"
+        return f"The ranks do not compute the captured graph: {report}"
+
+
+@torch.no_grad()
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, gathered from all ranks."""
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor | None, floor: float) -> float:
+    """The largest difference relative to the largest element, which counts as `floor` at least; of integers the part of
+    elements that differ. Infinite where shapes or dtypes differ, or numbers that are not finite."""
+    if expected is None or found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if not found.numel():
+        return 0.0
+    if found.is_complex():
+        found, expected = torch.view_as_real(found.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    if not found.dtype.is_floating_point:
+        return float((found != expected).double().mean())
+    found, expected = found.detach().double(), expected.detach().double()
+    finite = expected.isfinite()
+    if (
+        not torch.equal(found[~finite].nan_to_num(0.5), expected[~finite].nan_to_num(0.5))
+        or not found[finite].isfinite().all()
+    ):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = max(float(expected[finite].abs().max()), floor, 1e-30)
+    return float((found[finite] - expected[finite]).abs().max()) / scale
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    finite = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.max()) if tensor.numel() else 0.0
