@@ -42,6 +42,9 @@ from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, 
 from autopar.ops.ctc import ctc_loss
 from autopar.tree import flatten
 
+from .state import Reads
+from .witness import Beside, Witness, check_constants, check_hooks
+
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
@@ -71,7 +74,8 @@ class Captured:
     `tied` maps other names of a parameter or buffer to the name under which it stands in the graph.
     `constants` are tensors that the model closed over: graph inputs of role "buffer" by target.
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
-    `autocast` is the dtype of the `torch.autocast` context in which it was captured.
+    `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
+    Python read while the model was traced.
     """
 
     graph: JointGraph
@@ -85,6 +89,7 @@ class Captured:
     training: bool
     without_gradient: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    reads: Reads = field(default_factory=Reads, repr=False)
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
@@ -144,13 +149,18 @@ def capture(
     "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
 
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
-    gets a gradient although some require one, if two parameters overlap in memory, or if the loss is not a floating
-    scalar.
+    gets a gradient although some require one, if two parameters overlap in memory, if the loss is not a floating
+    scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
+    its own, hook gradients.
     """
     kwargs = dict(kwargs or {})
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
     canonical = _canonical_names(model)
+    try:
+        check_hooks(model)
+    except Beside as error:
+        raise CaptureError(str(error)) from None
     fakes = _Fakes(mode, device_type, grad)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(_leaf(path, value) for path, value in pairs)
@@ -163,8 +173,14 @@ def capture(
         except _Replaced as found:
             step.replaced = found.names
             joint = compat.export_joint(step, inputs, mode, tied)
+        with mode:
+            step.witness.settle(step, inputs)
     except CaptureError:
         raise
+    except Beside as error:
+        raise CaptureError(str(error)) from None
+    except compat.WritesReal as error:
+        raise CaptureError(f"{step.witness.written(error.tensor)}{_where(error)}") from None
     except Exception as error:
         told = f"{type(model).__name__} cannot be captured as a graph of static shapes: {error}"
         raise CaptureError(f"{told}{_where(error)}") from error
@@ -180,6 +196,11 @@ def capture(
     output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
     conversion = _Conversion(joint, input_paths, output_paths, _input_names(model, input_paths))
     graph = conversion.graph()
+    if grad:
+        try:
+            check_constants(conversion.constants, step.witness.seen)
+        except Beside as error:
+            raise CaptureError(str(error)) from None
     with mode:
         missing = _without_gradient(model, graph, step, inputs, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
@@ -195,6 +216,7 @@ def capture(
         training=model.training,
         without_gradient=missing,
         autocast=compat.autocast_dtype(device_type or "cpu"),
+        reads=step.witness.reads,
     )
 
 
@@ -304,6 +326,11 @@ class _Fakes:
             return nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
         return fake.requires_grad_(source.requires_grad and self.grad)
 
+    def alias(self, source: torch.Tensor) -> torch.Tensor:
+        """The same real tensor, a leaf of autograd."""
+        wanted = source.requires_grad and self.grad
+        return source.detach().requires_grad_(wanted) if wanted else source.detach()
+
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""
         memo: dict[int, Any] = {}
@@ -317,7 +344,7 @@ class _Fakes:
                         # neither parameter nor buffer: real ones become constants of the graph
                         if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                             bare = tensor.device.type == "meta" or compat.is_fake(tensor)
-                            memo[id(tensor)] = self.tensor(name, tensor) if bare else tensor.detach()
+                            memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
         return copied(model, memo)
 
 
@@ -408,15 +435,17 @@ class _Step(nn.Module):
         self.spec = spec
         self.outcomes: _Outcomes = _Outcomes()
         self.replaced: set[str] = set()
+        self.witness = Witness(model, loss_fn)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with _written(self.model, self.replaced), _OtherWays(), _unchecked(self.outcomes.checks):
-            output = self.model(*args, **kwargs)
-        if self.loss_fn[0] is not None:
-            output = self.loss_fn[0](output)
+        with self.witness.tracing():
+            with _written(self.model, self.replaced), _OtherWays(), _unchecked(self.outcomes.checks):
+                output = self.model(*args, **kwargs)
+            if self.loss_fn[0] is not None:
+                output = self.loss_fn[0](output)
         pairs, spec = flatten("output", output)
         loss = self._loss(output, pairs)
         described: list[Leaf] = []

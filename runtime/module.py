@@ -24,6 +24,7 @@ from autopar.randomness import keys
 
 from .agree import all_equal, coordinate_of, device_of, exchange, process_groups, raise_together
 from .execute import Executable, compile
+from .guard import OWNERS, Guard, report_changed
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 
@@ -53,8 +54,9 @@ class Mode:
         return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
 
 
-Again = Callable[[Mode], tuple[Captured, Program]]
-"""A program for another mode, with the parameters where they are. Called on all ranks at once."""
+Again = Callable[[Mode, nn.Module], tuple[Captured, Program]]
+"""A program for another mode, or for other attributes of the model, with the parameters where they are. Called on all
+ranks at once."""
 
 
 class ParallelModule(nn.Module):
@@ -105,6 +107,7 @@ class ParallelModule(nn.Module):
         state.own(self, model)
         vars(self)["_modes"] = _Modes(self, model, state, again)
         state.distribute(model, _values_of(model))
+        OWNERS.claim(model, self)
 
     # -- what a person asks for
 
@@ -175,6 +178,15 @@ class ParallelModule(nn.Module):
                 f"only the captured call runs in parallel"
             )
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the model are set there, where its Python reads them."""
+        root = vars(self).get("_root")
+        own = name in vars(self) or hasattr(type(self), name) or isinstance(value, (nn.Parameter, nn.Module))
+        if root is None or own:
+            super().__setattr__(name, value)
+        else:
+            setattr(root, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As on the model. Values may be whole tensors, of which this rank takes its slice, or DTensors."""
@@ -510,8 +522,9 @@ class _Modes:
             gradients=bool(state.tangents) or not any(p.requires_grad for p in model.parameters()),
             autocast=captured.autocast,
         )
-        self.states: list[tuple[Mode, _State]] = [(mode, state)]
-        self.chosen: dict[tuple[Any, ...], _State] = {}
+        self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
+        self.states: list[tuple[Mode, Guard, _State]] = [(mode, self._guard(captured), state)]
+        self.chosen: dict[tuple[Any, ...], tuple[Guard, _State]] = {}
         self.device_type = state.device.type
 
     def state(self) -> _State:
@@ -521,27 +534,43 @@ class _Modes:
         if gradients:
             flags += [registry[key].requires_grad for _, registry, key in self.parameters]
         key = tuple(flags)
-        if key not in self.chosen:
+        if key not in self.chosen or not self.chosen[key][0].holds():
             self.chosen[key] = self._found(gradients)
-        return self.chosen[key]
+        return self.chosen[key][1]
 
-    def _found(self, gradients: bool) -> _State:
+    def _guard(self, captured: Captured) -> Guard:
+        return Guard(self.root, self.loss_fn, captured.reads)
+
+    def _found(self, gradients: bool) -> tuple[Guard, _State]:
         wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
         cast = compat.autocast_dtype(self.device_type)
         mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
-        for known, state in self.states:
+        changed: list[str] = []
+        for known, guard, state in self.states:
             if known.serves(mode):
-                return state
+                if guard.holds():
+                    return guard, state
+                changed = guard.changed
+        if changed:
+            report_changed(changed, possible=self.again is not None)
         if self.again is None:
             raise ValueError(
                 f"the module has a program for {self.states[0][0]}, and is called for {mode}: call train(), eval() and "
                 f"requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
-        captured, program = self.again(mode)
-        same = [state for _, state in self.states if str(state.captured.graph) == str(captured.graph)]
+        captured, program = self.again(mode, self.root)
+        same = [state for *_, state in self.states if _is_same(state.captured, captured)]
         state = same[0] if same else self.base.with_program(captured, program)
-        self.states.append((mode, state))
-        return state
+        guard = self._guard(captured)
+        self.states.append((mode, guard, state))
+        return guard, state
+
+
+def _is_same(a: Captured, b: Captured) -> bool:
+    """Whether they have one graph, over the same constants."""
+    if a.constants.keys() != b.constants.keys() or str(a.graph) != str(b.graph):
+        return False
+    return all(storage_span(tensor) == storage_span(b.constants[name]) for name, tensor in a.constants.items())
 
 
 @dataclass(kw_only=True, slots=True)
