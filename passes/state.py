@@ -34,6 +34,11 @@ from torch import nn
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes in which a module keeps what a graph has inputs for."""
 
+_OTHERWISE = REGISTRIES | {
+    "__dict__", "__class__", "training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+}  # fmt: skip
+"""Attributes of modules that are compared in other ways."""
+
 FACTS_MOST = 300_000
 """Where a walk ends: no model of this world has as much state in Python."""
 
@@ -196,7 +201,7 @@ class _Walk:
         if self.reads is None or "__dict__" in names:
             self._whole(attributes)
             names = {*names, *attributes}
-        for name in sorted(names - REGISTRIES - {"__dict__", "training"}):
+        for name in sorted(names - (REGISTRIES | {"training"} if self.reads is None else _OTHERWISE)):
             if name in attributes:
                 self.look.entries.append((attributes, name, attributes[name]))
                 self.value(f"{prefix}{name}", attributes[name])
@@ -207,8 +212,12 @@ class _Walk:
     def _not_own(self, path: str, module: nn.Module, name: str) -> None:
         """An attribute that was read and is not the module's own: its class's, one of its tensors or modules, or
         one that code asked for and was not there."""
-        self.look.absent.append((vars(module), name))
+        if any(name in vars(module)[registry] for registry in REGISTRIES):
+            return
         owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
+        if owner is not None and owner.__module__ == nn.Module.__module__:
+            return
+        self.look.absent.append((vars(module), name))
         if owner is None:
             self.look.facts[path] = _ABSENT
         elif not _is_library_module(owner.__module__):
