@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +45,40 @@ def is_profiling() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- fake tensors
+
+
+class WritesReal(Exception):
+    """An operator of a traced model writes a tensor that is neither of the traced copy nor made by it."""
+
+    def __init__(self, op: str, tensor: torch.Tensor) -> None:
+        super().__init__(f"{op} writes a tensor that is not a buffer of the model")
+        self.op, self.tensor = op, tensor
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a call of an operator writes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return list(pytree.tree_leaves(given))
+
+
+class ReadOnly(TorchDispatchMode):
+    """Raises WritesReal before an operator writes a real tensor. While a model is traced, operators that are given real
+    tensors alone run."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            if isinstance(tensor, torch.Tensor) and is_real(tensor):
+                raise WritesReal(str(func), tensor)
+        return func(*args, **(kwargs or {}))
 
 
 class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -88,6 +123,27 @@ def _meta_kernels() -> None:
 
 
 _meta_kernels()
+
+
+def number_of(tensor: torch.Tensor) -> Any:
+    """The number that a real tensor of one element holds, whatever modes are active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        return tensor.item()
+
+
+VALUES_MOST = 1 << 16
+
+
+def value_of(tensor: torch.Tensor) -> bytes | None:
+    """What a small real tensor holds; None for others."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if not is_real(tensor) or tensor.numel() > VALUES_MOST:
+        return None
+    with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+        return repr(tensor.tolist()).encode()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -143,6 +199,81 @@ def version(tensor: torch.Tensor) -> int:
 def is_observed(tensor: torch.Tensor) -> bool:
     """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
     return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
+
+
+def by_tensor() -> MutableMapping[torch.Tensor, Any]:
+    """A dictionary of tensors, by identity, that keeps none of them alive."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
+
+
+# ---------------------------------------------------------------------------------------------- hooks and seeds
+
+
+def hooks_gradient(tensor: torch.Tensor) -> bool:
+    """Whether hooks wait for its gradient."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def hooks_gradients(module: nn.Module) -> bool:
+    """Whether it has full backward hooks or full backward pre-hooks."""
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
+def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Where a module keeps its hooks: those of forward, and then those of backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_forward_hooks() -> dict[str, dict[int, Any]]:
+    """The hooks that run before and after the forward of every module."""
+    from torch.nn.modules import module
+
+    return {
+        "the global forward hooks": module._global_forward_hooks,
+        "the global forward pre-hooks": module._global_forward_pre_hooks,
+    }
+
+
+def global_backward_hooks() -> str:
+    """What kind of hooks torch has for the backward of every module; empty where it has none."""
+    from torch.nn.modules import module
+
+    if module._global_backward_pre_hooks:
+        return "global full backward pre-hooks"
+    return "global backward hooks" if module._global_backward_hooks else ""
+
+
+class _Seeded:
+    """Torch's default generator, but for seeds."""
+
+    def __init__(self, generator: torch.Generator, seeded: Callable[[], None]) -> None:
+        self._generator, self._seeded = generator, seeded
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self._seeded()
+        return self._generator.manual_seed(seed)
+
+    def seed(self) -> int:
+        self._seeded()
+        return self._generator.seed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+
+@contextlib.contextmanager
+def seeding(seeded: Callable[[], None]) -> Iterator[None]:
+    """Within it `seeded` is called where torch's own generator is given a seed."""
+    from torch import random
+
+    known = random.default_generator
+    random.default_generator = _Seeded(known, seeded)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        random.default_generator = known
 
 
 # ---------------------------------------------------------------------------------------------- joint export

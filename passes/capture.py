@@ -41,7 +41,9 @@ from autopar.tree import flatten
 
 from .cut import cut
 from .stamp import Unfit, stamped
+from .state import Reads
 from .ways import Generators, OtherWays
+from .witness import Beside, Witness, check_constants, check_hooks
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -78,7 +80,8 @@ class Captured:
     `tied` maps other names of a parameter or buffer to the name under which it stands in the graph.
     `constants` are tensors that the model closed over: graph inputs of role "buffer" by target.
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
-    `autocast` is the dtype of the `torch.autocast` context in which it was captured.
+    `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
+    Python read while the model was traced.
     """
 
     graph: JointGraph
@@ -92,6 +95,7 @@ class Captured:
     training: bool
     without_gradient: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    reads: Reads = field(default_factory=Reads, repr=False)
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
@@ -156,13 +160,18 @@ def capture(
     layer runs in any case.
 
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
-    gets a gradient although some require one, if two parameters overlap in memory, or if the loss is not a floating
-    scalar.
+    gets a gradient although some require one, if two parameters overlap in memory, if the loss is not a floating
+    scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
+    its own, hook gradients.
     """
     kwargs = dict(kwargs or {})
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
     canonical = _canonical_names(model)
+    try:
+        check_hooks(model)
+    except Beside as error:
+        raise CaptureError(str(error)) from None
     fakes = _Fakes(mode, device_type, grad)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(_leaf(path, value) for path, value in pairs)
@@ -185,9 +194,17 @@ def capture(
             def converted(part: compat.Recorded) -> _Conversion:
                 return _Conversion(compat.joint(part, inputs, mode), input_paths, output_paths, names)
 
+            with mode:
+                step.witness.settle(step, inputs)
             graph, constants = _joint_graph(record, converted, stamp)
+            if grad:
+                check_constants(constants, step.witness.seen)
         except CaptureError:
             raise
+        except Beside as error:
+            raise CaptureError(str(error)) from None
+        except compat.WritesReal as error:
+            raise CaptureError(f"{step.witness.written(error.tensor)}{_where(error)}") from None
         except Exception as error:
             raise _refusal(error, model) from error
     if step.outcomes.checks:
@@ -210,6 +227,7 @@ def capture(
         training=model.training,
         without_gradient=missing,
         autocast=compat.autocast_dtype(device_type or "cpu"),
+        reads=step.witness.reads,
     )
 
 
@@ -369,6 +387,11 @@ class _Fakes:
             return nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
         return fake.requires_grad_(source.requires_grad and self.grad)
 
+    def alias(self, source: torch.Tensor) -> torch.Tensor:
+        """The same real tensor, a leaf of autograd."""
+        wanted = source.requires_grad and self.grad
+        return source.detach().requires_grad_(wanted) if wanted else source.detach()
+
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""
         memo: dict[int, Any] = {}
@@ -382,7 +405,7 @@ class _Fakes:
                         # neither parameter nor buffer: real ones become constants of the graph
                         if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                             bare = tensor.device.type == "meta" or compat.is_fake(tensor)
-                            memo[id(tensor)] = self.tensor(name, tensor) if bare else tensor.detach()
+                            memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
         return copied(model, memo)
 
 
@@ -473,6 +496,7 @@ class _Step(nn.Module):
         self.spec = spec
         self.outcomes: _Outcomes = _Outcomes()
         self.replaced: set[str] = set()
+        self.witness = Witness(model, loss_fn)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         remaining = iter(tensors)
@@ -480,14 +504,15 @@ class _Step(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         generators = Generators(self.model)
         with (
+            self.witness.tracing(),
             _written(self.model, self.replaced),
             generators.watched(),
             OtherWays(generators),
             _unchecked(self.outcomes.checks),
         ):
             output = self.model(*args, **kwargs)
-        if self.loss_fn[0] is not None:
-            output = self.loss_fn[0](output)
+            if self.loss_fn[0] is not None:
+                output = self.loss_fn[0](output)
         pairs, spec = flatten("output", output)
         loss = self._loss(output, pairs)
         described: list[Leaf] = []

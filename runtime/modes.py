@@ -48,15 +48,20 @@ class Modes:
         self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
         self.loss_fn, self.cluster = loss_fn, cluster
 
-    def __call__(self, mode: Mode, known: Sequence[Captured]) -> tuple[Captured, Program | int]:
-        """The step as it is captured in this mode, and its program, or which of the `known` ones has a program that
-        serves it. Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
+    def __call__(
+        self, mode: Mode, model: nn.Module, known: Sequence[Captured]
+    ) -> tuple[Captured, Program | int]:
+        """The step as it is captured in this mode from `model`, whose attributes may have changed, and its program, or
+        which of the `known` ones has a program that serves it.
+
+        Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
         ranks call it in different ones."""
         all_equal(
             mode,
             self.mesh,
             "the ranks call the module in different modes: call train(), eval(), requires_grad_() and autocast() alike",
         )
+        self.model = skeleton(model)
         for module, training in zip(self.model.modules(), mode.training, strict=True):
             module.training = training
         for name, parameter in self.model.named_parameters():

@@ -25,6 +25,7 @@ from autopar.randomness import keys
 from .agree import all_equal, coordinate_of, device_of, exchange, process_groups, raise_together
 from .alike import same_values
 from .execute import Executable, compile
+from .guard import OWNERS, Guard, report_changed
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 from .submodules import callable_alone
@@ -50,9 +51,9 @@ class Mode:
         return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
 
 
-Again = Callable[[Mode, Sequence[Captured]], tuple[Captured, Program | int]]
-"""What is captured in another mode, and its program, with the parameters where they are, or which of the steps that are
-known has a program that serves it. Called on all ranks at once."""
+Again = Callable[[Mode, nn.Module, Sequence[Captured]], tuple[Captured, Program | int]]
+"""What is captured in another mode, or with other attributes of the model, and its program, with the parameters where
+they are, or which of the steps that are known has a program that serves it. Called on all ranks at once."""
 
 
 class ParallelModule(nn.Module):
@@ -116,6 +117,7 @@ class ParallelModule(nn.Module):
         vars(self)["_modes"] = _Modes(self, model, state, again)
         vars(self)["_verifier"] = verifier
         state.distribute(model, _values_of(model))
+        OWNERS.claim(model, self)
 
     # -- what a person asks for
 
@@ -194,6 +196,15 @@ class ParallelModule(nn.Module):
             )
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the model are set there, where its Python reads them."""
+        root = vars(self).get("_root")
+        own = name in vars(self) or hasattr(type(self), name) or isinstance(value, (nn.Parameter, nn.Module))
+        if root is None or own:
+            super().__setattr__(name, value)
+        else:
+            setattr(root, name, value)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As on the model. Values may be whole tensors, of which this rank takes its slice, or DTensors."""
         state = _state(self)
@@ -209,11 +220,13 @@ class ParallelModule(nn.Module):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         modes: _Modes = vars(self)["_modes"]
-        for state in (_state(self), *(state for _, state in modes.states)):
+        memo.update((id(guard), guard) for _, guard, _ in modes.states)
+        for state in (_state(self), *(state for *_, state in modes.states)):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
             memo.update((id(part), part) for part in one_for_all)
         memo[id(modes.again)] = modes.again
         vars(made).update(copy.deepcopy(vars(self), memo))
+        vars(made)["_modes"].guard_again()
         return made
 
     def __copy__(self) -> ParallelModule:
@@ -603,8 +616,9 @@ class _Modes:
             or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
             autocast=captured.autocast,
         )
-        self.states: list[tuple[Mode, _State]] = [(mode, state)]
-        self.chosen: dict[tuple[Any, ...], _State] = {}
+        self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
+        self.states: list[tuple[Mode, Guard, _State]] = [(mode, self._guard(captured), state)]
+        self.chosen: dict[tuple[Any, ...], tuple[Guard, _State]] = {}
         self.device_type = state.device.type
 
     def state(self) -> _State:
@@ -614,32 +628,46 @@ class _Modes:
         if gradients:
             flags += [registry[key].requires_grad for _, registry, key in self.parameters]
         key = tuple(flags)
-        if key not in self.chosen:
+        if key not in self.chosen or not self.chosen[key][0].holds():
             self.chosen[key] = self._found(gradients)
-        return self.chosen[key]
+        return self.chosen[key][1]
 
-    def _found(self, gradients: bool) -> _State:
+    def guard_again(self) -> None:
+        """Guard the modules that these modes are of now, and no others."""
+        self.states = [(mode, self._guard(state.captured), state) for mode, _, state in self.states]
+        self.chosen = {}
+
+    def _guard(self, captured: Captured) -> Guard:
+        return Guard(self.root, self.loss_fn, captured.reads)
+
+    def _found(self, gradients: bool) -> tuple[Guard, _State]:
         wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
         cast = compat.autocast_dtype(self.device_type)
         mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
-        for known, state in self.states:
+        changed: list[str] = []
+        for known, guard, state in self.states:
             if known == mode:
-                return state
+                if guard.holds():
+                    return guard, state
+                changed = guard.changed
+        if changed:
+            report_changed(changed, possible=self.again is not None)
         if self.again is None:
             raise ValueError(
                 f"the module has a program for {self.states[0][0]}, and is called for {mode}: call train(), eval() and "
                 f"requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
-        states = [state for _, state in self.states]
-        captured, program = self.again(mode, [state.captured for state in states])
+        states = [state for *_, state in self.states]
+        captured, program = self.again(mode, self.root, [state.captured for state in states])
         if isinstance(program, int):
             served = [state for state in states if state.program is states[program].program]
             same = [state for state in served if same_values(state.captured, captured)]
             state = same[0] if same else self.base.with_program(captured, states[program].program)
         else:
             state = self.base.with_program(captured, program)
-        self.states.append((mode, state))
-        return state
+        guard = self._guard(captured)
+        self.states.append((mode, guard, state))
+        return guard, state
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,154 @@
+"""What Python read while a model was captured, compared at each call with what it is now.
+
+A program holds the values that attributes, closures and globals had when it was captured. At a call a guard finds in
+microseconds whether each of them is still the same object, and containers hold the same ones. Where not, it looks at
+values, as capture did, and says by name which differ: the module then needs another program.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from autopar import compat
+from autopar.passes.state import Drawn, Look, Reads, look
+from autopar.passes.witness import check_hooks
+
+logger = logging.getLogger("autopar")
+
+SHOWN = 5
+
+
+class Guard:
+    """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was made."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, reads: Reads) -> None:
+        self.model, self.reads = model, reads
+        self.modules = dict(model.named_modules())
+        self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
+        self.roots |= compat.global_forward_hooks()
+        registries = [compat.hook_registries(module) for module in self.modules.values()]
+        self.forward = tuple(hooks for both in registries for hooks in both[:2])
+        self.backward = tuple(hooks for both in registries for hooks in both[2:])
+        self.children = {path: dict(m._modules) for path, m in self.modules.items() if m._modules}
+        self.changed: list[str] = []
+        """What differed when it was last seen not to hold."""
+        found = self._look()
+        self.facts = found.facts
+        self._arm(found)
+
+    def holds(self) -> bool:
+        """Whether all is as it was. Raises ValueError for what no program could serve."""
+        if self._is_untouched():
+            return True
+        self._check()
+        now = self._look()
+        self.changed = Look(facts=self.facts).differs(now, _both_drawn)
+        if not self.changed:
+            self._arm(now)
+        return not self.changed
+
+    def _is_untouched(self) -> bool:
+        """Whether all that was looked at is the same objects."""
+        return (
+            all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
+            and not any(map(dict.__contains__, self.absent, self.absent_keys))
+            and not any(map(len, self.backward))
+            and list(map(len, self.sized)) == self.sizes
+            and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self.sequences)
+            and all(again() is value for again, value in self.others)
+            and all(tensor._version == version for tensor, version in self.versions)
+            and all(array.tobytes() == kept for array, kept in self.arrays)
+        )
+
+    def _check(self) -> None:
+        try:
+            check_hooks(self.model)
+        except ValueError as error:
+            raise ValueError(str(error)) from None
+        for path, children in self.children.items():
+            now = self.modules[path]._modules
+            for name in {**children, **now}:
+                if children.get(name) is not now.get(name):
+                    where = f"{path}.{name}" if path else name
+                    raise ValueError(
+                        f"module {where} was replaced, added or removed after parallelize: the program has the "
+                        f"parameters of the model as it was. Change the model first, and parallelize it then"
+                    )
+
+    def _look(self) -> Look:
+        return look(self.modules, {**self.roots, **self._hooked()}, self.reads)
+
+    def _hooked(self) -> dict[str, Any]:
+        """The forward hooks of modules that have some."""
+        return {
+            f"the forward hooks of {path or type(self.model).__name__}": list(map(dict, both))
+            for path, module in self.modules.items()
+            if any(both := compat.hook_registries(module)[:2])
+        }
+
+    def _arm(self, found: Look) -> None:
+        entries = [*found.entries]
+        entries += [(hooks, key, value) for hooks in self.forward for key, value in hooks.items()]
+        registries = [self.modules[path]._modules for path in self.children]
+        entries += [(children, key, value) for children in registries for key, value in children.items()]
+        self.dicts = tuple(mapping for mapping, _, _ in entries)
+        self.keys = tuple(key for _, key, _ in entries)
+        self.values = tuple(value for _, _, value in entries)
+        self.absent = tuple(mapping for mapping, _ in found.absent)
+        self.absent_keys = tuple(key for _, key in found.absent)
+        self.sized = (*found.sized, *self.forward, *registries)
+        self.sizes = list(map(len, self.sized))
+        self.sequences, self.others = tuple(found.sequences), tuple(found.others)
+        self.versions, self.arrays = tuple(found.versions), tuple(found.arrays)
+
+
+def _both_drawn(a: Any, b: Any) -> bool:
+    """Generators go on outside of the model; that forward does not use them was seen at capture."""
+    return isinstance(a, Drawn) and isinstance(b, Drawn)
+
+
+def report_changed(paths: Sequence[str], *, possible: bool) -> None:
+    """Say what differs from what the module's programs hold. Raises ValueError where another cannot be had."""
+    names = ", ".join(paths[:SHOWN]) + (f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else "")
+    if not possible:
+        raise ValueError(
+            f"{names} changed since the model was captured, and the program holds what it was: set it before, or make "
+            f"the module with autopar.parallelize, which captures again"
+        )
+    logger.warning(
+        "%s changed since the model was captured: it is captured and planned again. What changes often should be an "
+        "input or a buffer",
+        names,
+    )
+
+
+class Owners:
+    """Which parallel module a parameter of a model went into."""
+
+    def __init__(self) -> None:
+        self.known = compat.by_tensor()
+
+    def claim(self, model: nn.Module, parallel: nn.Module) -> None:
+        """Raises ValueError if a parameter of the model went into a living parallel module of another model: each of
+        the two would train a copy of its own."""
+        for name, parameter in model.named_parameters():
+            owner = self.known.get(parameter)
+            if owner is not None:
+                first, module, other = owner[0](), owner[1](), owner[2]
+                if module is not None and first is not model:
+                    raise ValueError(
+                        f"parameter {name} is {other} of a {type(first).__name__} that is parallel already: each "
+                        f"of the two would train a copy of its own. Put both models in one module, and parallelize that"
+                    )
+        for name, parameter in model.named_parameters():
+            self.known[parameter] = (weakref.ref(model), weakref.ref(parallel), name)
+
+
+OWNERS = Owners()
+"""The parameters of a process are known to all of it, so is who took them; nothing is kept alive by it."""

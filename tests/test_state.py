@@ -1,0 +1,695 @@
+"""What Python does in forward besides calling operators: either the parallel module does it too, or it says by name
+what it would not do."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import dataclasses
+import functools
+import itertools
+import random
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.passes.capture import CaptureError, capture
+from autopar.runtime.guard import Guard
+
+WIDTH, BATCH = 4, 6
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A mesh of one rank, which is this process."""
+    store: Path = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+    finally:
+        dist.destroy_process_group()
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+class Base(nn.Module):
+    """A layer, and what a test does around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.beside(torch.tanh(self.layer(x))).square().sum()
+
+    def beside(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+
+def refusal(model: nn.Module, **options: Any) -> str:
+    with pytest.raises(CaptureError) as error:
+        capture(model, (batch(),), **options)
+    return str(error.value)
+
+
+def trained(
+    model: nn.Module, steps: int = 3, change: Callable[[int, nn.Module], None] = lambda step, model: None
+) -> Any:
+    """The losses and parameters of some steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        change(step, model)
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [torch.tensor(losses, dtype=torch.float64), *(value.detach().clone() for value in values)]
+
+
+def assert_equal(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """The parallel module trains as the model does."""
+    parallel = autopar.parallelize(model, mesh, (batch(),))
+    for ours, theirs in zip(trained(parallel, **options), trained(copy.deepcopy(model), **options), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------- state, wherever it is kept
+
+
+@dataclasses.dataclass
+class Config:
+    state: Any
+
+
+class Slotted:
+    __slots__ = ("state",)
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+
+class ByProperty(Base):
+    @property
+    def state(self) -> Any:
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state = value
+
+
+STATE: Any = None
+HOLDER = types.SimpleNamespace(state=None)
+VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE")
+
+Access = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def _attribute(model: Any, start: Any) -> Access:
+    model.state = start
+    return lambda: model.state, lambda value: setattr(model, "state", value)
+
+
+def _dictionary(model: Any, start: Any) -> Access:
+    model.__dict__["state"] = start
+    return lambda: vars(model)["state"], lambda value: vars(model).update(state=value)
+
+
+def _object(holder: Any, model: Any, start: Any) -> Access:
+    model.holder = holder(start)
+    return lambda: model.holder.state, lambda value: setattr(model.holder, "state", value)
+
+
+def _key(kind: Any, model: Any, start: Any) -> Access:
+    model.kept = kind({"state": start})
+    return lambda: model.kept["state"], lambda value: model.kept.__setitem__("state", value)
+
+
+def _element(kind: Any, model: Any, start: Any) -> Access:
+    model.kept = [0, kind([start])]
+    return lambda: model.kept[1][0], lambda value: model.kept[1].__setitem__(0, value)
+
+
+def _submodule(model: Any, start: Any) -> Access:
+    model.layer.state = start
+    return lambda: model.layer.state, lambda value: setattr(model.layer, "state", value)
+
+
+def _class(model: Any, start: Any) -> Access:
+    cls = type(model)
+    cls.state = start
+    return lambda: cls.state, lambda value: setattr(cls, "state", value)
+
+
+def _closure(model: Any, start: Any) -> Access:
+    state = start
+
+    def write(value: Any) -> None:
+        nonlocal state
+        state = value
+
+    return lambda: state, write
+
+
+def _default(model: Any, start: Any) -> Access:
+    def access(*value: Any, kept: list[Any] = [start]) -> Any:  # noqa: B006
+        kept[:] = value or kept
+        return kept[0]
+
+    return access, access
+
+
+def _global(model: Any, start: Any) -> Access:
+    def write(value: Any) -> None:
+        global STATE
+        STATE = value
+
+    write(start)
+    return lambda: STATE, write
+
+
+def _global_object(model: Any, start: Any) -> Access:
+    HOLDER.state = start
+    return lambda: HOLDER.state, lambda value: setattr(HOLDER, "state", value)
+
+
+def _context(model: Any, start: Any) -> Access:
+    VARIABLE.set(start)
+    return lambda: VARIABLE.get(), lambda value: VARIABLE.set(value) and None
+
+
+PLACES: dict[str, Callable[[Any, Any], Access]] = {
+    "an attribute": _attribute,
+    "the module's dictionary": _dictionary,
+    "an attribute of a submodule": _submodule,
+    "an attribute of the class": _class,
+    "a dataclass": functools.partial(_object, Config),
+    "an object with slots": functools.partial(_object, Slotted),
+    "a namespace": functools.partial(_object, lambda start: types.SimpleNamespace(state=start)),
+    "a dict": functools.partial(_key, dict),
+    "an ordered dict": functools.partial(_key, collections.OrderedDict),
+    "a list": functools.partial(_element, list),
+    "a deque": functools.partial(_element, collections.deque),
+    "a closure": _closure,
+    "a default": _default,
+    "a global": _global,
+    "a global object": _global_object,
+    "a context variable": _context,
+}
+
+Use = Callable[[Callable[[], Any], Callable[[Any], None], torch.Tensor], torch.Tensor]
+
+
+def _counts(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    write(read() + 1)
+    return h * read()
+
+
+def _counts_unused(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    write(read() + 1)
+    return h
+
+
+def _first(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    scale = 2.0 if read() is None else 1.0
+    write(1)
+    return h * scale
+
+
+def _recurs(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    h = h if read() is None else h + read()
+    write(h.detach())
+    return h
+
+
+def _appends(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    read().append(h.detach().mean())
+    return h
+
+
+def _caches(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    if "mean" not in read():
+        read()["mean"] = h.detach().mean()
+    return h - read()["mean"]
+
+
+KEEPS: dict[str, tuple[Any, Use]] = {
+    "counts": (0, _counts),
+    "counts and does not use it": (0, _counts_unused),
+    "does something else the first time": (None, _first),
+    "recurs": (None, _recurs),
+    "appends": ([], _appends),
+    "caches what depends on the input": ({}, _caches),
+}
+
+
+def stateful(place: str, start: Any, use: Use) -> nn.Module:
+    class Stateful(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return use(*access, h)
+
+    class WithProperty(ByProperty):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return use(lambda: self.state, lambda value: setattr(self, "state", value), h)
+
+    if place == "a property":
+        model: nn.Module = WithProperty()
+        model.state = copy.copy(start)
+        return model
+    model = Stateful()
+    # forward runs on a copy of the model: what it does with `self` is in the functions of a holder that is copied
+    if place in _OWN:
+        return _own(place, start, use)
+    access = PLACES[place](model, copy.copy(start))
+    return model
+
+
+_OWN = {"an attribute", "the module's dictionary", "an attribute of a submodule", "a dataclass", "an object with slots",
+        "a namespace", "a dict", "an ordered dict", "a list", "a deque"}  # fmt: skip
+
+
+def _own(place: str, start: Any, use: Use) -> nn.Module:
+    """A model whose forward finds its state from `self`."""
+
+    class Own(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return use(*_found(place, self), h)
+
+    model = Own()
+    PLACES[place](model, copy.copy(start))
+    return model
+
+
+def _found(place: str, model: Any) -> Access:
+    """How a model reaches the state that it has in a place."""
+    if place == "the module's dictionary":
+        return lambda: vars(model)["state"], lambda value: vars(model).update(state=value)
+    if place in ("a dict", "an ordered dict"):
+        return lambda: model.kept["state"], lambda value: model.kept.__setitem__("state", value)
+    if place in ("a list", "a deque"):
+        return lambda: model.kept[1][0], lambda value: model.kept[1].__setitem__(0, value)
+    owner = {"an attribute": lambda: model, "an attribute of a submodule": lambda: model.layer}.get(
+        place, lambda: model.holder
+    )
+    return lambda: owner().state, lambda value: setattr(owner(), "state", value)
+
+
+@pytest.mark.parametrize("kind", KEEPS)
+@pytest.mark.parametrize("place", [*PLACES, "a property"])
+def test_what_is_kept_from_one_call_for_the_next_is_refused_by_name(place: str, kind: str) -> None:
+    model = stateful(place, *KEEPS[kind])
+    message = refusal(model)
+    assert "from one call for the next" in message and any(n in message for n in ("state", "kept", "STATE", "VARIABLE"))
+    # and nothing of the user's was changed: what it says the second time is the same
+    assert refusal(model) == message
+
+
+def _writes(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    write(h.detach())
+    return h
+
+
+def _writes_constants(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    write(h.shape[0])
+    return h * read()
+
+
+def _collects(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    """Losses of one call in a list that the call empties."""
+    write([])
+    for part in h.unbind(1):
+        read().append(part.square().mean())
+    return h * sum(read())
+
+
+def _caches_constants(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    if h.shape[1] not in read():
+        read()[h.shape[1]] = torch.arange(h.shape[1], dtype=h.dtype).cos()
+    return h * read()[h.shape[1]]
+
+
+def _puts_back(read: Callable[[], Any], write: Callable[[Any], None], h: torch.Tensor) -> torch.Tensor:
+    write(read() + 1)
+    h = h * read()
+    write(read() - 1)
+    return h
+
+
+LEAVES_BE: dict[str, tuple[Any, Use]] = {
+    "writes for inspection": (None, _writes),
+    "writes what is the same in each call": (None, _writes_constants),
+    "collects in one call": (None, _collects),
+    "caches constants": ({}, _caches_constants),
+    "puts it back": (1, _puts_back),
+}
+
+
+@pytest.mark.parametrize("kind", LEAVES_BE)
+@pytest.mark.parametrize("place", [*PLACES, "a property"])
+def test_what_no_later_call_reads_is_let_be(place: str, kind: str) -> None:
+    start, use = LEAVES_BE[kind]
+    capture(stateful(place, start, use), (batch(),))
+
+
+@pytest.mark.parametrize("kind", LEAVES_BE)
+@pytest.mark.parametrize("place", ["an attribute", "a dict", "a closure"])
+def test_and_trains_as_on_one_device(mesh: DeviceMesh, place: str, kind: str) -> None:
+    model = stateful(place, *LEAVES_BE[kind])
+    assert_equal(model, mesh)
+
+
+def test_a_warning_says_what_the_parallel_module_does_not_write(caplog: pytest.LogCaptureFixture) -> None:
+    capture(stateful("an attribute", None, _writes), (batch(),))
+    assert any("forward writes state, which no later call reads" in message for message in caplog.messages)
+
+
+# ------------------------------------------------------------------------------------- draws
+
+
+class Draws(Base):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def beside(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.draw()
+
+
+OWN, NUMPY, OLD, COUNT, LIST, TORCH = (
+    random.Random(0), np.random.default_rng(0), np.random.RandomState(0), itertools.count(), iter([1.0] * 100),
+    torch.Generator().manual_seed(0),
+)  # fmt: skip
+DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
+    "random": (random.random, "draws from random"),
+    "a choice": (lambda: random.choice([1.0, 2.0]), "draws from random"),
+    "numpy": (lambda: float(np.random.rand()), r"draws from numpy.random"),
+    "a generator of one's own": (lambda: OWN.random(), "OWN"),
+    "a generator of numpy's": (lambda: float(NUMPY.random()), "NUMPY"),
+    "a random state": (lambda: OLD.rand(), "OLD"),
+    "a counter": (lambda: next(COUNT), "COUNT"),
+    "an iterator": (lambda: next(LIST), "LIST"),
+    "a bound method": (random.Random(3).random, "draw"),
+}
+
+
+@pytest.mark.parametrize("what", DRAWS)
+def test_a_draw_of_python_is_refused_by_name(what: str) -> None:
+    draw, name = DRAWS[what]
+    before = random.getstate(), OWN.getstate(), repr(np.random.get_state()), repr(NUMPY.bit_generator.state)
+    assert name in refusal(Draws(draw))
+    assert before == (random.getstate(), OWN.getstate(), repr(np.random.get_state()), repr(NUMPY.bit_generator.state))
+
+
+def test_a_seed_in_forward_is_refused() -> None:
+    def seeded() -> float:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+        return 1.0
+
+    before = torch.get_rng_state()
+    assert "forward seeds torch's generator" in refusal(Draws(seeded))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ------------------------------------------------------------------------------------- hooks
+
+
+def hooked(place: Callable[[nn.Module], Any]) -> nn.Module:
+    model = Base()
+    place(model)
+    return model
+
+
+HOOKS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "full backward": (lambda m: m.layer.register_full_backward_hook(lambda *a: None), "layer has backward hooks"),
+    "full backward of the root": (lambda m: m.register_full_backward_hook(lambda *a: None), "Base has backward hooks"),
+    "before backward": (lambda m: m.layer.register_full_backward_pre_hook(lambda *a: None), "has backward hooks"),
+    "a gradient": (lambda m: m.layer.bias.register_hook(lambda g: 2 * g), "layer.bias has a hook on the gradient"),
+    "an accumulated one": (
+        lambda m: m.layer.bias.register_post_accumulate_grad_hook(lambda p: None), "layer.bias has a hook"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_hooks_on_gradients_are_refused_by_name(where: str) -> None:
+    place, message = HOOKS[where]
+    assert message in refusal(hooked(place))
+
+
+@pytest.mark.parametrize("call", ["register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
+def test_hooks_that_forward_sets_are_refused_with_their_line(call: str) -> None:
+    class Hooks(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            target = self.layer.weight if call == "register_post_accumulate_grad_hook" else h
+            getattr(target, call)(*([] if call == "retain_grad" else [lambda g: None]))
+            return h
+
+    message = refusal(Hooks())
+    assert f"forward calls {call}()" in message and "test_state.py" in message
+
+
+def test_a_global_backward_hook_is_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *a: None)
+    try:
+        assert "backward hooks for all modules" in refusal(Base())
+    finally:
+        handle.remove()
+
+
+def test_forward_hooks_run(mesh: DeviceMesh) -> None:
+    assert_equal(hooked(lambda m: m.layer.register_forward_hook(lambda module, args, out: 2 * out)), mesh)
+
+
+# ------------------------------------------------------------------------------------- tensors that are not the model's
+
+
+def test_a_loss_with_parameters_is_refused_by_name() -> None:
+    head = nn.Linear(WIDTH, 1, dtype=torch.float64)
+    scale = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+    model = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = head
+
+        def forward(self, output: torch.Tensor) -> torch.Tensor:
+            return self.head(output).sum()
+
+    assert "loss_fn.head.weight" in refusal(model, loss_fn=Loss())
+    assert "head.weight" in refusal(model, loss_fn=lambda output: head(output).sum())
+    assert "scale" in refusal(model, loss_fn=functools.partial(lambda scale, output: (output * scale).sum(), scale))
+    head.requires_grad_(False)
+    capture(model, (batch(),), loss_fn=Loss())
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tensor"])
+def test_a_parameter_that_no_module_registers_is_refused_by_name(kind: str) -> None:
+    class Unregistered(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+            self.held = {"list": [weight], "dict": {"w": weight}, "tensor": [weight.detach().requires_grad_()]}[kind]
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * (self.held["w"] if kind == "dict" else self.held[0])
+
+    message = refusal(Unregistered())
+    assert "held" in message and "requires a gradient and is no parameter of the model" in message
+    with torch.no_grad():
+        capture(Unregistered(), (batch(),))
+
+
+def test_capture_writes_no_tensor_of_the_users() -> None:
+    counter = torch.zeros((), dtype=torch.float64)
+    norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+    class Writes(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.ones(WIDTH, dtype=torch.float64)
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * self.table.mul_(0.5)
+
+    model = Writes()
+    assert "forward writes table in place" in refusal(model) and model.table.eq(1).all()
+    assert "counter in place" in refusal(Draws(lambda: counter.add_(1))) and counter.item() == 0
+    assert "norm.num_batches_tracked in place" in refusal(
+        nn.Linear(WIDTH, WIDTH, dtype=torch.float64), loss_fn=lambda output: norm(output).square().sum()
+    )
+    assert norm.num_batches_tracked.item() == 0 and norm.running_mean.eq(0).all()
+
+
+def test_a_cache_of_functions_is_left_without_fakes() -> None:
+    @functools.lru_cache
+    def table(width: int) -> torch.Tensor:
+        return torch.arange(width, dtype=torch.float64)
+
+    model = Draws(lambda: table(WIDTH))
+    capture(model, (batch(),))
+    model(batch())
+    assert type(table(WIDTH)) is torch.Tensor
+
+
+# ------------------------------------------------------------------------------------- changes after planning
+
+
+class Knobs(Base):
+    """Reads what users set between steps."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta, self.config, self.dropout = 0.5, Config(state=[1.0]), nn.Dropout(0.0)
+        self.table, self.power = torch.ones(WIDTH, dtype=torch.float64), torch.tensor(2)
+
+    def beside(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.dropout(h) * self.beta * self.config.state[0] * self.table * self.factor
+        return h ** int(self.power) * getattr(self, "late", 1.0)
+
+
+def _put(name: str, *values: Any) -> Callable[[int, Any], None]:
+    return lambda step, model: setattr(model, name, values[step])
+
+
+CHANGES: dict[str, Callable[[int, Any], None]] = {
+    "a number": _put("beta", 0.5, 0.25, 0.5),
+    "a type": _put("beta", 1, 1.0, True),
+    "an attribute that was not there": lambda step, model: setattr(model, "late", 3.0) if step else None,
+    "a field of an object": lambda step, model: model.config.state.__setitem__(0, float(step)),
+    "an object": lambda step, model: setattr(model, "config", Config(state=[1.0 + step])),
+    "a tensor": lambda step, model: setattr(model, "table", torch.full((WIDTH,), 1.0 + step, dtype=torch.float64)),
+    "a tensor's shape": lambda step, model: setattr(model, "table", torch.full((1,), 1.0 + step, dtype=torch.float64)),
+    "a tensor in place": lambda step, model: model.table.add_(step),
+    "a tensor that is a number of Python's": lambda step, model: model.power.fill_(2 + step % 2),
+    "an attribute of the class": lambda step, model: setattr(model, "factor", 1.0 + step),
+    "forward": lambda step, model: setattr(
+        model.dropout, "forward", (lambda x: x) if step % 2 else (lambda x: 2.0 * x)
+    ),
+    "a forward hook": lambda step, model: model.dropout.register_forward_hook(lambda module, args, out: 3 * out),
+    "a hook before forward": lambda step, model: model.layer.register_forward_pre_hook(lambda module, args: 2 * args[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_changed_between_calls_is_what_runs(mesh: DeviceMesh, what: str) -> None:
+    assert_equal(Knobs(), mesh, change=CHANGES[what])
+
+
+def test_a_value_that_comes_back_has_its_program_still(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    parallel = autopar.parallelize(Knobs(), mesh, (batch(),))
+    for beta in (0.5, 0.25, 0.5, 0.25, 0.5):
+        parallel.beta = beta
+        parallel(batch())
+    assert sum("beta changed since the model was captured" in message for message in caplog.messages) == 1
+
+
+def test_a_change_counts_in_other_modes_too(mesh: DeviceMesh) -> None:
+    model = Knobs()
+    parallel = autopar.parallelize(model, mesh, (batch(),))
+    for beta in (0.5, 0.25):
+        model.beta = parallel.beta = beta
+        for training in (True, False):
+            model.train(training)
+            parallel.train(training)
+            assert parallel(batch()).item() == pytest.approx(model(batch()).item(), rel=1e-12)
+
+
+def test_what_forward_does_not_read_is_not_looked_at(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = types.SimpleNamespace(step=0, weight=2.0)
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return output * trainer.weight
+
+    parallel = autopar.parallelize(Knobs(), mesh, (batch(),), loss_fn=loss_fn)
+    first = parallel(batch()).item()
+    for step in range(2):
+        trainer.step = parallel.epoch = parallel.layer.seen = step
+        parallel(batch())
+    assert not any("changed" in message for message in caplog.messages)
+    trainer.weight = 4.0
+    assert parallel(batch()).item() == pytest.approx(2 * first)
+    assert any("trainer" in message and "changed" in message for message in caplog.messages)
+
+
+LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a backward hook": (lambda m: m.layer.register_full_backward_hook(lambda *a: None), "layer has backward hooks"),
+    "a hook that collects": (
+        lambda m: m.layer.register_forward_hook(lambda module, args, out, seen=[]: seen.append(out)), "from one call"
+    ),
+    "another module": (lambda m: setattr(m, "dropout", nn.Identity()), "module dropout was replaced"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_no_program_can_do_is_refused_at_the_next_call(mesh: DeviceMesh, what: str) -> None:
+    change, message = LATER[what]
+    parallel = autopar.parallelize(Knobs(), mesh, (batch(),))
+    parallel(batch())
+    change(parallel)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            parallel(batch())
+
+
+def test_hooks_on_the_parallel_module_and_its_parameters_run(mesh: DeviceMesh) -> None:
+    parallel = autopar.parallelize(Knobs(), mesh, (batch(),))
+    seen: list[str] = []
+    parallel.register_forward_hook(lambda *a: seen.append("forward"))
+    parallel.register_full_backward_hook(lambda *a: seen.append("backward"))
+    parallel.layer.bias.register_hook(lambda gradient: seen.append("gradient"))
+    parallel(batch()).backward()
+    assert sorted(seen) == ["backward", "forward", "gradient"]
+
+
+def test_a_guard_takes_microseconds() -> None:
+    class Deep(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Knobs() for _ in range(8)])
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                h = layer.beside(layer.layer(h))
+            return h
+
+    model = Deep()
+    guard = Guard(model, None, capture(model, (batch(),)).reads)
+    assert guard.holds() and len(guard.dicts) < 40 * len(guard.modules)
+    model.layers[5].config.state[0] = 2.0
+    assert not guard.holds() and guard.changed == ["layers.5.config.state[0]"]
+    model.layers[5].config.state[0] = 1.0
+    assert guard.holds()
+
+
+# ------------------------------------------------------------------------------------- two models
+
+
+def test_a_parameter_of_two_parallel_models_is_refused(mesh: DeviceMesh) -> None:
+    one, two = Base(), Base()
+    two.layer.bias = one.layer.bias
+    first = autopar.parallelize(one, mesh, (batch(),))
+    autopar.parallelize(one, mesh, (batch(),))  # another plan for the same model
+    with pytest.raises(ValueError, match=r"parameter layer.bias is layer.bias of a Base that is parallel already"):
+        autopar.parallelize(two, mesh, (batch(),))
+    del first
