@@ -61,6 +61,16 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
         )
 
 
+def _control_flow() -> None:
+    """Control flow on `_Kernels` is what it is on any fakes: torch looks for the very class."""
+    from torch._higher_order_ops.cond import cond_op
+
+    cond_op.py_impl(_Kernels)(cond_op.python_key_table[FakeTensorMode])
+
+
+_control_flow()
+
+
 def _norm_dtypes(op: str, args: Any) -> list[torch.dtype | None]:
     """The dtypes of a norm's results, None where the fakes are right."""
     if op in ("aten.native_layer_norm.default", "aten.native_group_norm.default"):
@@ -449,7 +459,59 @@ class _Traced(fx.Interpreter):
         if isinstance(target, torch._ops.OpOverload) and target.__name__.split(".")[0] in _KEPT_WHOLE:
             with torch._C._DisablePythonDispatcher():
                 return super().call_function(target, args, kwargs)
+        if target is torch.ops.higher_order.cond:
+            return _either(*args, **kwargs)
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _LOOPS:
+            raise ValueError(
+                f"the model has control flow that depends on data, torch's {target.name()}, which one graph cannot "
+                f"hold: write the loop out in Python, or as operators on all of its steps"
+            )
         return super().call_function(target, args, kwargs)
+
+
+_LOOPS = frozenset({"while_loop", "map", "map_impl", "scan", "associative_scan"})
+
+
+class _IfTaken(torch.autograd.Function):
+    """The operand of a branch. A branch that is not taken may be undefined where it stands, and then the derivative of
+    nothing is NaN: it gives no gradient instead."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(taken)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (taken,) = ctx.saved_tensors
+        return torch.where(taken, gradient, 0.0), None
+
+
+def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """`torch.cond` on data: both branches run, and their results are selected from."""
+    if not isinstance(wanted, torch.Tensor):
+        raise ValueError(f"the predicate of torch.cond is {wanted!r}: make it a tensor of one bool")
+    wanted = wanted.reshape(()).to(torch.bool)
+
+    def run(branch: fx.GraphModule, taken: torch.Tensor) -> Sequence[Any]:
+        given = [
+            _IfTaken.apply(x, taken) if isinstance(x, torch.Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+            for x in operands
+        ]
+        made: Sequence[Any] = _Traced(branch, garbage_collect_values=False).run(*given, enable_io_processing=False)
+        return made
+
+    results = []
+    for a, b in zip(run(if_true, wanted), run(if_false, wanted.logical_not()), strict=True):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            raise ValueError("a branch of torch.cond returns what is no tensor: autopar selects from tensors")
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"the branches of torch.cond return {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}: both run, "
+                f"and one result is selected, so that they must be alike"
+            )
+        results.append(torch.where(wanted, a, b))
+    return tuple(results)
 
 
 _KEPT_WHOLE = (
