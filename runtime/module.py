@@ -562,12 +562,12 @@ class _Call:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
         state = self.state
         self.values += state.keys()
+        written = {storage_span(self.values[index])[0] for index in state.mutated}
         with compat.without_autocast(state.device.type):
             made, saved = state.executable.forward(self.values)
         if state.mutations:
             # backward reads what these were, views of them included
-            written = {self.values[index].untyped_storage().data_ptr() for index in state.mutated}
-            saved = tuple(x.clone() if x.untyped_storage().data_ptr() in written else x for x in saved)
+            saved = tuple(x.clone() if storage_span(x)[0] in written else x for x in saved)
             with torch.no_grad():
                 state.write_back(made)
         return made, saved
