@@ -291,7 +291,7 @@ def _averaged_norms() -> Iterator[None]:
         count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
         if self.momentum is not None or not self.training or count is None or mean is None or var is None:
             return forward(self, input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         now_mean, now_var = mean.clone(), var.clone()
         result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
         with torch.no_grad():
@@ -461,9 +461,9 @@ class _Traced(fx.Interpreter):
                 return super().call_function(target, args, kwargs)
         if target is torch.ops.higher_order.cond:
             return _either(*args, **kwargs)
-        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _LOOPS:
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _LOOPS:
             raise ValueError(
-                f"the model has control flow that depends on data, torch's {target.name()}, which one graph cannot "
+                f"the model has control flow that depends on data, torch's {target.__name__}, which one graph cannot "
                 f"hold: write the loop out in Python, or as operators on all of its steps"
             )
         return super().call_function(target, args, kwargs)
@@ -482,7 +482,7 @@ class _IfTaken(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (taken,) = ctx.saved_tensors
         return torch.where(taken, gradient, 0.0), None
 
@@ -494,10 +494,7 @@ def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, oper
     wanted = wanted.reshape(()).to(torch.bool)
 
     def run(branch: fx.GraphModule, taken: torch.Tensor) -> Sequence[Any]:
-        given = [
-            _IfTaken.apply(x, taken) if isinstance(x, torch.Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
-            for x in operands
-        ]
+        given = [_IfTaken.apply(x, taken) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in operands]
         made: Sequence[Any] = _Traced(branch, garbage_collect_values=False).run(*given, enable_io_processing=False)
         return made
 
@@ -574,7 +571,9 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
         elif isinstance(description, d.InputMutationAOTOutput):
             kind, index = position(description.mutated_input)
             if kind != "buffer":
-                raise ValueError(f"the model changes {description.mutated_input.expr()} in place: only buffers and parameters may be")
+                raise ValueError(
+                    f"the model changes {description.mutated_input.expr()} in place: only buffers and parameters may be"
+                )
             results.append(Result(node=node, kind="mutation", index=index))
         else:
             raise ValueError(f"the joint graph has an output that autopar does not know: {description.expr()}")

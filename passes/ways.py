@@ -16,14 +16,14 @@ from autopar import compat
 
 from .selections import Selections
 
-
 _DATA: Any = torch.Tensor.data
 
 
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
-    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes: see `Selections`.
-    What draws from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`."""
+    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes:
+    see `Selections`. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
+    `Generators`. `.data` is what `detach()` gives."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()
