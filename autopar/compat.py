@@ -493,8 +493,10 @@ def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, oper
         raise ValueError(f"the predicate of torch.cond is {wanted!r}: make it a tensor of one bool")
     wanted = wanted.reshape(()).to(torch.bool)
 
+    gate: Any = _IfTaken.apply
+
     def run(branch: fx.GraphModule, taken: torch.Tensor) -> Sequence[Any]:
-        given = [_IfTaken.apply(x, taken) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in operands]
+        given = [gate(x, taken) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in operands]
         made: Sequence[Any] = _Traced(branch, garbage_collect_values=False).run(*given, enable_io_processing=False)
         return made
 
