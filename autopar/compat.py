@@ -106,6 +106,15 @@ def fake_mode() -> FakeTensorMode:
     return _Kernels(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
 
 
+@contextlib.contextmanager
+def unmodified() -> Iterator[None]:
+    """Within it operators on real tensors run as they are, whatever modes are active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
 def stand_in(kind: type[Any]) -> Any:
     """An empty tensor of a subclass, whatever modes are active: fakes are of no class but their own."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -291,3 +291,50 @@ def test_selected_labels_that_something_else_reads_are_refused() -> None:
     made.model.pick = [lambda labels, mask: (labels[mask] * labels[mask].sum().sign(), mask.sum(-1))]
     with pytest.raises(CaptureError, match="a shape that depends on the data"):
         capture(made.model, made.args)
+
+
+# ---------------------------------------------------------------------------------------- constants
+
+
+def largest(lengths: torch.Tensor) -> int:
+    return int((lengths * 2).max()) - 3
+
+
+NUMBERS: dict[str, Forward] = {
+    "of a range": lambda m, x: m.a(x)[: torch.arange(4).sum().item()],
+    "of a shape": lambda m, x: m.a(x)[: torch.tensor(x.shape)[0].item() - 2],
+    "one by one": lambda m, x: torch.cat([m.a(x) * r.item() for r in torch.linspace(0.1, 0.5, 3)]),
+    "in a list": lambda m, x: torch.cat([m.a(x) * r for r in torch.linspace(0.1, 0.5, 3).tolist()]),
+    "of the model's constant": lambda m, x: m.a(x)[: largest(LENGTHS)] if bool((LENGTHS > 1).all()) else x,
+}
+LENGTHS = torch.tensor([2, 4])
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_constants_are_known(number: str) -> None:
+    made = net(NUMBERS[number])
+    planned = Planner(made.model, {"a": 2}, made.args)
+    found = simulated(planned.program(planned.plan(solver="dp", cost="serial")), planned.captured, made)
+    assert_same(found, eager(made), 1e-9)
+
+
+def written(m: Net, x: torch.Tensor) -> torch.Tensor:
+    numbers = torch.arange(4)
+    numbers[1:].add_(5)
+    return m.a(x)[: numbers.min().item() + 1]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.a(x) * x.sum().item(),
+        lambda m, x: m.a(x)[: m.count.long().item()],
+        lambda m, x: m.a(x)[: torch.randint(1, 3, ()).item()],
+        written,
+    ],
+    ids=["an input", "a buffer", "drawn", "written"],
+)
+def test_numbers_of_data_are_refused(forward: Forward) -> None:
+    made = net(forward)
+    with pytest.raises(CaptureError, match=r"depends on the data .*test_ways.py:\d+|cannot be captured"):
+        capture(made.model, made.args)
