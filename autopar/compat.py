@@ -98,6 +98,16 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
         )
 
 
+def _control_flow() -> None:
+    """Control flow on `_Kernels` is what it is on any fakes: torch looks for the very class."""
+    from torch._higher_order_ops.cond import cond_op
+
+    cond_op.py_impl(_Kernels)(cond_op.python_key_table[FakeTensorMode])
+
+
+_control_flow()
+
+
 def _norm_dtypes(op: str, args: Any) -> list[torch.dtype | None]:
     """The dtypes of a norm's results, None where the fakes are right."""
     if op in ("aten.native_layer_norm.default", "aten.native_group_norm.default"):
@@ -152,6 +162,15 @@ def fake_mode() -> FakeTensorMode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return _Kernels(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
+
+
+@contextlib.contextmanager
+def unmodified() -> Iterator[None]:
+    """Within it operators on real tensors run as they are, whatever modes are active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 def stand_in(kind: type[Any]) -> Any:
@@ -550,7 +569,7 @@ def _averaged_norms() -> Iterator[None]:
         count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
         if self.momentum is not None or not self.training or count is None or mean is None or var is None:
             return forward(self, input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         now_mean, now_var = mean.clone(), var.clone()
         result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
         with torch.no_grad():
@@ -700,7 +719,58 @@ class _Traced(fx.Interpreter):
         if isinstance(target, torch._ops.OpOverload) and target.__name__.split(".")[0] in _KEPT_WHOLE:
             with torch._C._DisablePythonDispatcher():
                 return super().call_function(target, args, kwargs)
+        if target is torch.ops.higher_order.cond:
+            return _either(*args, **kwargs)
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _LOOPS:
+            raise ValueError(
+                f"the model has control flow that depends on data, torch's {target.__name__}, which one graph cannot "
+                f"hold: write the loop out in Python, or as operators on all of its steps"
+            )
         return super().call_function(target, args, kwargs)
+
+
+_LOOPS = frozenset({"while_loop", "map", "map_impl", "scan", "associative_scan"})
+
+
+class _IfTaken(torch.autograd.Function):
+    """The operand of a branch. A branch that is not taken may be undefined where it stands, and then the derivative of
+    nothing is NaN: it gives no gradient instead."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(taken)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (taken,) = ctx.saved_tensors
+        return torch.where(taken, gradient, 0.0), None
+
+
+def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """`torch.cond` on data: both branches run, and their results are selected from."""
+    if not isinstance(wanted, torch.Tensor):
+        raise ValueError(f"the predicate of torch.cond is {wanted!r}: make it a tensor of one bool")
+    wanted = wanted.reshape(()).to(torch.bool)
+
+    gate: Any = _IfTaken.apply
+
+    def run(branch: fx.GraphModule, taken: torch.Tensor) -> Sequence[Any]:
+        given = [gate(x, taken) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in operands]
+        made: Sequence[Any] = _Traced(branch, garbage_collect_values=False).run(*given, enable_io_processing=False)
+        return made
+
+    results = []
+    for a, b in zip(run(if_true, wanted), run(if_false, wanted.logical_not()), strict=True):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            raise ValueError("a branch of torch.cond returns what is no tensor: autopar selects from tensors")
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"the branches of torch.cond return {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}: both run, "
+                f"and one result is selected, so that they must be alike"
+            )
+        results.append(torch.where(wanted, a, b))
+    return tuple(results)
 
 
 _KEPT_WHOLE = (
@@ -770,7 +840,9 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
         elif isinstance(description, d.InputMutationAOTOutput):
             kind, index = position(description.mutated_input)
             if kind != "buffer":
-                raise ValueError(f"the model changes {description.mutated_input.expr()} in place: only buffers and parameters may be")
+                raise ValueError(
+                    f"the model changes {description.mutated_input.expr()} in place: only buffers and parameters may be"
+                )
             results.append(Result(node=node, kind="mutation", index=index))
         else:
             raise ValueError(f"the joint graph has an output that autopar does not know: {description.expr()}")

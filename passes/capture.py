@@ -281,6 +281,13 @@ def _frame(error: Exception) -> traceback.FrameSummary | None:
     return lines[-1] if lines else None
 
 
+def _line(node: fx.Node) -> str:
+    """The line of the model that made a node, if it is known."""
+    found = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(node.meta.get("stack_trace", "")))
+    lines = [(file, line, name) for file, line, name in found if not _is_machinery(Path(file))]
+    return " at {}:{} in {}".format(*lines[-1]) if lines else ""
+
+
 def _is_machinery(file: Path) -> bool:
     """Whether code is torch's, ours or Python's own."""
     if any(file.is_relative_to(Path(known).parent) for known in (str(torch.__file__), __file__, checks.__file__)):
@@ -582,6 +589,7 @@ def _unchecked(lines: dict[str, None]) -> Iterator[None]:
         return passing
 
     known = torch.Tensor.__bool__
+    truth.__name__ = known.__name__
     torch.Tensor.__bool__ = truth  # type: ignore[assignment, method-assign]
     try:
         yield
@@ -869,7 +877,7 @@ class _Conversion:
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"{node.name} = {target} is a number that depends on the data ({value}): the model reads a tensor's "
-                f"value, and shapes must be static"
+                f"value{_line(node)}, and shapes must be static"
             )
         meta = self._static_meta(node)
         if self._is_no_op(node, meta):

@@ -1,8 +1,8 @@
 """Labels picked by a mask, kept as padded rows until CTC loss reads them.
 
-`labels.masked_select(mask)` has a shape that depends on data, which a graph cannot hold. CTC loss reads such labels with
-the length of each target: then a row a target, as long as the longest may be, says the same. Until somebody reads them
-what is selected is a `Selected`; whoever is not CTC loss gets what PyTorch gives.
+`labels.masked_select(mask)` has a shape that depends on data, which a graph cannot hold. CTC loss reads such labels
+with the length of each target: then a row a target, as long as the longest may be, says the same. Until somebody reads
+them what is selected is a `Selected`; whoever is not CTC loss gets what PyTorch gives.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _KEEP = (torch.Tensor.to, torch.Tensor.long, torch.Tensor.int, torch.Tensor.cont
 class Selected(torch.Tensor):
     """Stands for integers that a mask of the same shape picks."""
 
-    values: torch.Tensor
+    picked: torch.Tensor
     mask: torch.Tensor
 
     @staticmethod
     def of(values: torch.Tensor, mask: torch.Tensor) -> Selected:
         made: Selected = compat.stand_in(Selected)
-        made.values, made.mask = values, mask
+        made.picked, made.mask = values, mask
         return made
 
 
@@ -51,7 +51,7 @@ class Selections:
             return Selected.of(*args)
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Selected)]
         if given and func in _KEEP and isinstance(args[0], Selected):
-            return Selected.of(func(args[0].values, *args[1:], **kwargs), args[0].mask)
+            return Selected.of(func(args[0].picked, *args[1:], **kwargs), args[0].mask)
         if given:
             return func(*pytree.tree_map_only(Selected, _plain, args), **pytree.tree_map_only(Selected, _plain, kwargs))
         if func in (*_SUMS, *_KEEP) and args and isinstance(args[0], torch.Tensor):
@@ -91,17 +91,17 @@ def _is_mask(values: Any, mask: Any) -> bool:
 
 
 def _plain(selected: Selected) -> torch.Tensor:
-    return torch.masked_select(selected.values, selected.mask)
+    return torch.masked_select(selected.picked, selected.mask)
 
 
 def _rows(selected: Selected) -> torch.Tensor:
     """[batch, longest] of what is picked of each row, zeros behind it."""
-    return _packed(selected.values, selected.mask)[:, :-1]
+    return _packed(selected.picked, selected.mask)[:, :-1]
 
 
 def _pieces(selected: Selected, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
     """[batch, all]: what is picked of the whole, cut at these lengths; others stand behind."""
-    picked = _packed(selected.values.reshape(1, -1), selected.mask.reshape(1, -1))[0]
+    picked = _packed(selected.picked.reshape(1, -1), selected.mask.reshape(1, -1))[0]
     counts = torch.as_tensor(lengths, device=picked.device).reshape(-1)
     last = picked.shape[0] - 1
     first = counts.cumsum(0) - counts

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
+from .constants import Constants
 from .selections import Selections
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,15 @@ _SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
     generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes:
-    see `Selections`. Lookups with sparse gradients are those with dense ones, which collectives can reduce.
-    What draws from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`."""
+    see `Selections`. Lookups with sparse gradients are those with dense ones, which collectives can reduce. What draws
+    from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`. `.data` is what
+    `detach()` gives. Numbers are read off constants: see `Constants`."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()
         self.generators = generators
         self.selections = Selections()
+        self.constants = Constants()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,6 +50,7 @@ class OtherWays(TorchFunctionMode):
             return compat.plain_attention(*args, **kwargs)
         selected = self.selections.traced(func, args, kwargs)
         if selected is not NotImplemented:
+            self.constants.note(func, args, kwargs, selected)
             return selected
         if (place := _SPARSE.get(func)) is not None:
             sparse = kwargs["sparse"] if "sparse" in kwargs else args[place] if len(args) > place else False
@@ -62,7 +66,14 @@ class OtherWays(TorchFunctionMode):
         if func is torch.randint_like:
             # it reads the shape alone, and has no derivative to be traced
             return func(args[0].detach(), *args[1:], **kwargs)
-        return func(*args, **kwargs)
+        number = self.constants.read(func, args, kwargs)
+        if number is not NotImplemented:
+            return number
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        result = func(*args, **kwargs)
+        self.constants.note(func, args, kwargs, result)
+        return result
 
 
 def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:

@@ -89,7 +89,29 @@ def _key(draw: Draw) -> torch.Tensor:
 EXAMPLES["autopar.dropout.default"] = lambda draw: ((_key(draw), draw.floats(*draw.sizes(3)), 0.3), {})
 for _op in ("uniform", "normal"):
     EXAMPLES[f"autopar.{_op}.default"] = lambda draw: ((_key(draw), draw.sizes(3), torch.float64), {})
+for _op in ("poisson", "standard_gamma"):
+    EXAMPLES[f"autopar.{_op}.default"] = lambda draw: ((_key(draw), draw.positive(*draw.sizes(3))), {})
 EXAMPLES["autopar.integers.default"] = lambda draw: ((_key(draw), draw.sizes(3), -5, 1000, torch.int64), {})
+
+
+@example("_standard_gamma_grad")
+def _standard_gamma_grad(draw: Draw) -> Arguments:
+    shape = draw.sizes(2)
+    return (draw.positive(*shape), draw.positive(*shape)), {}
+
+
+@example("_dirichlet_grad")
+def _dirichlet_grad(draw: Draw) -> Arguments:
+    shape = draw.sizes(2)
+    return (draw.positive(*shape).sigmoid(), draw.positive(*shape), draw.positive(*shape) + 9), {}
+
+
+@example("searchsorted.Tensor")
+def _searchsorted(draw: Draw) -> Arguments:
+    rows, count, wanted = draw.sizes(3)
+    if draw.one_of(True, False):
+        return (draw.floats(count).sort().values, draw.floats(rows, wanted)), {}
+    return (draw.floats(rows, count).sort().values, draw.floats(rows, wanted)), {"right": True}
 
 
 # contractions
