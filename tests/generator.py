@@ -347,7 +347,7 @@ def specs(draw: Any, families: Sequence[str] = FAMILIES) -> Spec:
         "mode": draw(st.sampled_from((*MODES, "train", "train"))),
     }
     if family == "image":
-        shape = (shape[0], draw(st.sampled_from((4, 5, 6))), shape[1] + 2, min(shape[2], 6))
+        shape = (min(shape[0], 5), draw(st.sampled_from((4, 5, 6))), min(shape[1] + 2, 6), min(shape[2], 6))
         names = ("conv", "conv", "norm", "pointwise", "views", "pieces", "reductions", "linear")
         return Spec(**common, shape=shape, parts=draw(parts(1, 5, names)))
     if family == "chain":
