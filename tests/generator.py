@@ -190,8 +190,11 @@ class Stateful(nn.Module):
         self.calls, self.hidden, self.history = 0, torch.zeros(width, dtype=torch.float64), [0.5]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(self.body(x)) * self.weight
         state = self.state
+        if state == "clipped":  # before autograd keeps it
+            with torch.no_grad():
+                self.weight.clamp_(-0.5, 0.5)
+        x = self.inner(self.body(x)) * self.weight
         if state == "counter":
             self.count += 1
             x = x * self.count
@@ -210,10 +213,6 @@ class Stateful(nn.Module):
             self.average.fill_(2.0)
         elif state == "cumulative_norm":
             x = self.norm(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        elif state == "clipped":
-            with torch.no_grad():
-                self.weight.clamp_(-0.5, 0.5)
-            x = x * self.weight
         elif state == "python_counter":
             self.calls += 1
             x = x * self.calls
