@@ -39,13 +39,14 @@ def simulate_step(
     *,
     seed: int = 0,
     tolerance: float = 1e-6,
+    least: float = 0.0,
 ) -> Simulated:
     """Forward and backward of whole tensors, given by target.
 
     `parameters` holds parameters and buffers, `inputs` the model's inputs, `tangents` the gradients
     of the outputs (absent: ones); `seed` is that of the step's random numbers. Each is cut by its
     layout, and the results are put together by theirs. AssertionError if replicas differ by more than
-    `tolerance` relative to their largest element.
+    `tolerance` relative to their largest element, which counts as `least` at least.
     """
     made = simulate(program, given_to_ranks(program, parameters, inputs, tangents, seed))
     results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
@@ -53,7 +54,7 @@ def simulate_step(
         if o.name is not None and o.meta is not None:
             shards = {coordinate: values[o.name] for coordinate, values in made.items()}
             what = f"{o.role} {o.target}"
-            results[o.role][o.target] = assemble(shards, o.meta.shape, o.layout, program.mesh, tolerance, what)
+            results[o.role][o.target] = assemble(shards, o.meta.shape, o.layout, program.mesh, tolerance, what, least)
     return Simulated(outputs=results["output"], mutations=results["mutation"], gradients=results["gradient"])
 
 
@@ -116,7 +117,13 @@ def simulate(
 
 
 def assemble(
-    shards: Mapping[Shape, torch.Tensor], shape: Shape, layout: Layout, mesh: Shape, tolerance: float, what: str
+    shards: Mapping[Shape, torch.Tensor],
+    shape: Shape,
+    layout: Layout,
+    mesh: Shape,
+    tolerance: float,
+    what: str,
+    least: float = 0.0,
 ) -> torch.Tensor:
     """The whole tensor from all ranks' values, after a check that replicas agree."""
     for coordinate, local in shards.items():
@@ -127,7 +134,7 @@ def assemble(
             difference = (
                 torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, one - other).abs().max().item()
             )
-            largest = other.nan_to_num().abs().max().item()
+            largest = max(other.nan_to_num().abs().max().item(), least)
             assert difference <= tolerance * largest, (
                 f"{what}: replicas at {coordinate} and {source} differ by {difference:.3g} (largest {largest:.3g})"
             )

@@ -10,7 +10,9 @@ from generator import ODDITIES, OPERATORS, STATES, Spec, build, chain, specs
 from generator_programs import FAILURES, Hang, Outcome, outcomes, within
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-FOUND: tuple[Spec, ...] = ()
+FOUND: tuple[Spec, ...] = (
+    Spec(family="chain", shape=(4, 3, 4), parts=(), loss="tensor", mode="input"),  # no operator at all
+)
 """Specs that failed, and hold now."""
 
 
@@ -47,13 +49,20 @@ def test_every_operator_has_a_shape_that_it_takes() -> None:
             assert any(len(chain(((name, k),), shape)[0]) for shape in ((3, 4, 6), (2, 3, 4, 6))), f"{name} {k}"
 
 
-def test_every_model_runs_in_eager() -> None:
+def trains(spec: Spec) -> None:
+    built = build(spec)
+    loss = built.model(*built.args)
+    loss.backward()
+    assert loss.isfinite(), spec
+
+
+def test_every_model_trains_in_eager() -> None:
     for odd in ODDITIES:
         spec = Spec(family="layers", shape=(2, 3, 4), parts=(("mlp", 1),), copies=(6,), odd=odd, at=(2,))
-        assert build(spec).model(*build(spec).args).isfinite()
+        trains(spec)
     for state in STATES:
         spec = Spec(family="state", shape=(2, 3, 4), parts=(), state=state)
-        assert build(spec).model(*build(spec).args).isfinite()
+        trains(spec)
 
 
 def test_the_same_spec_makes_the_same_model() -> None:

@@ -37,6 +37,8 @@ def in_token_order(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
     """The graph with sorts of rows by expert, and lookups of weights by expert, replaced by `expert_mm`, with
     a mark wherever rows may set out for their experts, or come back, and with the sums of a token's rows as one
     operator each, which partial sums of rows may go through."""
+    if not graph.nodes:  # a model that gives back what it is given
+        return graph
     return _summed(_Ways(_unsorted(_looked_up(graph), rule_of), rule_of).run())
 
 

@@ -204,7 +204,7 @@ def simulated_steps(
     constants = {leaf.path: leaf.constant for leaf in captured.output_leaves if leaf.meta is None}
     parameters, buffers = names
     for number in range(steps):
-        step = simulate_step(program, held, inputs, tangents, seed=seed + number, tolerance=tolerance)
+        step = simulate_step(program, held, inputs, tangents, seed=seed + number, tolerance=tolerance, least=LEAST)
         updated = {name: held[name] - LEARNING_RATE * g for name, g in step.gradients.items() if name in held}
         after = {**held, **step.mutations, **updated}
         found = Step(
