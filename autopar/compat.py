@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -108,6 +108,13 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
     first = int(tensor.storage_offset())
     return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is under `torch.compile`: Dynamo would follow it into planning."""
+    reason = "a parallel module is compiled already: what it runs is its program"
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def version(tensor: torch.Tensor) -> int:
