@@ -122,6 +122,12 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def shell(dtensor: DTensor) -> int:
+    """Identity of the storage that stands for a DTensor's in its outer tensor, which holds nothing: another one after
+    `dtensor.data = ...`, of which the local tensor learns nothing."""
+    return dtensor.untyped_storage()._cdata
+
+
 def is_observed(tensor: torch.Tensor) -> bool:
     """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
     return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)

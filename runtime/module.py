@@ -222,6 +222,7 @@ class ParallelModule(nn.Module):
             memo.update((id(part), part) for part in one_for_all)
         memo[id(modes.again)] = modes.again
         vars(made).update(copy.deepcopy(vars(self), memo))
+        _state(made).shells.clear()  # those of the original
         return made
 
     def __copy__(self) -> ParallelModule:
@@ -279,6 +280,8 @@ class _State:
         self.owners: dict[str, tuple[dict[str, Any], str]] = {}
         self.aliases: dict[str, list[str]] = {}
         self.mirrors: dict[int, nn.Module] = {}
+        self.shells: dict[str, tuple[DTensor, int]] = {}
+        """Parameters as they were seen first, with what `.data = ...` replaces of them."""
         self.called = False
         self.whole_outputs = False
         """Whether the caller gets split outputs gathered, as plain tensors."""
@@ -325,7 +328,7 @@ class _State:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         made = _State(captured, program, self.plan, self.mesh)
         made.at_rest, made.owners, made.aliases, made.mirrors = self.at_rest, self.owners, self.aliases, self.mirrors
-        made.whole_outputs = self.whole_outputs
+        made.whole_outputs, made.shells = self.whole_outputs, self.shells
         return made
 
     def value(self, name: str) -> torch.Tensor:
@@ -395,6 +398,7 @@ class _State:
             for alias in self.aliases[name]:
                 registry, key = self.owners[alias]
                 registry[key] = new
+            self._refuse_replaced(name)
 
     def part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value, in memory of its own."""
@@ -477,7 +481,7 @@ class _State:
                 whole = local = self.constants[i.target]
                 local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
             else:
-                whole = self.value(i.target)
+                whole = self._refuse_replaced(i.target)
                 local = self._padded(local_tensor(whole), i) if isinstance(whole, DTensor) else whole.detach()
                 if i.role == "buffer":
                     local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
@@ -504,6 +508,20 @@ class _State:
             raise ValueError(f"input {i.target} is a DTensor on {whole.device_mesh}; the module is on {self.mesh}")
         with torch.no_grad():
             return self._padded(self._placed(whole, i.layout), i)
+
+    def _refuse_replaced(self, name: str) -> torch.Tensor:
+        """The value of this name. DTensor forgets `parameter.data = ...`."""
+        value = self.value(name)
+        if isinstance(value, DTensor):
+            known, shell = self.shells.get(name, (None, 0))
+            if known is not value:
+                self.shells[name] = value, compat.shell(value)
+            elif shell != compat.shell(value):
+                raise ValueError(
+                    f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
+                    f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
+                )
+        return value
 
     def _refuse_buffer(self, i: ProgramInput, whole: torch.Tensor) -> None:
         """Where forward writes a buffer that it is given as an input too, eager sees the new values in both."""

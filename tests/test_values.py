@@ -230,6 +230,22 @@ def test_gradients_that_are_refused() -> None:
     run(2, all_refused)
 
 
+def given_other_data() -> None:
+    module, beside = parallel(Turn("written"), X), Turn("written")
+    for each in (module, beside, copy.deepcopy(module)):
+        each.w.data.mul_(0.5)
+        each(X)
+    assert_close(whole(module.w).detach(), beside.w.detach(), "written in place")
+    module.w.data = module.w.data * 0.5
+    with pytest.raises(ValueError, match=r"parameter w was given other \.data, which a DTensor does not take over"):
+        module(X)
+    copy.deepcopy(module)(X)
+
+
+def test_data_that_is_replaced() -> None:
+    run(2, given_other_data)
+
+
 def again(module: nn.Module, output: Output) -> None:
     output.loss.backward(retain_graph=True)
     output.loss.backward()
