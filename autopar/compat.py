@@ -125,7 +125,7 @@ def version(tensor: torch.Tensor) -> int:
 def shell(dtensor: DTensor) -> int:
     """Identity of the storage that stands for a DTensor's in its outer tensor, which holds nothing: another one after
     `dtensor.data = ...`, of which the local tensor learns nothing."""
-    return dtensor.untyped_storage()._cdata
+    return int(dtensor.untyped_storage()._cdata)
 
 
 def is_observed(tensor: torch.Tensor) -> bool:
