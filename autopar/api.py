@@ -152,12 +152,13 @@ def parallelize(
     Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and gets the plain tensors
     that the model gives on one device, for code that computes a metric or a loss with plain labels.
 
-    The first `verify` calls, and the backward of each, also run in one process: every rank gathers parameters and buffers,
-    runs the model whole, and compares outputs, buffers and gradients. Where they differ by more than 1e-9 (float64), 1e-4
-    (float32), 2e-2 (float16) or 1e-1 (bfloat16) of a tensor's largest element (the narrowest dtype of the step counts),
-    all ranks raise a ValueError that names the first such tensor and the operator and module that make it. Every rank
-    needs the memory and the time of one device for that. With random operators the captured graph is what runs in one
-    process, with the same numbers, instead of the model's Python.
+    The first `verify` calls, and the backward of each, also run in one process: every rank gathers parameters and
+    buffers, runs the model whole, and compares outputs, buffers and gradients. Where they differ by more than 1e-9
+    (float64), 1e-3 (float32), 2e-2 (float16) or 1e-1 (bfloat16) of a tensor's largest element, all ranks raise a
+    ValueError that names the first such tensor and the operator and module that make it (the narrowest dtype of the
+    step counts; integers must be equal, all but 1% of an output's elements). Every rank needs the memory and the time
+    of one device for that. With random operators the captured graph is what runs in one process, with the same
+    numbers, instead of the model's Python.
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """

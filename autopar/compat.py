@@ -210,9 +210,22 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is under `torch.compile`: Dynamo would follow it into planning."""
+    reason = "a parallel module is compiled already: what it runs is its program"
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often it has been written in place. That of a DTensor counts writes that its local tensor's does not."""
     return tensor._version
+
+
+def shell(dtensor: DTensor) -> int:
+    """Identity of the storage that stands for a DTensor's in its outer tensor, which holds nothing: another one after
+    `dtensor.data = ...`, of which the local tensor learns nothing."""
+    return int(dtensor.untyped_storage()._cdata)
 
 
 def is_observed(tensor: torch.Tensor) -> bool:

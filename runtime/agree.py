@@ -117,3 +117,28 @@ def _portable(error: Exception) -> Exception:
     except Exception as failure:
         return RuntimeError(f"{type(error).__name__}: {error} (not picklable: {failure})")
     return error if str(copy) == str(error) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+_WORDS = 1 << 17
+"""Words of a tensor that are added up at a time, each with a weight of its own."""
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A sum of the tensor's bits, each word of them with a weight that says where it stands: exact, and the same
+    whatever the order in which it is added up."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = bits.numel() // 8 * 8
+    words, rest = bits[:whole], bits[whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    weights = torch.arange(1, 2 * min(_WORDS, max(whole // 8, 8)), 2, device=bits.device) * _WEIGHT
+    total = int((rest.long() * weights[: rest.numel()]).sum())
+    for number, chunk in enumerate(torch.split(words.view(torch.int64), _WORDS), 1):
+        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * number + 1)
+    return total % (1 << 64)
+
+
+_WEIGHT = 0x1E3779B97F4A7C15
+"""Odd: products with odd numbers, modulo 2^64, tell all words apart."""

@@ -39,10 +39,10 @@ def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
     if _is_timeout(error):
         return (
-            f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed: it was not there within the timeout of "
-            f"the process group. {named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may have "
-            f"ended: look at the log of {named}, and give init_process_group and init_device_mesh a longer timeout if "
-            f"a step takes that long"
+            f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed: it did not end within the timeout "
+            f"of the process group. {named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may "
+            f"have ended: look at the log of {named}, and give the process group a longer timeout if a step takes that "
+            f"long"
         )
     return (
         f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed. A peer has probably died, or ended with "

@@ -22,13 +22,14 @@ from autopar.passes.capture import Captured
 from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.randomness import keys
 
-from .agree import all_equal, coordinate_of, device_of, exchange, process_groups, raise_together
+from .agree import all_equal, coordinate_of, device_of, digest, exchange, process_groups, raise_together
 from .alike import same_values
 from .execute import Executable, compile
 from .guard import OWNERS, Guard, report_changed
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
-from .submodules import callable_alone
+from .sharing import Shared, overlapping
+from .submodules import empty_submodule
 from .verify import Check, Verifier
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -43,6 +44,13 @@ class Mode:
     trainable: frozenset[str]
     gradients: bool
     autocast: torch.dtype | None
+
+    def covers(self, other: Mode) -> bool:
+        """Whether a graph of this mode gives what one of the other would, and maybe gradients beside, if the model does
+        not ask which gradients are wanted."""
+        if (self.training, self.autocast) != (other.training, other.autocast):
+            return False
+        return not other.gradients or (self.gradients and other.trainable <= self.trainable)
 
     def __str__(self) -> str:
         count = sum(self.training)
@@ -99,7 +107,7 @@ class ParallelModule(nn.Module):
             "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
         )
         all_equal(
-            {name: _digest(tensor) for name, tensor in captured.constants.items() if is_real(tensor)},
+            {name: digest(tensor) for name, tensor in captured.constants.items() if is_real(tensor)},
             mesh,
             "the ranks closed over different tensors (plain attributes of modules, tensors that forward or loss_fn "
             "makes of Python numbers): give every rank the same, or make them buffers",
@@ -163,7 +171,7 @@ class ParallelModule(nn.Module):
         else:
             state.distribute(None, _values_made(source, state))
 
-    @torch.compiler.disable(reason="a parallel module is compiled already: what it runs is its program")
+    @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = vars(self)["_modes"].state()
         call = state.call(args, kwargs)
@@ -226,6 +234,7 @@ class ParallelModule(nn.Module):
             memo.update((id(part), part) for part in one_for_all)
         memo[id(modes.again)] = modes.again
         vars(made).update(copy.deepcopy(vars(self), memo))
+        _state(made).shells.clear()  # those of the original
         vars(made)["_modes"].guard_again()
         return made
 
@@ -284,6 +293,8 @@ class _State:
         self.owners: dict[str, tuple[dict[str, Any], str]] = {}
         self.aliases: dict[str, list[str]] = {}
         self.mirrors: dict[int, nn.Module] = {}
+        self.shells: dict[str, tuple[DTensor, int]] = {}
+        """Parameters as they were seen first, with what `.data = ...` replaces of them."""
         self.called = False
         self.whole_outputs = False
         """Whether the caller gets split outputs gathered, as plain tensors."""
@@ -292,15 +303,14 @@ class _State:
         held = ("buffer", "parameter")
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
         """Which inputs the program writes."""
-        self.shared: _Shared | None = None
+        self.shared: Shared | None = None
 
     # -- modules and values
 
     def mirror(self, module: nn.Module) -> nn.Module:
         """A module of the same class and attributes, with tensors of its own to come."""
         if id(module) not in self.mirrors:
-            kind = callable_alone(type(module))
-            made = kind.__new__(kind)
+            made = empty_submodule(type(module))
             vars(made).update(vars(module))
             vars(made).update(
                 _parameters=dict(module._parameters),
@@ -332,7 +342,7 @@ class _State:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         made = _State(captured, program, self.plan, self.mesh)
         made.at_rest, made.owners, made.aliases, made.mirrors = self.at_rest, self.owners, self.aliases, self.mirrors
-        made.whole_outputs = self.whole_outputs
+        made.whole_outputs, made.shells = self.whole_outputs, self.shells
         return made
 
     def value(self, name: str) -> torch.Tensor:
@@ -385,7 +395,7 @@ class _State:
             for name, value in values:
                 made[name] = self.part(name, value)
                 if not isinstance(value, DTensor) and is_real(value):
-                    digests[name] = _digest(value)
+                    digests[name] = digest(value)
         except Exception as caught:
             error = caught
         raise_together(error, self.mesh)
@@ -402,6 +412,7 @@ class _State:
             for alias in self.aliases[name]:
                 registry, key = self.owners[alias]
                 registry[key] = new
+            self._refuse_replaced(name)
 
     def part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value, in memory of its own."""
@@ -456,13 +467,13 @@ class _State:
         try:
             self._prepare(args, kwargs)
             bound = self.captured.bind(args, kwargs)
-            digests = {path: _digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
+            digests = {path: digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
         except Exception as caught:
             error = caught
         raise_together(error, self.mesh)
         everyone = exchange(digests, self.mesh)
-        for path, digest in digests.items():
-            if any(other.get(path) != digest for other in everyone):
+        for path, own in digests.items():
+            if any(other.get(path) != own for other in everyone):
                 raise ValueError(
                     f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
                     f"every rank. Give a DTensor if each rank has its own slice (see input_placements)"
@@ -484,7 +495,7 @@ class _State:
                 whole = local = self.constants[i.target]
                 local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
             else:
-                whole = self.value(i.target)
+                whole = self._refuse_replaced(i.target)
                 local = self._padded(local_tensor(whole), i) if isinstance(whole, DTensor) else whole.detach()
                 if i.role == "buffer":
                     local = local_slice(local, i.layout, self.program.mesh, self.coordinate)
@@ -512,6 +523,20 @@ class _State:
         with torch.no_grad():
             return self._padded(self._placed(whole, i.layout), i)
 
+    def _refuse_replaced(self, name: str) -> torch.Tensor:
+        """The value of this name. DTensor forgets `parameter.data = ...`."""
+        value = self.value(name)
+        if isinstance(value, DTensor):
+            known, shell = self.shells.get(name, (None, 0))
+            if known is not value:
+                self.shells[name] = value, compat.shell(value)
+            elif shell != compat.shell(value):
+                raise ValueError(
+                    f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
+                    f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
+                )
+        return value
+
     def _refuse_buffer(self, i: ProgramInput, whole: torch.Tensor) -> None:
         """Where forward writes a buffer that it is given as an input too, eager sees the new values in both."""
         if not self.mutations or not is_real(whole):
@@ -520,7 +545,8 @@ class _State:
         for _, o in self.mutations:
             if storage_of(self.value(o.target)) == place:
                 raise ValueError(
-                    f"input {i.target} lies in the memory of buffer {o.target}, which forward writes: give a clone() of it"
+                    f"input {i.target} lies in the memory of buffer {o.target}, which forward writes: give a clone() "
+                    f"of it"
                 )
 
     def _misplaced(self, i: ProgramInput, local: torch.Tensor) -> str:
@@ -583,9 +609,9 @@ class _State:
         lost = [path for path in others if by_path[path] is not None]
         if lost:
             raise ValueError(
-                f"a gradient reaches {', '.join(lost)}, and the program differentiates {self.captured.loss} alone: pass "
-                f"parallelize a loss_fn= that takes the model's output and returns all of the loss, or detach() what "
-                f"is not to be differentiated"
+                f"a gradient reaches {', '.join(lost)}, and the program differentiates {self.captured.loss} alone: "
+                f"pass parallelize a loss_fn= that takes the model's output and returns all of the loss, or detach() "
+                f"what is not to be differentiated"
             )
 
     def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
@@ -646,7 +672,7 @@ class _Modes:
         mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
         changed: list[str] = []
         for known, guard, state in self.states:
-            if known == mode:
+            if known == mode or (self.again is None and known.covers(mode)):
                 if guard.holds():
                     return guard, state
                 changed = guard.changed
@@ -695,7 +721,7 @@ class _Call:
         with compat.without_autocast(state.device.type):
             made, saved = state.executable.forward(self.values)
         if state.shared is None:
-            state.shared = _Shared.of(seen, state.mutated, made, saved)
+            state.shared = Shared.of(seen, state.mutated, made, saved)
         with torch.no_grad():
             made, saved = state.shared.apart(made, saved)
             state.write_back(made)
@@ -751,7 +777,7 @@ class _Step(torch.autograd.Function):
         with compat.without_autocast(state.device.type):
             made = list(state.executable.backward(arguments))
         if state.overlapping is None:
-            state.overlapping = _overlapping(made, kept)
+            state.overlapping = overlapping(made, kept)
             held.clear()
         # an optimizer writes into gradients: no two may share memory
         for index in state.overlapping:
@@ -883,107 +909,3 @@ def _values_made(function: InitFunction, state: _State) -> Iterator[tuple[str, t
         if whole.shape != present.shape:
             raise ValueError(f"init_fn made {list(whole.shape)} for {name}, which is {list(present.shape)}")
         yield name, whole.to(present.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Which values of a forward half share memory with what somebody may write later: results with an input (a
-    parameter, a buffer, a constant, the caller's batch) or with another result, and what is saved for backward with a
-    buffer that the program writes. Each becomes a copy, since values of the graph are values.
-
-    Which they are is a property of the program, so one look is enough.
-    """
-
-    made: tuple[int, ...]
-    saved: tuple[int, ...]
-    kept: tuple[int, ...]
-    """Inputs whose memory is kept for backward as it is."""
-
-    @staticmethod
-    def of(
-        given: Sequence[torch.Tensor],
-        written: Sequence[int],
-        made: Sequence[torch.Tensor | None],
-        saved: Sequence[torch.Tensor],
-    ) -> _Shared:
-        """`written` are the indices of the inputs that are buffers and written by the program."""
-        storages = [storage_span(x)[0] for x in given]
-        taken, buffers = set(storages), {storages[k] for k in written}
-        behind = [storage_span(x)[0] for x in saved]
-        kept = {storage for storage in behind if storage not in buffers}
-        found = []
-        for index, value in enumerate(made):
-            if value is not None and value.numel():
-                storage = storage_span(value)[0]
-                if storage in taken:
-                    found.append(index)
-                taken.add(storage)
-        return _Shared(
-            made=tuple(found),
-            saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
-            kept=tuple(i for i, storage in enumerate(storages) if storage in kept),
-        )
-
-    def apart(
-        self, made: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
-    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
-        results, kept = list(made), list(saved)
-        for index in self.made:
-            value = results[index]
-            assert value is not None
-            results[index] = value.clone(memory_format=torch.contiguous_format)
-        for index in self.saved:
-            kept[index] = kept[index].clone()
-        return tuple(results), tuple(kept)
-
-
-_WORDS = 1 << 17
-"""Words of a tensor that are added up at a time, each with a weight of its own."""
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """A sum of the tensor's bits, each word of them with a weight that says where it stands: exact, and the same
-    whatever the order in which it is added up."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = bits.numel() // 8 * 8
-    words, rest = bits[:whole], bits[whole:]
-    if words.storage_offset() % 8:
-        words = words.clone()
-    weights = torch.arange(1, 2 * min(_WORDS, max(whole // 8, 8)), 2, device=bits.device) * _WEIGHT
-    total = int((rest.long() * weights[: rest.numel()]).sum())
-    for number, chunk in enumerate(words.view(torch.int64).split(_WORDS), 1):
-        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * number + 1)
-    return total % (1 << 64)
-
-
-_WEIGHT = 0x1E3779B97F4A7C15
-"""Odd: products with odd numbers, modulo 2^64, tell all words apart."""
-
-
-def _overlapping(
-    made: list[torch.Tensor | None], kept: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, int, int]]]
-) -> tuple[int, ...]:
-    """Indices of the gradients that share memory with an earlier one or with what backward was given and still lives,
-    or are not contiguous, as the parameters are.
-
-    Which they are is a property of the program, so one look is enough.
-    """
-
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for weak, (storage, begin, end) in kept:
-        if weak() is not None:
-            taken.setdefault(storage, []).append((begin, end))
-    found = []
-    for index, value in enumerate(made):
-        if value is not None:
-            storage, begin, end = storage_span(value)
-            spans = taken.setdefault(storage, [])
-            if (
-                any(begin < other_end and other_begin < end for other_begin, other_end in spans)
-                or not value.is_contiguous()
-            ):
-                found.append(index)
-            spans.append((begin, end))
-    return tuple(found)

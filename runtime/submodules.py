@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     split = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
     if not split:  # called by a submodule that has gathered them, or there are none
-        return super(cls, module).__call__(*args, **kwargs)
+        return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
     meta = [name for name, p in split.items() if p.device.type == "meta"]
     if meta:
         raise ValueError(f"parameter {meta[0]} is on meta: call materialize(init_fn or state_dict) first")
@@ -28,11 +28,15 @@ def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs
     return torch.func.functional_call(module, whole, args, kwargs)
 
 
-@cache
-def callable_alone(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a submodule, with calls that gather its parameters. It passes for the class itself."""
+def empty_submodule(kind: type[nn.Module]) -> nn.Module:
+    """A module of a class that passes for this one, with calls that gather its parameters, and without attributes."""
+    made: nn.Module = object.__new__(_callable_alone(kind))  # type: ignore[arg-type]
+    return made
 
-    class Submodule(kind):  # type: ignore[misc, valid-type]
+
+@cache
+def _callable_alone(kind: type[Any]) -> type[Any]:
+    class Submodule(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return _call(Submodule, self, args, kwargs)
 

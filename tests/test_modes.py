@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from models import assert_close
 from ranks import outcomes, run
 from torch import nn
@@ -258,3 +259,76 @@ def test_modes_that_are_refused(what: str, message: str) -> None:
     for outcome in outcomes(2, another_mode, what):
         assert isinstance(outcome.error, ValueError), outcome.traceback
         assert message in str(outcome.error)
+
+
+class Fickle(nn.Module):
+    """What it computes, returns and closes over depends on the mode, in one way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.weight = way, nn.Parameter(torch.randn(HIDDEN, 4))
+        self.offset = torch.tensor([5.0, 6.0, 7.0, 8.0])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y, training, gradients = x @ self.weight, self.training, torch.is_grad_enabled()
+        return {
+            "constant": lambda: y * (torch.tensor([1, 2, 3, 4]) if training else torch.tensor([30, 40, 50, 60])),
+            "attribute": lambda: y * (self.offset if training else self.offset + 1),
+            "number": lambda: {"y": y, "n": 1 if training else 2, "nan": float("nan") if training else -0.0},
+            "container": lambda: (y, y) if training else [y, y],
+            "order": lambda: {"a": y, "b": 2 * y} if training else {"b": y, "a": 2 * y},
+            "output": lambda: {"y": y, "c": torch.tensor([1, 2]) if training else torch.tensor([30, 40])},
+            "grad mode": lambda: y * (2.0 if gradients else 3.0),
+            "output by grad mode": lambda: (y, torch.tensor([1, 2] if gradients else [30, 40])),
+            "number of outputs": lambda: (y, x.sum()) if gradients else y,
+            "requires grad": lambda: y * (2.0 if y.requires_grad else 3.0),
+            "frozen": lambda: y * (2.0 if not gradients or self.weight.requires_grad else 3.0),
+            "autocast": lambda: y * (2.0 if torch.is_autocast_enabled("cpu") else 3.0),
+        }[self.way]()
+
+
+WAYS = (
+    *("constant", "attribute", "number", "container", "order", "output", "grad mode", "output by grad mode"),
+    *("number of outputs", "requires grad", "frozen", "autocast"),
+)
+
+
+def fickle(meta: bool) -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("a",))
+    for way in WAYS:
+        made, beside = Fickle(way), Fickle(way)
+        module = autopar.parallelize(made.to("meta") if meta else made, mesh, (batch(0),), solver="fsdp")
+        if meta:
+            module.materialize(beside.state_dict())
+        for mode in (
+            "train",
+            "eval",
+            "train quiet",
+            "eval quiet",
+            "train cast",
+            "train frozen",
+            "eval frozen",
+            "train",
+        ):
+            results = []
+            for each in (beside, module):
+                each.train("train" in mode)
+                each.weight.requires_grad_("frozen" not in mode)
+                cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled="cast" in mode)
+                with torch.set_grad_enabled("quiet" not in mode), cast:
+                    results.append(each(batch(1)))
+            (expected, spec), (found, found_spec) = (pytree.tree_flatten(result) for result in results)
+            assert found_spec == spec, f"{way}, {mode}"
+            for a, b in zip(expected, found, strict=True):
+                what = f"{way}, {mode}"
+                if isinstance(a, torch.Tensor):
+                    assert a.requires_grad == b.requires_grad, what
+                    assert_close(whole(b), a.detach(), what, 1e-2 if "cast" in mode else 1e-5)
+                else:
+                    assert repr(a) == repr(b), what
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_a_model_that_asks_for_its_mode(meta: bool) -> None:
+    run(1, fickle, meta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -103,18 +103,16 @@ def tampered(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("forward", r"in step 1, output output\.best, which `aten\.argmax\.default` .*not compute the captured graph"),
-        ("random", r"in step 1, output output\.best, which `aten\.argmax\.default` .*not compute the captured graph"),
-        ("backward", r"in step 1, the gradient of down\.bias, which `aten\.\S+` of module 'down'.* not compute the captur"),
-        ("model", r"in step 1, output output\.y, which `aten\.mul\.Tensor` of module ''.* that is not the model"),
+        ("forward", "buffer norm.running_mean, which .*batch_norm.* of module 'norm'.* not compute the captured graph"),
+        ("random", "buffer norm.running_mean, which .*batch_norm.* of module 'norm'.* not compute the captured graph"),
+        ("backward", "the gradient of up.bias, which .* of module 'up'.* not compute the captured graph"),
+        ("model", "output output.y, which `aten.mul.Tensor` of module ''.* that is not the model"),
     ],
 )
 def test_what_differs_is_named_on_every_rank(what: str, message: str) -> None:
     for outcome in outcomes(2, tampered, what):
         assert isinstance(outcome.error, ValueError), outcome.traceback
-        outcome.error.args = (str(outcome.error).replace("\n", " "),)
-        with pytest.raises(ValueError, match=message):
-            raise outcome.error
+        assert re.search(f"in step 1, {message}", str(outcome.error)), str(outcome.error)
 
 
 def test_a_number_of_steps_that_is_none() -> None:
@@ -125,8 +123,6 @@ def test_a_number_of_steps_that_is_none() -> None:
 def accumulated() -> None:
     """Two forwards before two backwards, each checked with the values that it started from."""
     module = parallel(0.0, torch.float64, "fsdp", steps=2)
-    beside = copy.deepcopy(Net(0.0))
-    assert beside is not None
     losses = [module(batch(step, torch.float64)) for step in range(2)]
     for loss in losses:
         loss.backward()

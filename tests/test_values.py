@@ -1,0 +1,350 @@
+"""A program's values are values: what the caller, an optimizer or the next step writes changes nothing else, and a
+gradient that cannot be computed is an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, whole
+from ranks import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.passes.capture import CaptureError, capture, same_constant
+from autopar.runtime.agree import digest
+from autopar.runtime.module import ParallelModule
+
+SIZE = 4
+X = torch.linspace(-1, 1, SIZE * SIZE, dtype=torch.float64).reshape(SIZE, SIZE)
+
+
+def parallel(model: nn.Module, *args: Any, solver: str = "fsdp", **options: Any) -> ParallelModule:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("a",))
+    return autopar.parallelize(copy.deepcopy(model), mesh, args, solver=solver, **options)
+
+
+class Weighted(nn.Module):
+    """A weight, and three buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.float64))
+        for number, name in enumerate("abc", 1):
+            self.register_buffer(name, torch.full((SIZE, SIZE), float(number), dtype=torch.float64))
+
+
+# -------------------------------------------------------------------------------------------------- outputs
+
+
+class Everything(Weighted):
+    """Outputs that are clones, views and new values of all there is."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        before = self.a.clone()
+        self.a.add_(1)
+        y = x @ self.w
+        return {
+            "y": y, "same": y, "row": y[0], "before": before, "after": self.a, "untouched": self.b.t().clone(),
+            "constant": torch.tensor([1.0, 2.0]), "weight": self.w, "weight.t": self.w.t(),
+            "input": x, "clone": x.clone(), "once": x * 1,
+        }  # fmt: skip
+
+
+def written_outputs() -> None:
+    model, x = Everything(), X.clone()
+    module, beside = parallel(model, x), copy.deepcopy(model)
+    for path in copy.deepcopy(model)(x):
+        given, _ = module(x), beside(x)
+        with torch.no_grad():
+            (given[path].to_local() if hasattr(given[path], "to_local") else given[path]).fill_(77.0)
+        others = [other for other, value in given.items() if other != path and (whole(value) == 77).any()]
+        assert not others, f"{path} shares memory with {others}"
+        expected, found = beside(x), module(x)
+        for other, value in expected.items():
+            assert_close(whole(found[other]), value.detach(), f"{other} after a write into {path}", 1e-12)
+    assert torch.equal(x, X)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_write_into_an_output_changes_nothing_else(ranks: int) -> None:
+    run(ranks, written_outputs)
+
+
+# -------------------------------------------------------------------------------------------------- buffers
+
+
+class Turn(Weighted):
+    """Buffers that take one another's values, each by a way of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "replaced":
+            self.a, self.b, self.c = self.c, self.a, self.b
+        elif self.way == "written":
+            first = self.a.clone()
+            self.a.copy_(self.b)
+            self.b.copy_(self.c)
+            self.c.copy_(first)
+        else:
+            kept = self.a.clone()
+            with torch.no_grad():
+                self.a.lerp_(x.detach().mean() * self.b, 0.5)
+            return (x @ (self.w * kept.t())).square().sum()
+        return (x @ self.w * self.a.clone()).square().sum()
+
+
+def turned() -> None:
+    """Steps in sequence, two forwards before two backwards, and another mode in between."""
+    for way in ("replaced", "written", "averaged"):
+        model = Turn(way)
+        module, beside = parallel(model, X), copy.deepcopy(model)
+        for modes in ("tt", "te", "et"):
+            for each in (module, beside):
+                losses = []
+                for mode in modes:
+                    each.train(mode == "t")
+                    losses.append(each(X + len(losses)))
+                each.zero_grad()
+                for loss in reversed(losses):
+                    loss.backward()
+            assert_close(whole(module.w.grad), beside.w.grad, f"gradient, {way} {modes}", 1e-12)
+            for name in "abc":
+                assert_close(whole(getattr(module, name)), getattr(beside, name), f"{name}, {way} {modes}", 1e-12)
+
+
+def test_buffers_that_are_written_between_forward_and_backward() -> None:
+    run(2, turned)
+
+
+def test_a_clone_of_a_buffer_is_an_operator() -> None:
+    graph = capture(Everything(), (X,)).graph
+    assert sum(node.op == "aten.clone.default" for node in graph.nodes) >= 3
+    assert len({o.name for o in graph.outputs if o.target in ("output.before", "output.after")}) == 2
+
+
+def test_a_buffer_that_would_be_differentiated_is_refused() -> None:
+    class Memory(Weighted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.b.mul_(0.5).add_(x @ self.w)
+            return (x @ self.w).sum()
+
+    with pytest.raises(CaptureError, match=r"writes what requires a gradient into buffer b,.*write value\.detach\(\)"):
+        capture(Memory(), (X,))
+
+
+def given_its_buffer() -> None:
+    module = parallel(Turn("written"), X)
+    with pytest.raises(ValueError, match=r"input args\.0 lies in the memory of buffer b, which forward writes"):
+        module(module.b)
+
+
+def test_a_buffer_as_an_input() -> None:
+    run(2, given_its_buffer)
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    chosen: torch.Tensor
+    plain: torch.Tensor
+
+
+class Head(Weighted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(self.w.detach().flip(0).clone())
+
+    def forward(self, x: torch.Tensor) -> Output:
+        h = x @ self.w
+        y = torch.tanh(h @ self.v)
+        return Output(loss=y.square().mean(), logits=y, hidden=h, chosen=y.argmax(1), plain=x * 2)
+
+
+def double(module: nn.Module, output: Output) -> None:
+    (g,) = torch.autograd.grad(output.loss, module.w, create_graph=True)
+    g.square().sum().backward()
+
+
+def written_weight(module: nn.Module, output: Output) -> None:
+    with torch.no_grad():
+        module.v.add_(1)
+    output.loss.backward()
+
+
+def stepped(module: nn.Module, output: Output) -> None:
+    output.loss.backward(retain_graph=True)
+    torch.optim.AdamW(module.parameters(), lr=0.1).step()
+    output.loss.backward()
+
+
+def observed(module: nn.Module, output: Output) -> None:
+    output.logits.retain_grad()
+    output.loss.backward()
+
+
+LOST = r"a gradient reaches output\.logits, and the program differentiates output\.loss alone: pass .* loss_fn="
+REFUSED: dict[str, tuple[Callable[[nn.Module, Output], None], str]] = {
+    "loss and logits": (lambda m, o: (o.loss + whole(o.logits).sum()).backward(), LOST),
+    "logits": (lambda m, o: o.logits.sum().backward(), LOST),
+    "retained": (observed, r"output\.logits has a hook or retain_grad\(\), and its gradient is not computed"),
+    "double backward": (double, "gradients of a parallel module cannot be differentiated again: compute a penalty"),
+    "written weight": (written_weight, r"parameter v was written between forward and backward"),
+    "an optimizer's step": (stepped, r"parameter \w was written between forward and backward"),
+}
+
+
+def refused(name: str) -> None:
+    step, message = REFUSED[name]
+    module = parallel(Head(), X, solver="ddp")
+    with pytest.raises(ValueError, match=message):
+        step(module, module(X))
+    module.zero_grad()
+    module(X).loss.backward()
+    beside = Head()
+    beside.load_state_dict({name: whole(value) for name, value in module.state_dict().items()})
+    beside(X).loss.backward()
+    assert_close(whole(module.w.grad), beside.w.grad, "the next gradient", 1e-12)
+
+
+def all_refused() -> None:
+    for name in REFUSED:
+        refused(name)
+
+
+def test_gradients_that_are_refused() -> None:
+    run(2, all_refused)
+
+
+def given_other_data() -> None:
+    module, beside = parallel(Turn("written"), X), Turn("written")
+    for each in (module, beside, copy.deepcopy(module)):
+        each.w.data.mul_(0.5)
+        each(X)
+    assert_close(whole(module.w).detach(), beside.w.detach(), "written in place")
+    module.w.data = module.w.data * 0.5
+    with pytest.raises(ValueError, match=r"parameter w was given other \.data, which a DTensor does not take over"):
+        module(X)
+    copy.deepcopy(module)(X)
+
+
+def test_data_that_is_replaced() -> None:
+    run(2, given_other_data)
+
+
+def again(module: nn.Module, output: Output) -> None:
+    output.loss.backward(retain_graph=True)
+    output.loss.backward()
+
+
+def by_grad(module: nn.Module, output: Output) -> None:
+    module.w.grad, module.v.grad = torch.autograd.grad(output.loss, [module.w, module.v])
+
+
+def hooked(module: nn.Module, output: Output) -> None:
+    output.loss.register_hook(lambda g: g * 5)
+    (3 * output.loss).backward(create_graph=True)
+
+
+def halved(module: nn.Module, output: Output) -> None:
+    output.loss.div_(2)
+    output.plain.mul_(3)
+    output.loss.backward()
+
+
+def served() -> None:
+    model = Head()
+    module = parallel(model, X)
+    for step in (again, by_grad, hooked, halved):
+        beside = copy.deepcopy(model)
+        for each in (module, beside):
+            each.zero_grad()
+            output = each(X)
+            assert output.logits.requires_grad and not output.plain.requires_grad and not output.chosen.requires_grad
+            step(each, output)
+        for name, parameter in beside.named_parameters():
+            assert_close(
+                whole(module.get_parameter(name).grad).detach(), parameter.grad, f"{step.__name__} {name}", 1e-12
+            )
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_backward_in_other_ways() -> None:
+    run(2, served)
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(6, SIZE, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).square().sum()
+
+
+def looked_up() -> None:
+    ids = torch.tensor([1, 2, 2, 5])
+    module, beside = parallel(Looked(), ids), Looked()
+    for each in (module, beside):
+        each(ids).backward()
+    gradient = beside.table.weight.grad
+    assert gradient is not None
+    assert_close(whole(module.table.weight.grad), gradient.to_dense(), "gradient of the table")
+
+
+def test_a_sparse_gradient_is_dense() -> None:
+    run(2, looked_up)
+
+
+# ----------------------------------------------------------------------------------------------------- NaN
+
+
+class Filled(Weighted):
+    def forward(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+        return torch.nan_to_num((x * fill + self.a), 0.5) @ self.w
+
+
+def no_numbers() -> None:
+    model, x, nan = Filled(), X.clone(), float("nan")
+    x[0, 0], model.a[1, 1] = nan, nan
+    with torch.no_grad():
+        model.w[2, 2] = nan
+    module = parallel(model, x, nan)
+    assert torch.equal(whole(module(x, nan)).isnan(), model(x, nan).isnan())
+    with pytest.raises(ValueError, match=r"input args\.1 is 1\.0, and the model was captured with the constant nan"):
+        module(x, 1.0)
+
+
+def test_what_is_no_number() -> None:
+    run(2, no_numbers)
+    assert same_constant(float("nan"), float("nan")) and same_constant(complex("nan"), complex("nan"))
+    assert not same_constant(0.0, -0.0) and not same_constant(1, True) and not same_constant(1.0, 1)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.bool]
+)
+def test_a_digest_sees_every_element_and_its_place(dtype: torch.dtype) -> None:
+    x = (torch.arange(300_001) % 97).to(dtype)
+    assert digest(x) == digest(x.clone()) == digest(torch.stack([x, x], 1)[:, 0])
+    assert digest(x) != digest(x.flip(0))
+    for place in (0, 1, 150_000, 300_000):
+        y = x.clone()
+        y[place] = 1 - y[place] if dtype != torch.bool else ~y[place]
+        assert digest(x) != digest(y), place
+    assert digest(torch.empty(0, dtype=dtype)) == digest(torch.empty(0, dtype=dtype))
