@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from autopar import checks, compat
 from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, Ref, TensorMeta, references
 from autopar.ops.ctc import ctc_loss
+from autopar.ops.statistics import TRACED
 from autopar.tree import flatten
 
 logger = logging.getLogger(__name__)
@@ -475,7 +476,7 @@ class _Replaced(Exception):
 class _OtherWays(TorchFunctionMode):
     """Functions that are traced as others of the same result. Attention that drops weights out as matrix products and
     a softmax: fused kernels (on CUDA) drop by a generator of their own, and never show the weights whose index
-    decides. CTC loss as an operator of static shapes."""
+    decides. CTC loss, covariances and counts as operators of static shapes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -485,6 +486,8 @@ class _OtherWays(TorchFunctionMode):
             return compat.plain_attention(*args, **kwargs)
         if func is F.ctc_loss:
             return ctc_loss(*args, **kwargs)
+        if func in TRACED:
+            return TRACED[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
