@@ -20,7 +20,7 @@ def cov(
     weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
     if weights is None:
         total: Tensor | int = observations.shape[1]
-        weighted, normal = observations, max(total - correction, 0)  # type: ignore[operator]
+        weighted, normal = observations, max(total - correction, 0)
     else:
         total = weights.sum()
         weighted = observations * weights
@@ -48,8 +48,8 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     """`torch.bincount` of numbers below `minlength`, which others make an index error."""
     if not minlength:
         raise ValueError(
-            "torch.bincount without minlength is as long as the largest number says: pass minlength=n, for numbers of 0 "
-            "to n - 1"
+            "torch.bincount without minlength is as long as the largest number says: pass minlength=n, for numbers "
+            "of 0 to n - 1"
         )
     if weights is None:
         ones = torch.ones_like(input, dtype=torch.int64)
