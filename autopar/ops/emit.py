@@ -177,9 +177,8 @@ def local_program(
     given = localize(call, local_inputs, local_outputs, results, mesh)
     args, kwargs = map_references(given, lambda _: next(feed))
     if rule is not None and expands(rule, splits):
-        made: Sequence[Ref | None] = _named(
-            emitter, expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
-        )
+        results_of = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
+        made: Sequence[Ref | None] = _named(emitter, results_of)
     else:
         known = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)
