@@ -102,7 +102,7 @@ def difference(expected: Any, found: Any, dtype: torch.dtype) -> float:
     worst = 0.0
     for (_, a), (_, b) in zip(each(expected), each(found), strict=True):
         if a.is_complex():
-            a, b = torch.view_as_real(a), torch.view_as_real(b)
+            a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
         a, b = a.double(), b.double()
         finite = a[a.isfinite()]
         scale = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
