@@ -61,7 +61,7 @@ def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping
         groups.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), []).append(ranks[coordinate])
     n = mesh[axis]
     for others, group in groups.items():
-        given = [contiguous(values[source]) for values in group]
+        given: list[Any] = [contiguous(values[source]) for values in group]
         assert len(given) == n > 1, f"{instruction}: mesh axis {axis} has {len(given)} ranks"
         if kind in ("reduce_scatter", "all_to_all"):
             assert given[0].shape[0] % n == 0, f"{instruction}: {tuple(given[0].shape)} has no {n} equal chunks"

@@ -753,7 +753,8 @@ def _long_dims(x: torch.Tensor) -> list[tuple[int, int]]:
 
 def _dense(x: torch.Tensor) -> tuple[int, ...] | None:
     """The order in which the dims of a tensor stand in memory, of which every element is one of it; else None."""
-    order = tuple(sorted(range(x.dim()), key=lambda d: (x.shape[d] != 1, -x.stride(d))))
+    strides = x.stride()
+    order = tuple(sorted(range(x.dim()), key=lambda d: (x.shape[d] != 1, -strides[d])))
     return order if x.permute(order).is_contiguous() else None
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar import compat
+from autopar.ops.statistics import TRACED
 
 from .constants import Constants
 from .selections import Selections
@@ -28,8 +29,8 @@ _SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
-    generator of their own, and never show the weights whose index decides. CTC loss is an operator of static shapes:
-    see `Selections`. Lookups with sparse gradients are those with dense ones, which collectives can reduce. What draws
+    generator of their own, and never show the weights whose index decides. CTC loss, covariances and counts are operators of static
+    shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which collectives can reduce. What draws
     from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`. `.data` is what
     `detach()` gives. Numbers are read off constants: see `Constants`."""
 
@@ -57,6 +58,8 @@ class OtherWays(TorchFunctionMode):
             if sparse:
                 logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
                 args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
+        if func in TRACED:
+            return TRACED[func](*args, **kwargs)
         if func is torch.Tensor.random_:
             return _random_(*args, **kwargs)
         if func == _DATA.__get__:

@@ -6,7 +6,7 @@ Costs, codegen and the oracle run the same expansion, so that what is priced and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -177,7 +177,8 @@ def local_program(
     given = localize(call, local_inputs, local_outputs, results, mesh)
     args, kwargs = map_references(given, lambda _: next(feed))
     if rule is not None and expands(rule, splits):
-        made = _named(emitter, expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs))
+        results_of = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
+        made: Sequence[Ref | None] = _named(emitter, results_of)
     else:
         known = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)

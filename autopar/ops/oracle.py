@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 Coordinate = tuple[int, ...]
 
+LAYOUTS = 7
+"""Ways in which `laid_out` lays a tensor out."""
+
 
 class RuleError(ValueError):
     """An op on shards is not the op on the whole, as its rule says it is."""
@@ -271,7 +274,7 @@ def laid_out(x: torch.Tensor, way: int) -> torch.Tensor:
     second element, within a larger tensor, with strides of dims of size 1 that mean nothing."""
     order = list(range(x.dim()))
     orders = {1: order[::-1], 2: [*order[:1], *order[2:], *order[1:2]], 3: [*order[:-2], *order[-2:][::-1]]}
-    way %= 7
+    way %= LAYOUTS
     if way in orders:
         order = orders[way]
         back = [order.index(d) for d in range(x.dim())]
