@@ -338,7 +338,13 @@ class Search:
 
     def _keeping(self, site: Site, choices: Iterable[SiteChoice]) -> list[SiteChoice]:
         """The choices that keep the constraints on a site."""
-        kept = [c for c in choices if self._keeps(site, c)]
+        given = list(choices)
+        kept = [c for c in given if self._keeps(site, c)]
+        if not kept and site.name not in self.pins:
+            raise ValueError(
+                f"the preset leaves {site.kind} {site.module or site.name} none of its choices: take a solver, or "
+                f"another preset"
+            )
         if not kept:
             raise ValueError(
                 f"no choice of {site.kind} {site.module or site.name} is both in the preset and in the constraints: "

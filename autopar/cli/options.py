@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..optimizers import OPTIMIZERS
-from ..planner import COSTS
+from ..given import COSTS
 from ..presets import PRESETS
 from ..solve import SOLVERS
 
