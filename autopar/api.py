@@ -106,8 +106,9 @@ def compare(
         raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['dp', 'fsdp']")
     for solver in solvers:
         check_options(solver, cost, memory_limit_bytes, constraints)
-    if not isinstance(mesh_shape, (Mapping, Sequence)) or isinstance(mesh_shape, str):
-        check_mesh(mesh_shape)
+    shape: Any = mesh_shape
+    if not isinstance(shape, (Mapping, Sequence)) or isinstance(shape, str):
+        check_mesh(shape)  # one mesh, that is none
     meshes = [mesh_shape] if isinstance(mesh_shape, Mapping) else list(mesh_shape)
     several = isinstance(cluster, Sequence) and not isinstance(cluster, str)
     clusters: list[str | Cluster | None] = list(cluster) if several else [cluster]  # type: ignore[arg-type, list-item]
@@ -122,8 +123,8 @@ def compare(
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
         on = planner if number == 0 else planner.on(mesh, machine)
-        shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-        place = [shape] * (len(meshes) > 1) + [on.cluster.name] * (len(clusters) > 1)
+        sizes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        place = [sizes] * (len(meshes) > 1) + [on.cluster.name] * (len(clusters) > 1)
         for k, solver in enumerate(solvers):
             name = " ".join([solver, *place])
             report((number + k / len(solvers)) / len(cases), name)

@@ -78,7 +78,7 @@ def check_limit(memory_limit_bytes: Any) -> None:
         raise ValueError(
             f"memory_limit_bytes is {_shown(memory_limit_bytes)}: give a number of bytes, such as 40e9, or None"
         )
-    if not memory_limit_bytes > 0:
+    if not float(memory_limit_bytes) > 0:
         raise ValueError(f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, or None")
 
 

@@ -173,7 +173,7 @@ class Plan:
                 solve_seconds=_number(data["solve_seconds"], "solve_seconds"),
                 without_rule=dict(data["without_rule"]),
                 constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
-                memory_limit_bytes=None if (limit := data.get("memory_limit_bytes")) is None else _number(limit, "memory_limit_bytes"),
+                memory_limit_bytes=_limit(data.get("memory_limit_bytes")),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
@@ -257,6 +257,10 @@ def _number(value: Any, what: str) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{what} is {value!r}: a number")
     return value
+
+
+def _limit(value: Any) -> float | None:
+    return None if value is None else _number(value, "memory_limit_bytes")
 
 
 def _text(value: Any, what: str) -> str:
