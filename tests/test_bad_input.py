@@ -210,6 +210,23 @@ def test_random_operators_that_cannot_be_made_parallel(
     assert where in message and "draw these numbers outside of the model" in message
 
 
+def test_a_penalty_on_gradients_in_forward() -> None:
+    class Penalized(nn.Module):
+        def __init__(self, *, alone: bool) -> None:
+            super().__init__()
+            self.stem, self.head, self.alone = nn.Linear(16, 8), nn.Linear(8, 1), alone
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.stem(x)
+            y = self.head(hidden.tanh()).sum()
+            (gradient,) = torch.autograd.grad(y, hidden, create_graph=True)
+            return gradient.square().sum() + (0 if self.alone else y)
+
+    for alone in (False, True):
+        message = refused(autopar.plan, Penalized(alone=alone), {"a": 2}, (torch.randn(4, 16),))
+        assert "such as the gradients of torch.autograd.grad (a penalty on gradients)" in message
+
+
 def test_dropout_in_evaluation_is_none() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5)).eval()
     assert plan(Case(model=model, batch=models.vectors)).parameters
