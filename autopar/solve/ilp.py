@@ -347,14 +347,14 @@ def _solve(
     highs = highs_pb2.HighsOptionsProto()
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
         highs.double_options[name] = 1e-9
+    highs.int_options["mip_max_nodes"] = max(100, int(BUDGET.program_work // max(1, count)))
+    highs.int_options["simplex_iteration_limit"] = BUDGET.program_iterations
     result = mathopt.solve(
         mathopt.Model.from_model_proto(proto),
         mathopt.SolverType.HIGHS,
         params=mathopt.SolveParameters(
             relative_gap_tolerance=gap,
             absolute_gap_tolerance=0.0,
-            node_limit=max(100, int(BUDGET.program_work // max(1, count))),
-            iteration_limit=BUDGET.program_iterations,
             random_seed=1,
             highs=highs,
         ),
