@@ -14,10 +14,11 @@ from .cluster import Cluster
 from .clusters import named_cluster
 from .comparison import Comparison
 from .constraints import Constraints
+from .given import check_mesh, check_options
 from .meshes import meshes
 from .optimizers import Optimizer
 from .plan import Plan
-from .planner import Planner, check_solver
+from .planner import Planner
 from .presets import PRESETS
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def plan(
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
+    check_options(solver, cost, memory_limit_bytes, constraints)
     if isinstance(mesh_shape, Mapping):
         return Planner(
             model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, profiles=profiles
@@ -68,6 +70,11 @@ def plan(
     machine = named_cluster(cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
+    if mesh_shape != "auto" and mesh_shape > machine.devices:
+        raise ValueError(
+            f"mesh_shape is {mesh_shape}, and cluster {machine.name} has {machine.devices} devices: give fewer, or a "
+            f"larger cluster"
+        )
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
     return Planner(
         model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer, profiles=profiles
@@ -95,21 +102,29 @@ def compare(
     Arguments as for `plan`. A solver that finds nothing (no plan keeps the limit, a preset that does
     not fit the batch) has its error in the place of a plan. `report` is told the part that is done, and what is next.
     """
+    if isinstance(solvers, str) or not isinstance(solvers, Sequence):
+        raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['dp', 'fsdp']")
     for solver in solvers:
-        check_solver(solver)
+        check_options(solver, cost, memory_limit_bytes, constraints)
+    shape: Any = mesh_shape
+    if not isinstance(shape, (Mapping, Sequence)) or isinstance(shape, str):
+        check_mesh(shape)  # one mesh, that is none
     meshes = [mesh_shape] if isinstance(mesh_shape, Mapping) else list(mesh_shape)
     several = isinstance(cluster, Sequence) and not isinstance(cluster, str)
     clusters: list[str | Cluster | None] = list(cluster) if several else [cluster]  # type: ignore[arg-type, list-item]
     if not meshes or not clusters:
         raise ValueError("nothing to compare: give a mesh or more, and a cluster or more (or None)")
     cases = [(mesh, machine) for machine in clusters for mesh in meshes]
+    for mesh, machine in cases:
+        check_mesh(mesh)
+        named_cluster(machine)
     report(0.0, "capture")
     planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer)
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
         on = planner if number == 0 else planner.on(mesh, machine)
-        shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-        place = [shape] * (len(meshes) > 1) + [on.cluster.name] * (len(clusters) > 1)
+        sizes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        place = [sizes] * (len(meshes) > 1) + [on.cluster.name] * (len(clusters) > 1)
         for k, solver in enumerate(solvers):
             name = " ".join([solver, *place])
             report((number + k / len(solvers)) / len(cases), name)
@@ -162,14 +177,24 @@ def parallelize(
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .runtime.agree import all_equal, on_first_rank, raise_together
     from .runtime.modes import Modes
     from .runtime.module import ParallelModule
     from .runtime.verify import Verifier
 
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, as init_device_mesh makes it; autopar.plan "
+            f"plans without one"
+        )
     error: ValueError | None = None
     planner = None
     try:
+        check_options(solver, cost, memory_limit_bytes, constraints)
+        if plan is not None and not isinstance(plan, Plan):
+            raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         device_type = mesh.device_type
         planner = Planner(
             model,

@@ -208,4 +208,8 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]]) -> fl
     try:
         return solve(whole, "dp").lower_bound
     except TooWide:  # as the search does
-        return solve(whole, "ilp").lower_bound
+        pass
+    try:
+        return max(0.0, solve(whole, "ilp").lower_bound)
+    except TooWide:
+        return 0.0  # no collective costs less

@@ -16,6 +16,9 @@ AXES = ("a", "b", "c", "d")
 
 AXES_MOST = 3
 
+MESHES_MOST = 96
+"""So many meshes are looked at, those without a wide axis first: more take hours, and are hardly better."""
+
 FINALISTS = 3
 """Meshes that are searched thoroughly."""
 
@@ -23,8 +26,11 @@ T = TypeVar("T")
 
 
 def meshes(devices: int, most: int = AXES_MOST) -> list[dict[str, int]]:
-    """All meshes of so many devices with at most `most` axes of two ranks or more."""
-    sizes = list(_products(devices, most))
+    """The meshes of so many devices with at most `most` axes of two ranks or more: all of them, or the `MESHES_MOST`
+    with the narrowest axes."""
+    every = list(_products(devices, most))
+    chosen = {axes for _, axes in zip(range(MESHES_MOST), sorted(every, key=max), strict=False)}
+    sizes = [axes for axes in every if axes in chosen]
     return [dict(zip(AXES, axes, strict=False)) for axes in sizes] or [{AXES[0]: 1}]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,6 +57,7 @@ def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
             return OPTIMIZERS[optimizer]
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"unknown optimizer {optimizer!r}; known: {known}; or give bytes per element of a parameter")
-    if isinstance(optimizer, bool) or not 0 <= optimizer < float("inf"):
+    given: Any = optimizer
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < float("inf"):
         raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")
     return Optimizer(name=f"{optimizer:g} bytes per element", bytes_per_element=float(optimizer))

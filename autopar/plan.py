@@ -110,10 +110,18 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Raises ValueError where the file is no plan."""
+        if not isinstance(path, (str, Path)):
+            raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
         try:
             data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(
+                f"{path} is no plan: it cannot be read ({error.strerror}); give the path of a file that Plan.save wrote"
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no plan: it is not JSON ({error})") from error
+        except RecursionError as error:
+            raise ValueError(f"{path} is no plan: its JSON is nested too deep") from error
         return Plan.from_json(data, str(path))
 
     @staticmethod
@@ -126,18 +134,22 @@ class Plan:
             account = dict(data["account"])
             account["collectives"] = tuple(Collective(**c) for c in account["collectives"])
             return Plan(
-                model=data["model"],
-                graph=data["graph"],
-                mesh=dict(data["mesh"]),
-                cluster=data["cluster"],
-                solver=data["solver"],
-                cost=data["cost"],
-                decisions=dict(data["decisions"]),
+                model=_text(data["model"], "model"),
+                graph=_text(data["graph"], "graph"),
+                mesh={axis: _count(size, f"size of mesh axis {axis}") for axis, size in data["mesh"].items()},
+                cluster=_text(data["cluster"], "cluster"),
+                solver=_text(data["solver"], "solver"),
+                cost=_text(data["cost"], "cost"),
+                decisions=_decisions(data["decisions"]),
                 segments=tuple(
                     Segment(
                         name=s["name"],
                         runs=tuple(
-                            Run(count=r["count"], decisions=dict(r["decisions"]), recompute=bool(r["recompute"]))
+                            Run(
+                                count=_count(r["count"], f"count of a run of {s['name']}"),
+                                decisions=_decisions(r["decisions"]),
+                                recompute=bool(r["recompute"]),
+                            )
                             for r in s["runs"]
                         ),
                     )
@@ -150,18 +162,18 @@ class Plan:
                     for name, p in data["parameters"].items()
                 },
                 inputs={name: tuple(p) for name, p in data["inputs"].items()},
-                optimizer=data["optimizer"],
+                optimizer=_text(data["optimizer"], "optimizer"),
                 account=Account(**account),
                 peak=Peak(**data["peak"]),
-                bucket_bytes=_count(data["bucket_bytes"]),
-                seconds=data["seconds"],
-                exposed_seconds=data["exposed_seconds"],
-                objective_seconds=data["objective_seconds"],
-                lower_bound_seconds=data["lower_bound_seconds"],
-                solve_seconds=data["solve_seconds"],
+                bucket_bytes=_count(data["bucket_bytes"], "bucket_bytes"),
+                seconds=_number(data["seconds"], "seconds"),
+                exposed_seconds=_number(data["exposed_seconds"], "exposed_seconds"),
+                objective_seconds=_number(data["objective_seconds"], "objective_seconds"),
+                lower_bound_seconds=_number(data["lower_bound_seconds"], "lower_bound_seconds"),
+                solve_seconds=_number(data["solve_seconds"], "solve_seconds"),
                 without_rule=dict(data["without_rule"]),
                 constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
-                memory_limit_bytes=data.get("memory_limit_bytes"),
+                memory_limit_bytes=_limit(data.get("memory_limit_bytes")),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
@@ -235,10 +247,30 @@ def _numbered(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
     return list(zip(starts, runs, strict=False))
 
 
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"bucket_bytes is {value!r}: a whole number of bytes, at least 1")
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what} is {value!r}: a whole number, at least 1")
     return value
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}: a number")
+    return value
+
+
+def _limit(value: Any) -> float | None:
+    return None if value is None else _number(value, "memory_limit_bytes")
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {value!r}: text")
+    return value
+
+
+def _decisions(found: Any) -> dict[str, str]:
+    return {site: _text(choice, f"decision of {site}") for site, choice in found.items()}
 
 
 def graph_digest(graph: JointGraph) -> str:

@@ -23,6 +23,7 @@ from .clusters import named_cluster
 from .collectives import are_of_gloo
 from .constraints import Constraints, pins
 from .garbage import uncollected
+from .given import check_mesh, check_model, check_options, check_profiles
 from .layout import REPLICATE, Layout, Split, local_shape
 from .memory import Peak, moments, peak
 from .meshes import best_mesh
@@ -52,12 +53,6 @@ from .volume import volumes, with_arithmetic_split
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
-
-COSTS = ("analytical", "serial", "volume", "hybrid", "profiled")
-"""Of the cheapest plan as if nothing overlapped, the cheapest as if most of what travels in buckets did, and the
-presets' plans, the one with the shortest timeline; or the first; or the plan with the fewest bytes on links
-(`volume`); or the analytical one with operators that were measured on this device, or with operators, collectives and
-segment programs that were measured on the ranks (`profiling`)."""
 
 HIDDEN = 0.8
 """The part of what travels in buckets that the second plan takes to pass while the rank computes."""
@@ -114,6 +109,8 @@ class Planner:
     ) -> None:
         """`captured` is the step, where it has been captured already."""
         check_mesh(mesh_shape)
+        check_model(model, args, kwargs, loss_fn)
+        check_profiles(profiles)
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)
         self.device_type = device_type
@@ -252,7 +249,7 @@ class Planner:
         memory_limit_bytes: float | None,
         constraints: Constraints | None,
     ) -> Plan:
-        check_solver(solver)
+        check_options(solver, cost, memory_limit_bytes, constraints)
         planners = {tuple(mesh.items()): self.on(mesh, self.cluster) for mesh in candidates}
 
         @cache
@@ -291,6 +288,7 @@ class Planner:
     ) -> Plan:
         """Raises ValueError for an unknown solver or cost, for constraints that cannot be, and where nothing keeps the
         limit."""
+        check_options(solver, cost, memory_limit_bytes, constraints)
         if cost == "hybrid":
             return profiled(self, None, solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)[
                 0
@@ -300,16 +298,11 @@ class Planner:
         return _asked(made, memory_limit_bytes, constraints)
 
     def _plan(self, solver: str, cost: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Plan:
-        check_solver(solver)
         if cost == "profiled":
             raise ValueError(
                 "profiled costs are measured by the ranks: give cost='profiled' to parallelize(), or run autopar "
                 "profile under torchrun or autopar lab; on one device, cost='hybrid' measures operators alone"
             )
-        if cost not in COSTS:
-            raise ValueError(f"unknown cost {cost!r}; known: {', '.join(COSTS)}")
-        if memory_limit_bytes is not None and not memory_limit_bytes > 0:
-            raise ValueError(f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, or None")
         allowed = None
         if solver in PRESETS:
             allowed = self.seconds.timed("preset", self.preset, solver)
@@ -733,21 +726,6 @@ def _held(
             alike = [c for c in fits if c[-1] == decisions[name][-1]]
             found[name] = decisions[name] if decisions[name] in fits else [*alike, *fits][0]
     return found
-
-
-def check_mesh(mesh_shape: Mapping[str, int]) -> None:
-    if not isinstance(mesh_shape, Mapping) or not mesh_shape:
-        raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, such as {{'dp': 2, 'tp': 4}}")
-    for axis, size in mesh_shape.items():
-        if not isinstance(axis, str) or not axis.isidentifier():
-            raise ValueError(f"mesh axis name {axis!r} is no identifier")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"mesh axis {axis!r} has size {size!r}: give a whole number of ranks, at least 1")
-
-
-def check_solver(solver: str) -> None:
-    if solver not in SOLVERS and solver not in PRESETS:
-        raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
 
 
 def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]], recompute: Sequence[bool]) -> tuple[Run, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, cycle, product
+from itertools import accumulate, chain, cycle, pairwise, product
 from typing import Literal
 
 from .beside import beside, together
@@ -31,6 +31,7 @@ from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Spa
 from .passes.widen import widened
 from .problem import Infeasible, Problem, Score, Solution, evaluate, in_runs
 from .solve import EXACT, TooWide, solve
+from .solve.budget import BUDGET
 
 JOINT_OPTIONS_MOST = 8
 """A space whose sites have no more joint options than this is solved as one problem."""
@@ -190,7 +191,8 @@ class Search:
     ) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options. Not `bounded`: without a lower bound.
 
-        What is too wide for elimination under a limit is solved as an integer program.
+        What is too wide for elimination under a limit is solved as an integer program, and what is too wide for that,
+        operator by operator.
         """
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
         question = (options, solver, price, bytes_limit, bounded)
@@ -223,11 +225,16 @@ class Search:
         except TooWide as error:
             self.log(f"{error}; without dominated options:")
         presolved = group(problem, (), [()] * len(problem.repeats), limited=bytes_limit is not None)
-        try:
-            solution = solve(presolved.problem, solver, bytes_limit=bytes_limit, bounded=bounded)
-        except TooWide as error:
-            self.log(f"{error}; as an integer program")
-            solution = solve(presolved.problem, "ilp", bytes_limit=bytes_limit)
+        few = presolved.problem.option_count <= BUDGET.beam_options
+        ways = dict.fromkeys((solver, "ilp", "beam" if few else "greedy"))
+        for way, after in pairwise((*ways, "")):
+            try:
+                solution = solve(presolved.problem, way, bytes_limit=bytes_limit, bounded=bounded)
+                break
+            except TooWide as error:
+                if not after:
+                    raise
+                self.log(f"{error}; by {after}:")
         return replace(solution, choice=presolved.expand(solution.choice))
 
     def run(
@@ -331,7 +338,13 @@ class Search:
 
     def _keeping(self, site: Site, choices: Iterable[SiteChoice]) -> list[SiteChoice]:
         """The choices that keep the constraints on a site."""
-        kept = [c for c in choices if self._keeps(site, c)]
+        given = list(choices)
+        kept = [c for c in given if self._keeps(site, c)]
+        if not kept and site.name not in self.pins:
+            raise ValueError(
+                f"the preset leaves {site.kind} {site.module or site.name} none of its choices: take a solver, or "
+                f"another preset"
+            )
         if not kept:
             raise ValueError(
                 f"no choice of {site.kind} {site.module or site.name} is both in the preset and in the constraints: "

@@ -212,6 +212,12 @@ def capture(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
             ", ".join(step.outcomes.checks),
         )
+    if made := [name for name, tensor in constants.items() if compat.is_fake(tensor)]:
+        raise CaptureError(
+            f"{type(model).__name__} computes {len(made)} values in forward that are no part of the graph, such as the "
+            f"gradients of torch.autograd.grad (a penalty on gradients): a step is differentiated once, as a whole. "
+            f"Compute such a penalty outside of the model, or write its gradients out as operators"
+        )
     with mode:
         missing = _without_gradient(model, graph, step, inputs, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)

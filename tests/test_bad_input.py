@@ -80,6 +80,54 @@ def test_a_mesh_that_is_none(mesh: Any, message: str) -> None:
     assert message in refused(plan, mlp(), mesh=mesh)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("memory_limit_bytes", "40GB", "memory_limit_bytes is '40GB' (str): give a number of bytes"),
+        ("memory_limit_bytes", float("nan"), "memory_limit_bytes is nan"),
+        ("constraints", ["x"], "constraints is ['x'] (list): give placements on mesh axes by name"),
+        ("constraints", {"x": "R"}, "constraint 'x' is 'R' (str): give a placement for an axis"),
+        ("constraints", {"x": {"a": 3}}, "constraint 'x': 'a'=3 is no placement"),
+        ("constraints", {3: {}}, "constraint 3 is no name"),
+        ("optimizer", None, "optimizer is None: give a name"),
+        ("solver", None, "unknown solver None"),
+        ("solver", ["dp"], "unknown solver ['dp']"),
+        ("cost", 5, "unknown cost 5"),
+        ("cluster", 3, "cluster is 3 (int): give a name"),
+        ("loss_fn", 3, "loss_fn is 3 (int): give a function"),
+        ("profiles", 5, "profiles is 5 (int): give the path"),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_type(option: str, value: Any, message: str) -> None:
+    assert message in refused(plan, mlp(), **{option: value})
+
+
+def test_what_is_no_model_and_what_it_cannot_be_called_with() -> None:
+    model, x = mlp().model, torch.randn(4, 16)
+    assert "model is None: give an nn.Module" in refused(autopar.plan, None, {"a": 2}, (x,))
+    assert "args is a tensor of shape (4, 16): give a tuple" in refused(autopar.plan, model, {"a": 2}, x)
+    assert "kwargs is [1] (list): give the model's keyword" in refused(autopar.plan, model, {"a": 2}, (x,), [1])
+    assert "mesh is None (NoneType): give a DeviceMesh" in refused(autopar.parallelize, model, None, (x,))
+    assert "solvers is 'dp': give a list" in refused(autopar.compare, model, {"a": 2}, (x,), solvers="dp")
+    assert "mesh_shape is 5" in refused(autopar.compare, model, 5, (x,))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({f"a{k}": 2 for k in range(12)}, "the mesh has 12 axes of two ranks or more"),
+        ({"a": 10**6, "b": 10**6}, "the mesh has 1000000000000 ranks: give at most 1048576"),
+        (2**30, "cluster local has 1048576 devices: give fewer"),
+        ("2,2", "mesh_shape is '2,2': give axis names with sizes"),
+    ],
+    ids=["twelve axes", "a trillion", "a number", "text"],
+)
+def test_a_mesh_that_is_too_much(mesh: Any, message: str) -> None:
+    made = mlp()
+    assert message in refused(autopar.plan, made.model, mesh, made.args, loss_fn=made.loss_fn)
+
+
 @pytest.mark.parametrize("preset", ["ddp", "fsdp", "megatron", "megatron_sp"])
 def test_a_batch_of_one(preset: str) -> None:
     made = mlp()
@@ -162,6 +210,23 @@ def test_random_operators_that_cannot_be_made_parallel(
     assert where in message and "draw these numbers outside of the model" in message
 
 
+def test_a_penalty_on_gradients_in_forward() -> None:
+    class Penalized(nn.Module):
+        def __init__(self, *, alone: bool) -> None:
+            super().__init__()
+            self.stem, self.head, self.alone = nn.Linear(16, 8), nn.Linear(8, 1), alone
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.stem(x)
+            y = self.head(hidden.tanh()).sum()
+            (gradient,) = torch.autograd.grad(y, hidden, create_graph=True)
+            return gradient.square().sum() + (0 if self.alone else y)
+
+    for alone in (False, True):
+        message = refused(autopar.plan, Penalized(alone=alone), {"a": 2}, (torch.randn(4, 16),))
+        assert "such as the gradients of torch.autograd.grad (a penalty on gradients)" in message
+
+
 def test_dropout_in_evaluation_is_none() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5)).eval()
     assert plan(Case(model=model, batch=models.vectors)).parameters
@@ -236,6 +301,26 @@ def test_a_corrupt_plan(file: Path, change: Callable[[dict[str, Any]], object], 
 def test_a_file_that_is_no_plan(file: Path, text: str) -> None:
     file.write_text(text)
     assert f"{file} is no plan" in refused(Plan.load, file)
+
+
+def test_a_plan_that_is_nowhere(tmp_path: Path) -> None:
+    assert "cannot be read (No such file" in refused(Plan.load, tmp_path / "nothing.json")
+    assert "None is no path of a plan" in refused(Plan.load, None)
+
+
+@pytest.mark.parametrize("nested", [{"a": {"b": [1]}}, [[["x"]]]], ids=str)
+def test_nested_json_in_the_place_of_each_field(file: Path, nested: Any) -> None:
+    data = json.loads(file.read_text())
+    for field in data:
+        try:
+            str(Plan.from_json({**data, field: nested}))
+        except ValueError as error:
+            assert "no plan" in str(error)
+
+
+def test_a_file_of_json_nested_too_deep(file: Path) -> None:
+    file.write_text("[" * 100_000)
+    assert "nested too deep" in refused(Plan.load, file)
 
 
 def test_a_file_of_bytes(file: Path) -> None:

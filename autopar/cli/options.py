@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..given import COSTS
 from ..optimizers import OPTIMIZERS
-from ..planner import COSTS
 from ..presets import PRESETS
 from ..solve import SOLVERS
 

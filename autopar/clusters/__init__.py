@@ -378,6 +378,11 @@ def named_cluster(cluster: str | Path | Cluster | None, *, device_type: str = "c
         return cluster
     if cluster is None:
         cluster = "local" if device_type == "cpu" else "dgx-h100"
+    if not isinstance(cluster, (str, Path)):
+        raise ValueError(
+            f"cluster is {cluster!r} ({type(cluster).__name__}): give a name ({', '.join(sorted(CLUSTERS))}), the path "
+            f"of a TOML file, a Cluster, or None"
+        )
     if isinstance(cluster, Path) or cluster.endswith(".toml"):
         return read_cluster(cluster)
     if cluster not in CLUSTERS:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.problem import Problem, Tensor
+from autopar.solve.budget import BUDGET
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -309,18 +310,25 @@ class Schedule:
     rest: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     largest: int
     """entries of the largest table for one price"""
+    entries: int
+    """of all tables for one price"""
 
 
 def schedule(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], keep: tuple[int, ...]) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node makes, all but `keep`.
 
-    Raises `TooWide` where a table would exceed `MAX_TABLE_ENTRIES`.
+    Raises `TooWide` where a table would exceed `MAX_TABLE_ENTRIES`, or all of them the budget.
     """
     found = _schedule(sizes, scopes, tuple(sorted(set(keep))))
     if found.largest > MAX_TABLE_ENTRIES:
         raise TooWide(
             f"elimination would need a table of {found.largest} entries, more than {MAX_TABLE_ENTRIES}: "
             "use the ilp solver, or give the variables fewer options"
+        )
+    if found.entries > BUDGET.elimination_entries:
+        raise TooWide(
+            f"elimination would need tables of {found.entries} entries in all, more than "
+            f"{BUDGET.elimination_entries:.0f}: use the ilp solver, or give the variables fewer options"
         )
     return found
 
@@ -330,7 +338,8 @@ def _schedule(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept:
     steps, live, largest = _steps(sizes, scopes, _order(sizes, scopes, set(kept)))
     largest = max(largest, math.prod(sizes[n] for n in kept))
     rest = tuple((table, *_aligned(scope, kept, sizes)) for table, scope in sorted(live.items()))
-    return Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=largest)
+    entries = sum(math.prod(sizes[n] for n in (step.node, *step.scope)) for step in steps)
+    return Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=largest, entries=entries)
 
 
 def reduction(

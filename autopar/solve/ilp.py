@@ -14,6 +14,7 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Repeat, Solution, Tensor, evaluate
+from autopar.solve.budget import BUDGET
 from autopar.solve.check import check
 from autopar.solve.dp import lagrangian, pool_weights, priced, window
 from autopar.solve.elimination import Floats, Row, TooWide, tensor_rows, undominated
@@ -75,9 +76,10 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None, limited_gap
     there are several for each pair, the undominated (seconds, bytes) that a sweep over prices of memory
     finds in the body: the optimum is then that over this pool, and the Lagrangian bound is given
     as lower bound. Tie-break: less memory.
-    Gap: 1e-9 relative without a limit, `limited_gap` with one; `lower_bound` is the bound that HiGHS proved.
+    Gap: 1e-9 relative without a limit, `limited_gap` with one; `lower_bound` is the bound that HiGHS proved, with
+    whatever gap is left when the budget is spent.
 
-    Raises `Infeasible` where no choice is feasible.
+    Raises `Infeasible` where no choice is feasible, `TooWide` where the budget is spent before one is found.
     """
     start = time.perf_counter()
     check(problem)
@@ -314,9 +316,12 @@ def _values(result: mathopt.SolveResult) -> Floats:
 def _solve(
     program: Program, cost: Floats, bytes_limit: float | None, gap: float
 ) -> tuple[mathopt.SolveResult | None, float]:
-    """The result and the scale of its objective; None where infeasible."""
-    proto = model_pb2.ModelProto()
+    """The result and the scale of its objective; None where infeasible. Raises `TooWide` where the budget is spent
+    before a choice is found."""
     count = len(cost)
+    if count > BUDGET.program_columns:
+        raise TooWide(f"the integer program has {count} columns, more than {BUDGET.program_columns}")
+    proto = model_pb2.ModelProto()
     proto.variables.ids.extend(range(count))
     proto.variables.lower_bounds.extend([0.0] * count)
     proto.variables.upper_bounds.extend([1.0] * count)
@@ -342,6 +347,8 @@ def _solve(
     highs = highs_pb2.HighsOptionsProto()
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
         highs.double_options[name] = 1e-9
+    highs.int_options["mip_max_nodes"] = max(100, int(BUDGET.program_work // max(1, count)))
+    highs.int_options["simplex_iteration_limit"] = BUDGET.program_iterations
     result = mathopt.solve(
         mathopt.Model.from_model_proto(proto),
         mathopt.SolverType.HIGHS,
@@ -355,6 +362,8 @@ def _solve(
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return None, scale
-    if reason != mathopt.TerminationReason.OPTIMAL:
+    if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
+        raise TooWide(f"the integer program of {count} columns found no choice within its budget")
+    if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         raise RuntimeError(f"HiGHS ended with {result.termination}")
     return result, scale

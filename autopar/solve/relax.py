@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.problem import Choice, Problem
+from autopar.solve.budget import BUDGET
 from autopar.solve.elimination import (
     Floats,
     Ints,
@@ -82,6 +83,13 @@ class Relaxation:
                 self.tables.append(table)
         self._linked = [node for node, around in enumerate(self._around) if around]
         """Nodes that stand in tables: the others have nothing to hand on."""
+        self._left = BUDGET.message_entries
+        self._sweep_entries = 2 * sum(table.size * table.ndim for table in self.tables)
+
+    def may_sweep(self) -> bool:
+        """Whether the budget has another sweep, which then is taken from it."""
+        self._left -= self._sweep_entries
+        return self._left >= 0
 
     def sweep(self) -> None:
         """Through the nodes and back: each takes what its tables must cost anyway, and hands it on."""
@@ -136,6 +144,8 @@ def lower_bound(problem: Problem, weights: tuple[float, float], sweeps: int = SW
     relaxation = Relaxation(tables, found.sizes)
     bound = relaxation.bound()
     for _ in range(sweeps):
+        if not relaxation.may_sweep():
+            break
         relaxation.sweep()
         bound = max(bound, relaxation.bound())
     return bound
@@ -148,7 +158,7 @@ def relaxed(
 
     Repeats are written out, or `folded` (`expand`): the bound is then that of choices in which the middle of a repeat
     comes again and again. `library` has the network where elimination was tried before. Raises `TooWide` where no
-    choice was found.
+    choice was found within the budget.
     """
     expanded = expand(problem, folded=folded)
     found = (library or Library()).network(expanded.problem)
@@ -159,8 +169,10 @@ def relaxed(
     relaxation = Relaxation(tables, found.sizes)
     best, states, bound = math.inf, None, -math.inf
     for sweeps in SWEEPS:
-        for _ in range(sweeps):
+        swept = 0
+        while swept < sweeps and relaxation.may_sweep():
             relaxation.sweep()
+            swept += 1
         before, lower = best, bound
         bound = max(bound, relaxation.bound())
         value = math.inf
@@ -174,6 +186,8 @@ def relaxed(
             near = relaxation.rounded()
             if (value := _value(tables, near)) < best:
                 best, states = value, near
+        if swept < sweeps:  # the budget is spent
+            break
         if best - bound <= (GAP if best < before else STANDING_GAP) * abs(bound):
             break
         if best == before < math.inf and bound - lower <= STANDING * abs(bound):
