@@ -11,6 +11,8 @@ from tiny import CLASSES, IMAGE
 from torch.utils import _pytree as pytree
 
 BATCH, SEQUENCE, SAMPLES, FRAMES, VIDEO_FRAMES = 4, 16, 800, 64, 2
+GRID = 4
+"""Patches along a side of an image that is given as a list of patches."""
 IGNORED = -100
 TOKENS = 40
 """Random tokens are below this: those above have meanings, such as the place of an image."""
@@ -99,6 +101,9 @@ class Batches:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = self._vision("num_channels", "in_channels", "in_chans") or 3
         channels = channels if isinstance(channels, int) else 3
+        if "image_grid_thw" in self.takes:
+            patch, frames = self._vision("patch_size") or 14, self._vision("temporal_patch_size") or 1
+            return self._randn(BATCH * GRID**2, channels * frames * patch**2)
         if "patch_size" in vars(self.config) and hasattr(self.config, "tubelet_size"):
             frames = getattr(self.config, "num_frames", None) or getattr(self.config, "frames_per_clip", VIDEO_FRAMES)
             return self._randn(BATCH, frames, channels, height, width)
@@ -154,6 +159,7 @@ INPUTS: Mapping[str, Callable[[Batches], Any]] = {
     "input_ids": lambda b: b._ids(),
     "bbox": lambda b: b._below(8, BATCH, SEQUENCE, 2).sort(2).values.repeat(1, 1, 2),
     "pixel_values": Batches.pixels,
+    "image_grid_thw": lambda b: torch.tensor([[1, GRID, GRID]] * BATCH),
     "pixel_values_videos": lambda b: b._randn(BATCH, getattr(b.config, "frames_per_clip", 2), 3, IMAGE, IMAGE),
     "input_values": Batches.waves,
     "input_features": Batches.spectrograms,
