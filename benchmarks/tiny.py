@@ -239,6 +239,10 @@ class Shrinking:
                 yield from (("layer_types", kinds), ("num_hidden_layers", len(kinds)))
             elif getattr(old, "model_type", None) == "timm_backbone":
                 yield from (("backbone_config", _backbone()), *WITHOUT_TIMM.items())
+            elif isinstance(old, dict) and "mrope_section" in old and self.rules in SCALES[:2]:
+                # half of a head in three parts
+                parts = [HEAD_WIDTH // 4, HEAD_WIDTH // 8, HEAD_WIDTH // 8]
+                yield key, {**old, "mrope_section": parts}
             elif old is None and key in GIVEN:
                 yield key, GIVEN[key]
             elif hasattr(old, "to_diff_dict"):
