@@ -36,7 +36,7 @@ sys.path += [str(ROOT / "benchmarks")] if str(ROOT / "benchmarks") not in sys.pa
 
 MESH = {"dp": 2, "tp": 2}
 SOLVERS = ("dp", "fsdp", "megatron")
-WAITING = 5
+WAITING = 10
 """How many times its seconds of a processor a process may take on a busy machine."""
 IMPORTED = (
     "torch",

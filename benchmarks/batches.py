@@ -155,12 +155,14 @@ class Batches:
         lags = getattr(self.config, "lags_sequence", None)
         length += max(lags) if lags and "past_time_features" in self.takes else 0
         size = getattr(self.config, "num_input_channels", None) or getattr(self.config, "input_size", 1)
-        return self._randn(BATCH, length, size) if size > 1 else self._randn(BATCH, length)
+        flat = size == 1 and not hasattr(self.config, "num_input_channels")
+        return self._randn(BATCH, length) if flat else self._randn(BATCH, length, size)
 
     def future(self) -> torch.Tensor:
         length = getattr(self.config, "prediction_length", None) or getattr(self.config, "horizon_length", 8)
         size = getattr(self.config, "num_input_channels", None) or getattr(self.config, "input_size", 1)
-        return self._randn(BATCH, length, size) if size > 1 else self._randn(BATCH, length)
+        flat = size == 1 and not hasattr(self.config, "num_input_channels")
+        return self._randn(BATCH, length) if flat else self._randn(BATCH, length, size)
 
     def time_features(self, like: torch.Tensor) -> torch.Tensor:
         return self._randn(*like.shape[:2], max(getattr(self.config, "num_time_features", 0), 0))
