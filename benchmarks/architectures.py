@@ -338,4 +338,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # who ends the sweep ends its processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     main()
