@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[0] = str(ROOT / "tests")
-sys.path.insert(1, str(ROOT / "benchmarks"))
+# before this folder, which has a `models` too
+sys.path[:0] = [str(ROOT / "tests")] if str(ROOT / "tests") not in sys.path else []
+sys.path += [str(ROOT / "benchmarks")] if str(ROOT / "benchmarks") not in sys.path else []
 
 MESH = {"dp": 2, "tp": 2}
 SOLVERS = ("dp", "fsdp", "megatron")
-WAITING = 5
+WAITING = 10
 """How many times its seconds of a processor a process may take on a busy machine."""
 IMPORTED = (
     "torch",
@@ -298,7 +299,7 @@ def read(file: Path) -> dict[str, Row]:
     return {row["model"]: row for row in map(json.loads, lines)}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="model types, such as llama")
     parser.add_argument("--outcome", nargs="+", choices=OUTCOMES, help="run again those whose last row says this")
@@ -311,7 +312,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("architectures.jsonl"))
     parser.add_argument("--list", action="store_true", help="print what there is")
     parser.add_argument("--show", action="store_true", help="print the table of the rows that there are")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     import tiny
 
     rows = read(options.rows)
@@ -337,4 +338,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # who ends the sweep ends its processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     main()

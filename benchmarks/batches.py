@@ -11,6 +11,8 @@ from tiny import CLASSES, IMAGE
 from torch.utils import _pytree as pytree
 
 BATCH, SEQUENCE, SAMPLES, FRAMES, VIDEO_FRAMES = 4, 16, 800, 64, 2
+GRID = 4
+"""Patches along a side of an image that is given as a list of patches."""
 IGNORED = -100
 TOKENS = 40
 """Random tokens are below this: those above have meanings, such as the place of an image."""
@@ -19,10 +21,12 @@ Batch = dict[str, Any]
 
 
 class Batches:
-    """Batches for one model, each drawn alike."""
+    """Batches for one model, each drawn alike. `turned` has lists of images for images, and spectrograms with time
+    last."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, turned: bool = False) -> None:
         self.model, self.config, self.dtype = model, model.config, dtype
+        self.turned = turned
         self.takes = inspect.signature(model.forward).parameters
         self.generator = torch.Generator().manual_seed(0)
 
@@ -44,12 +48,17 @@ class Batches:
     def inputs(self) -> Batch:
         made: Batch = {}
         for name in self.takes:
+            if name == "pixel_values_videos" and self.model.main_input_name != name:
+                continue
             if make := INPUTS.get(name):
                 made[name] = make(self)
+        for name, turn in TURNED.items() if self.turned else ():
+            if name in made:
+                made[name] = turn(made[name])
         if "pixel_values" in made and "input_ids" in made:
-            self._placed(made, "get_image_features", ("image_token_id", "image_token_index"))
+            self._placed(made, "get_image_features", "pixel_values", ("image_token_id", "image_token_index"))
         if "input_features" in made and "input_ids" in made:
-            self._placed(made, "get_audio_features", ("audio_token_id", "audio_token_index"))
+            self._placed(made, "get_audio_features", "input_features", ("audio_token_id", "audio_token_index"))
         if "input_ids" in made and "attention_mask" in self.takes:
             made["attention_mask"] = self._mask(made["input_ids"].shape[1])
         if "input_ids" in made and "decoder_input_ids" in self.takes and not self.config.is_encoder_decoder:
@@ -58,18 +67,22 @@ class Batches:
             made["return_loss"] = True
         return made
 
-    def _placed(self, made: Batch, method: str, names: tuple[str, ...]) -> None:
+    def _placed(self, made: Batch, method: str, of: str, names: tuple[str, ...]) -> None:
         """Puts as many places for features into the text as there are."""
         token = next((t for n in names if isinstance(t := getattr(self.config, n, None), int)), None)
         if token is None or not hasattr(self.model, method):
             return
         taken = inspect.signature(getattr(self.model, method)).parameters
         with torch.no_grad():
-            features = getattr(self.model, method)(**{name: made[name] for name in taken if name in made})
+            features = getattr(self.model, method)(
+                **{of: made[of]} | {name: made[name] for name in taken if name in made}
+            )
         features = getattr(features, "pooler_output", features)
         rows = sum(f.numel() // f.shape[-1] for f in pytree.tree_leaves(features) if isinstance(f, torch.Tensor))
         places = torch.full((BATCH, rows // BATCH), token)
         made["input_ids"] = torch.cat([made["input_ids"][:, :1], places, made["input_ids"][:, 1:]], 1)
+        if "mm_token_type_ids" in self.takes:
+            made["mm_token_type_ids"] = (made["input_ids"] == token).int()
 
     def _ids(self, length: int = SEQUENCE) -> torch.Tensor:
         ids = torch.randint(3, TOKENS, (BATCH, length), generator=self.generator)
@@ -99,6 +112,9 @@ class Batches:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = self._vision("num_channels", "in_channels", "in_chans") or 3
         channels = channels if isinstance(channels, int) else 3
+        if "image_grid_thw" in self.takes:
+            patch, frames = self._vision("patch_size") or 14, self._vision("temporal_patch_size") or 1
+            return self._randn(BATCH * GRID**2, channels * frames * patch**2)
         if "patch_size" in vars(self.config) and hasattr(self.config, "tubelet_size"):
             frames = getattr(self.config, "num_frames", None) or getattr(self.config, "frames_per_clip", VIDEO_FRAMES)
             return self._randn(BATCH, frames, channels, height, width)
@@ -139,12 +155,14 @@ class Batches:
         lags = getattr(self.config, "lags_sequence", None)
         length += max(lags) if lags and "past_time_features" in self.takes else 0
         size = getattr(self.config, "num_input_channels", None) or getattr(self.config, "input_size", 1)
-        return self._randn(BATCH, length, size) if size > 1 else self._randn(BATCH, length)
+        flat = size == 1 and not hasattr(self.config, "num_input_channels")
+        return self._randn(BATCH, length) if flat else self._randn(BATCH, length, size)
 
     def future(self) -> torch.Tensor:
         length = getattr(self.config, "prediction_length", None) or getattr(self.config, "horizon_length", 8)
         size = getattr(self.config, "num_input_channels", None) or getattr(self.config, "input_size", 1)
-        return self._randn(BATCH, length, size) if size > 1 else self._randn(BATCH, length)
+        flat = size == 1 and not hasattr(self.config, "num_input_channels")
+        return self._randn(BATCH, length) if flat else self._randn(BATCH, length, size)
 
     def time_features(self, like: torch.Tensor) -> torch.Tensor:
         return self._randn(*like.shape[:2], max(getattr(self.config, "num_time_features", 0), 0))
@@ -152,8 +170,10 @@ class Batches:
 
 INPUTS: Mapping[str, Callable[[Batches], Any]] = {
     "input_ids": lambda b: b._ids(),
+    "qformer_input_ids": lambda b: b._ids(),
     "bbox": lambda b: b._below(8, BATCH, SEQUENCE, 2).sort(2).values.repeat(1, 1, 2),
     "pixel_values": Batches.pixels,
+    "image_grid_thw": lambda b: torch.tensor([[1, GRID, GRID]] * BATCH),
     "pixel_values_videos": lambda b: b._randn(BATCH, getattr(b.config, "frames_per_clip", 2), 3, IMAGE, IMAGE),
     "input_values": Batches.waves,
     "input_features": Batches.spectrograms,
@@ -164,6 +184,12 @@ INPUTS: Mapping[str, Callable[[Batches], Any]] = {
     "future_time_features": lambda b: b.time_features(b.future()),
     "visual_feats": lambda b: b._randn(BATCH, 4, b.config.visual_feat_dim),
     "visual_pos": lambda b: b._randn(BATCH, 4, b.config.visual_pos_dim),
+}
+
+
+TURNED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pixel_values": lambda pixels: pixels.unsqueeze(1),
+    "input_features": lambda features: features.transpose(1, 2).contiguous(),
 }
 
 

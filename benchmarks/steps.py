@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,16 @@ def _line(error: BaseException) -> str:
 def _steps(
     made: Any, config: Any, dtype: Any, batch: str, how: Row, errors: list[str], ends: float
 ) -> Iterator[Trains]:
+    def failed(error: Exception) -> None:
+        errors.append(f"{how['class']}, scale {how['scale']}, {how['dtype']}: {told(error)[:300]}{_line(error)}")
+
     with torch.device("meta"):
         count = _parameters(made, config)
     if count > LARGEST_PARAMETERS:
         raise ValueError(f"{count:,} parameters")
     torch.manual_seed(0)
     model = _still(made(config).to(dtype)).train()
-    for kwargs in batches.Batches(model, dtype).of(batch):
+    for kwargs in _batches(model, dtype, batch, failed):
         if time.perf_counter() > ends:
             return
         loss_fn = _squares if batch == tiny.WITHOUT_LOSS else None
@@ -86,11 +89,24 @@ def _steps(
             expected = models.eager(case)
             torch.manual_seed(SEED + 1)
             other = models.eager(case)
+            gradients = expected.gradients.values()
+            if not all(g.isfinite().all() for g in gradients) or not any(g.any() for g in gradients):
+                raise ValueError("its gradients are zero or not finite")
         except Exception as error:
-            errors.append(f"{how['class']}, scale {how['scale']}, {how['dtype']}: {told(error)[:300]}{_line(error)}")
+            failed(error)
             continue
         random = any(not d <= TOLERANCE for d in models.differences(other, expected).values())
         yield Trains(case=case, expected=expected, random=random, how={**how, "parameters": count, "random": random})
+
+
+def _batches(
+    model: Any, dtype: torch.dtype, batch: str, failed: Callable[[Exception], None]
+) -> Iterator[batches.Batch]:
+    for turned in (False, True):
+        try:
+            yield from batches.Batches(model, dtype, turned).of(batch)
+        except Exception as error:
+            failed(error)
 
 
 def _parameters(made: Any, config: Any) -> int:

@@ -142,7 +142,7 @@ INPUTS: Rules = (
 )
 CORE: Rules = (
     (
-        r"(.*_)?(num_|n_)?((encoder|decoder|self|cross|text|swa|linear|index)_)*(attention_|attn_)?(heads?|n_heads)",
+        r"(.*_)?(num_|n_)?((encoder|decoder|self|cross|text|swa|linear|index)_)*(attention_|attn_)?(heads|n_head)",
         HEADS,
     ),
     (r"(swa_|cross_|decoder_|encoder_)?num_(key_value|kv)_heads|multi_query_group_num|n_head_kv", KEY_HEADS),
@@ -163,6 +163,7 @@ PARTS: Rules = (
     (r"mamba_d_head|mamba_head_dim", 16),
     (r"sliding_window|attention_window(_size)?|local_attention|block_size|window_size", _window),
     (r"expert_capacity", 16),
+    (r"mamba_d_ssm", INNER),
     (r"(hidden|embed|embedding|decoder_hidden|encoder_hidden|neck_hidden)_(sizes|dims)|embed_dim_per_stage", _scaled),
     (r"conv_dim", lambda old: [16] * len(old) if _is_list(old) else WIDTH),
     (r"num_conv_pos_embeddings", 8),
@@ -173,7 +174,7 @@ PARTS: Rules = (
 SCALES: tuple[Rules, ...] = ((*DEPTH, *INPUTS, *CORE, *PARTS), (*DEPTH, *INPUTS, *CORE), (*DEPTH, *INPUTS), DEPTH)
 """What is made small, from all to little: the first with which a model trains is taken."""
 
-GIVEN: Mapping[str, Any] = {"num_experts_per_tok": 2}
+GIVEN: Mapping[str, Any] = {"num_experts_per_tok": 2, "vocab_size": VOCABULARY}
 """What has no default, and must be there."""
 
 STILL: Mapping[str, Any] = {
@@ -238,6 +239,10 @@ class Shrinking:
                 yield from (("layer_types", kinds), ("num_hidden_layers", len(kinds)))
             elif getattr(old, "model_type", None) == "timm_backbone":
                 yield from (("backbone_config", _backbone()), *WITHOUT_TIMM.items())
+            elif isinstance(old, dict) and "mrope_section" in old and self.rules in SCALES[:2]:
+                # half of a head in three parts
+                parts = [HEAD_WIDTH // 4, HEAD_WIDTH // 8, HEAD_WIDTH // 8]
+                yield key, {**old, "mrope_section": parts}
             elif old is None and key in GIVEN:
                 yield key, GIVEN[key]
             elif hasattr(old, "to_diff_dict"):
