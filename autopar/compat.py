@@ -66,7 +66,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return list(pytree.tree_leaves(given))
 
 
-class ReadOnly(TorchDispatchMode):
+class ReadOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises WritesReal before an operator writes a real tensor. While a model is traced, operators that are given real
     tensors alone run."""
 
@@ -117,7 +117,7 @@ def number_of(tensor: torch.Tensor) -> Any:
     """The number that a real tensor of one element holds, whatever modes are active."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
+    with _disable_current_modes():
         return tensor.item()
 
 
@@ -130,7 +130,7 @@ def value_of(tensor: torch.Tensor) -> bytes | None:
 
     if not is_real(tensor) or tensor.numel() > VALUES_MOST:
         return None
-    with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), torch.no_grad():
         return repr(tensor.tolist()).encode()
 
 
@@ -231,14 +231,31 @@ class _Seeded:
 @contextlib.contextmanager
 def seeding(seeded: Callable[[], None]) -> Iterator[None]:
     """Within it `seeded` is called where torch's own generator is given a seed."""
-    from torch import random
-
-    known = random.default_generator
-    random.default_generator = _Seeded(known, seeded)  # type: ignore[assignment]
+    holder: Any = torch.random
+    known = holder.default_generator
+    holder.default_generator = _Seeded(known, seeded)
     try:
         yield
     finally:
-        random.default_generator = known
+        holder.default_generator = known
+
+
+@contextlib.contextmanager
+def saving(saved: Callable[[], None]) -> Iterator[None]:
+    """Within it `saved` is called where hooks are set on what autograd saves (not those of torch itself)."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    known = hooks.__enter__
+
+    def enter(self: Any) -> None:
+        if type(self) is hooks:
+            saved()
+        known(self)
+
+    hooks.__enter__ = enter
+    try:
+        yield
+    finally:
+        hooks.__enter__ = known
 
 
 # ---------------------------------------------------------------------------------------------- joint export

@@ -323,7 +323,10 @@ class _Fakes:
         with self.mode:
             fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
         if isinstance(source, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
+            fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
+            # what people note on a parameter (a scale, a group), which forward may read
+            vars(fake).update({k: v for k, v in vars(source).items() if not compat.is_fake(source)})
+            return fake
         return fake.requires_grad_(source.requires_grad and self.grad)
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
