@@ -164,12 +164,12 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
     """A look at modules by path and at other values by name; at `reads` alone, where given, and then not at
     generators, which others draw from too."""
     walk = _Walk(modules, reads)
+    if reads is None:
+        walk.generators()
     for path, module in modules.items():
         walk.module(path, module)
     for name, value in roots.items():
         walk.value(name, value)
-    if reads is None:
-        walk.generators()
     return walk.look
 
 
@@ -394,8 +394,11 @@ class _Walk:
 
     def generators(self) -> None:
         self._generator("random", random)
+        # the functions of `random` and `numpy.random` are methods of a hidden generator each
+        self.seen[id(getattr(random.random, "__self__", None))] = "random"
         numpy = sys.modules.get("numpy")
         if numpy is not None:
+            self.seen[id(numpy.random.rand.__self__)] = "numpy.random"
             self._numpy("numpy.random", numpy.random.get_state, numpy.random.set_state)
         self.look.facts["torch.get_rng_state()"] = Drawn((_bytes(torch.get_rng_state()),))
         state = torch.get_rng_state()

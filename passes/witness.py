@@ -68,7 +68,7 @@ class Witness:
             yield
             self.after = self._look()
             return
-        self.before = self._look()
+        self.before, tensors = self._look(), self._tensors()
         try:
             with (
                 self._observed(self.before.classes),
@@ -77,7 +77,6 @@ class Witness:
                 compat.saving(_saved),
                 compat.seeding(_seeded),
             ):
-                tensors = self._tensors()
                 yield
             _check_tensors(tensors, self._tensors())
             self.after = self._look()
