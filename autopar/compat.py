@@ -210,6 +210,16 @@ def global_backward_hooks() -> str:
     return "global backward hooks" if module._global_backward_hooks else ""
 
 
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors are what they are, while a model is traced too."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch.inference_mode(False))
+    return stack
+
+
 class _Seeded:
     """Torch's default generator, but for seeds."""
 

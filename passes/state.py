@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import compat
+
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes in which a module keeps what a graph has inputs for."""
 
@@ -125,8 +127,9 @@ class Look:
 
     def restore(self) -> None:
         """Put everything back as it was when this look was taken, in the order in which it was reached."""
-        for put_back in self.undo:
-            put_back()
+        with compat.without_modes():
+            for put_back in self.undo:
+                put_back()
 
 
 _ABSENT = Same("absent")
@@ -164,12 +167,13 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
     """A look at modules by path and at other values by name; at `reads` alone, where given, and then not at
     generators, which others draw from too."""
     walk = _Walk(modules, reads)
-    if reads is None:
-        walk.generators()
-    for path, module in modules.items():
-        walk.module(path, module)
-    for name, value in roots.items():
-        walk.value(name, value)
+    with compat.without_modes():
+        if reads is None:
+            walk.generators()
+        for path, module in modules.items():
+            walk.module(path, module)
+        for name, value in roots.items():
+            walk.value(name, value)
     return walk.look
 
 
