@@ -166,6 +166,23 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
 
 
+def take_notes(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Give a tensor the attributes that people set on another (a scale, a group), which forward may read."""
+    vars(tensor).update({name: value for name, value in notes_of(source).items() if name not in vars(tensor)})
+
+
+def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Attributes that people set on a tensor."""
+    own = vars(_bare_fake()) if is_fake(tensor) else {}
+    return {name: value for name, value in vars(tensor).items() if name not in own and not name.endswith("_memo")}
+
+
+@cache
+def _bare_fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(()))
+
+
 def by_tensor() -> MutableMapping[torch.Tensor, Any]:
     """A dictionary of tensors, by identity, that keeps none of them alive."""
     from torch.utils.weak import WeakTensorKeyDictionary

@@ -46,6 +46,12 @@ class Witness:
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
         self.roots |= compat.global_forward_hooks()
         self.paths = {id(module): path for path, module in self.modules.items()}
+        self.notes = [
+            (module._parameters, key, notes)
+            for module in self.modules.values()
+            for key, tensor in module._parameters.items()
+            if tensor is not None and (notes := compat.notes_of(tensor))
+        ]
         self.before: Look | None = None
         self.after: Look | None = None
         self.repeating = False
@@ -64,6 +70,9 @@ class Witness:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Around all Python of a step."""
+        for parameters, key, notes in self.notes:
+            # export traces with other tensors in the place of parameters
+            vars(parameters[key]).update(notes)
         if self.repeating:
             yield
             self.after = self._look()

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -432,6 +433,34 @@ def test_a_seed_in_forward_is_refused() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_what_changes_by_itself_is_refused() -> None:
+    for draw in (time.time, lambda: random.Random().random(), lambda: np.random.default_rng().random()):
+        assert "something that changes by itself" in refusal(Draws(lambda draw=draw: draw() if time else 0.0))
+    capture(Draws(lambda: random.Random(3).random()), (batch(),))
+
+
+DOES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "registers a buffer": (lambda self, h: self.register_buffer("seen", h.detach()), "forward registers seen"),
+    "gives other memory": (
+        lambda self, h: setattr(self.layer.bias, "data", self.layer.bias * 0.9), "other memory"
+    ),
+    "freezes": (lambda self, h: self.layer.bias.requires_grad_(False), "requires_grad_"),
+    "notes": (lambda self, h: setattr(self.layer.bias, "calls", 1), "layer.bias.calls"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DOES)
+def test_what_forward_does_to_parameters_beside_operators_is_refused(what: str) -> None:
+    does, message = DOES[what]
+
+    class Does(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            does(self, h)
+            return h
+
+    assert message in refusal(Does())
+
+
 # ------------------------------------------------------------------------------------- hooks
 
 
@@ -599,6 +628,18 @@ CHANGES: dict[str, Callable[[int, Any], None]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_changed_between_calls_is_what_runs(mesh: DeviceMesh, what: str) -> None:
     assert_equal(Knobs(), mesh, change=CHANGES[what])
+
+
+def test_what_is_noted_on_a_parameter_is_read_in_each_mode(mesh: DeviceMesh) -> None:
+    class Noted(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * getattr(self.layer.weight, "scale", 1.0)
+
+    model = Noted()
+    model.layer.weight.scale = 3.0
+    parallel = autopar.parallelize(model, mesh, (batch(),))
+    for training in (True, False):
+        assert parallel.train(training)(batch()).item() == pytest.approx(model(batch()).item(), rel=1e-12)
 
 
 def test_a_value_that_comes_back_has_its_program_still(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
