@@ -68,7 +68,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return list(pytree.tree_leaves(given))
 
 
-class ReadOnly(TorchDispatchMode):
+class ReadOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises WritesReal before an operator writes a real tensor. While a model is traced, operators that are given real
     tensors alone run."""
 
@@ -139,7 +139,7 @@ def number_of(tensor: torch.Tensor) -> Any:
     """The number that a real tensor of one element holds, whatever modes are active."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
+    with _disable_current_modes():
         return tensor.item()
 
 
@@ -152,7 +152,7 @@ def value_of(tensor: torch.Tensor) -> bytes | None:
 
     if not is_real(tensor) or tensor.numel() > VALUES_MOST:
         return None
-    with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), torch.no_grad():
         return repr(tensor.tolist()).encode()
 
 
@@ -233,6 +233,23 @@ def is_observed(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
 
 
+def take_notes(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Give a tensor the attributes that people set on another (a scale, a group), which forward may read."""
+    vars(tensor).update({name: value for name, value in notes_of(source).items() if name not in vars(tensor)})
+
+
+def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Attributes that people set on a tensor."""
+    own = vars(_bare_fake()) if is_fake(tensor) else {}
+    return {name: value for name, value in vars(tensor).items() if name not in own and not name.endswith("_memo")}
+
+
+@cache
+def _bare_fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(()))
+
+
 def by_tensor() -> MutableMapping[torch.Tensor, Any]:
     """A dictionary of tensors, by identity, that keeps none of them alive."""
     from torch.utils.weak import WeakTensorKeyDictionary
@@ -277,6 +294,16 @@ def global_backward_hooks() -> str:
     return "global backward hooks" if module._global_backward_hooks else ""
 
 
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors are what they are, while a model is traced too."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch.inference_mode(False))
+    return stack
+
+
 class _Seeded:
     """Torch's default generator, but for seeds."""
 
@@ -298,14 +325,31 @@ class _Seeded:
 @contextlib.contextmanager
 def seeding(seeded: Callable[[], None]) -> Iterator[None]:
     """Within it `seeded` is called where torch's own generator is given a seed."""
-    from torch import random
-
-    known = random.default_generator
-    random.default_generator = _Seeded(known, seeded)  # type: ignore[assignment]
+    holder: Any = torch.random
+    known = holder.default_generator
+    holder.default_generator = _Seeded(known, seeded)
     try:
         yield
     finally:
-        random.default_generator = known
+        holder.default_generator = known
+
+
+@contextlib.contextmanager
+def saving(saved: Callable[[], None]) -> Iterator[None]:
+    """Within it `saved` is called where hooks are set on what autograd saves (not those of torch itself)."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    known = hooks.__enter__
+
+    def enter(self: Any) -> None:
+        if type(self) is hooks:
+            saved()
+        known(self)
+
+    hooks.__enter__ = enter
+    try:
+        yield
+    finally:
+        hooks.__enter__ = known
 
 
 # ---------------------------------------------------------------------------------------------- joint export

@@ -397,7 +397,9 @@ class _Fakes:
         with self.mode:
             fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
         if isinstance(source, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
+            fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
+            compat.take_notes(fake, source)
+            return fake
         return fake.requires_grad_(source.requires_grad and self.grad)
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
@@ -429,7 +431,9 @@ def skeleton(model: nn.Module) -> nn.Module:
         for _, tensor in iterator():
             bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
+            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
+            compat.take_notes(bare, tensor)
+            memo[id(tensor)] = bare
     for module in model.modules():
         for name, attribute in vars(module).items():
             if name not in _REGISTRIES:

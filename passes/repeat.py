@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import compat
 
 
-class Numbering(TorchDispatchMode):
+class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Numbers expressions while operators run."""
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: dict[tuple[Any, ...], int] = {}
         self.constant: set[int] = set()
         self.of: dict[int, int] = {}

@@ -31,11 +31,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import compat
+
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes in which a module keeps what a graph has inputs for."""
 
 _OTHERWISE = REGISTRIES | {
-    "__dict__", "__class__", "training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    "__dict__", "__class__", "training",
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 }  # fmt: skip
 """Attributes of modules that are compared in other ways."""
 
@@ -48,6 +51,10 @@ ARRAY_BYTES_MOST = 1 << 16
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum,
+)  # fmt: skip
+_STATE = (
+    dict, list, tuple, set, collections.deque, bytearray, torch.Tensor, torch.Generator, nn.Module, random.Random,
+    types.SimpleNamespace, contextvars.ContextVar,
 )  # fmt: skip
 _PLACES = tuple(sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
 
@@ -103,6 +110,8 @@ class Look:
     arrays: list[tuple[Any, bytes]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    """Names that the code mentions which was reached."""
     kept: list[Any] = field(default_factory=list)
     """Everything that was walked, lest an identity come up twice."""
 
@@ -118,8 +127,9 @@ class Look:
 
     def restore(self) -> None:
         """Put everything back as it was when this look was taken, in the order in which it was reached."""
-        for put_back in self.undo:
-            put_back()
+        with compat.without_modes():
+            for put_back in self.undo:
+                put_back()
 
 
 _ABSENT = Same("absent")
@@ -157,12 +167,13 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
     """A look at modules by path and at other values by name; at `reads` alone, where given, and then not at
     generators, which others draw from too."""
     walk = _Walk(modules, reads)
-    for path, module in modules.items():
-        walk.module(path, module)
-    for name, value in roots.items():
-        walk.value(name, value)
-    if reads is None:
-        walk.generators()
+    with compat.without_modes():
+        if reads is None:
+            walk.generators()
+        for path, module in modules.items():
+            walk.module(path, module)
+        for name, value in roots.items():
+            walk.value(name, value)
     return walk.look
 
 
@@ -201,13 +212,13 @@ class _Walk:
         if self.reads is None or "__dict__" in names:
             self._whole(attributes)
             names = {*names, *attributes}
-        for name in sorted(names - (REGISTRIES | {"training"} if self.reads is None else _OTHERWISE)):
+        for name in sorted(names - (REGISTRIES if self.reads is None else _OTHERWISE)):
             if name in attributes:
                 self.look.entries.append((attributes, name, attributes[name]))
                 self.value(f"{prefix}{name}", attributes[name])
             else:
                 self._not_own(f"{prefix}{name}", module, name)
-        self.type(type(module))
+        self.class_of(type(module))
 
     def _not_own(self, path: str, module: nn.Module, name: str) -> None:
         """An attribute that was read and is not the module's own: its class's, one of its tensors or modules, or
@@ -227,7 +238,7 @@ class _Walk:
             if self._is_data(raw):
                 self.value(f"{owner.__name__}.{name}", raw)
 
-    def type(self, cls: type) -> None:
+    def class_of(self, cls: type) -> None:
         """Methods and data of a class and its bases, as far as reached code names them."""
         for base in cls.__mro__:
             if id(base) in self.seen or _is_library_module(base.__module__):
@@ -252,6 +263,7 @@ class _Walk:
             self.value(path, value)
 
     def _calls(self, names: set[str]) -> None:
+        self.look.names |= names
         for name in names - self.called:
             self.called.add(name)
             for wait in self.waiting.pop(name, ()):
@@ -316,6 +328,9 @@ class _Walk:
             facts[path] = Same(value)
             if not is_library(value.__code__.co_filename):
                 self._function_state(value)
+        elif isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (type, types.ModuleType)):
+            facts[path] = ("method", value.__name__)
+            self.value(f"{path}.__self__", value.__self__)
         elif isinstance(value, types.MethodType):
             facts[path] = ("method", Same(value.__func__))
             self.value(f"{path}.__self__", value.__self__)
@@ -347,9 +362,8 @@ class _Walk:
                 self.look.undo.append(functools.partial(_put_back_cell, cell, held))
                 self.look.others.append((functools.partial(getattr, cell, "cell_contents", None), held))
                 self.value(f"{of} {name}", held)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        if defaults:
-            self.value(f"the defaults of {function.__qualname__}", defaults)
+        for name, held in _defaults(function).items():
+            self.value(f"{of} {name}", held)
         if vars(function):
             self._fields(function.__qualname__, function)
         names = _names(code)
@@ -367,7 +381,7 @@ class _Walk:
         held = namespace[name]
         if isinstance(held, type):
             if not _is_library_module(held.__module__) and not issubclass(held, enum.Enum):
-                self.type(held)
+                self.class_of(held)
         elif self._is_data(held) or isinstance(held, (types.FunctionType, functools.partial)):
             self.look.undo.append(lambda: namespace.__setitem__(name, held))
             self.look.entries.append((namespace, name, held))
@@ -375,22 +389,20 @@ class _Walk:
 
     def _is_data(self, value: Any) -> bool:
         """Whether a global or a class attribute may be state: not what code is made of."""
-        if isinstance(
-            value, (*_ATOMS, dict, list, tuple, set, collections.deque, torch.Tensor, nn.Module, random.Random)
-        ):
+        if isinstance(value, (*_ATOMS, *_STATE, *_of_numpy())) or _is_stream(value):
             return True
-        kind = type(value)
-        return _is_stream(value) or (
-            not _is_library_module(kind.__module__)
-            and not isinstance(value, (type, types.FunctionType, property, staticmethod, classmethod))
-        )
+        code = (type, types.FunctionType, property, staticmethod, classmethod)
+        return not _is_library_module(type(value).__module__) and not isinstance(value, code)
 
     # ---- what gives another value each time
 
     def generators(self) -> None:
         self._generator("random", random)
+        # the functions of `random` and `numpy.random` are methods of a hidden generator each
+        self.seen[id(getattr(random.random, "__self__", None))] = "random"
         numpy = sys.modules.get("numpy")
         if numpy is not None:
+            self.seen[id(numpy.random.rand.__self__)] = "numpy.random"
             self._numpy("numpy.random", numpy.random.get_state, numpy.random.set_state)
         self.look.facts["torch.get_rng_state()"] = Drawn((_bytes(torch.get_rng_state()),))
         state = torch.get_rng_state()
@@ -426,7 +438,7 @@ class _Walk:
         elif isinstance(value, torch.Generator):
             state = value.get_state()
             facts[path] = Drawn((_bytes(state),))
-            self.look.undo.append(lambda: value.set_state(state) and None)
+            self.look.undo.append(functools.partial(_put_back_generator, value, state))
         elif isinstance(value, contextvars.ContextVar):
             held = value.get(None)
             self.value(f"{path}.get()", held)
@@ -450,7 +462,7 @@ class _Walk:
             self.look.facts[path] = ("an object", kind)
             self._fields(path, value)
             if not isinstance(value, type):
-                self.type(kind)
+                self.class_of(kind)
         else:
             self.look.facts[path] = Same(value)
 
@@ -494,6 +506,13 @@ def _key(key: Any) -> Any:
     return (type(key), key) if isinstance(key, _ATOMS) else Same(key)
 
 
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    """Values of arguments that are made once."""
+    given = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return {**dict(zip(names[len(names) - len(given) :], given, strict=True)), **(function.__kwdefaults__ or {})}
+
+
 def _names(code: types.CodeType) -> set[str]:
     """Names that a function's code mentions, functions inside of it too."""
     found = set(code.co_names)
@@ -501,6 +520,12 @@ def _names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             found |= _names(constant)
     return found
+
+
+def _of_numpy() -> tuple[type, ...]:
+    """What of numpy is state, where it is imported."""
+    numpy = sys.modules.get("numpy")
+    return () if numpy is None else (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)
 
 
 def _is_stream(value: Any) -> bool:
@@ -551,6 +576,10 @@ def _put_back_sequence(value: Any, kept: tuple[Any, ...]) -> None:
     if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept, strict=True)):
         value.clear()
         (value.update if isinstance(value, set) else value.extend)(kept)
+
+
+def _put_back_generator(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
 def _put_back_cell(cell: types.CellType, held: Any) -> None:

@@ -46,6 +46,12 @@ class Witness:
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
         self.roots |= compat.global_forward_hooks()
         self.paths = {id(module): path for path, module in self.modules.items()}
+        self.notes = [
+            (module._parameters, key, notes)
+            for module in self.modules.values()
+            for key, tensor in module._parameters.items()
+            if tensor is not None and (notes := compat.notes_of(tensor))
+        ]
         self.before: Look | None = None
         self.after: Look | None = None
         self.repeating = False
@@ -64,19 +70,24 @@ class Witness:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Around all Python of a step."""
+        for parameters, key, notes in self.notes:
+            # export traces with other tensors in the place of parameters
+            vars(parameters[key]).update(notes)
         if self.repeating:
             yield
             self.after = self._look()
             return
-        self.before = self._look()
+        self.before, tensors = self._look(), self._tensors()
         try:
             with (
                 self._observed(self.before.classes),
                 _Functions(self.valued),
-                compat.ReadOnly(),
+                compat.ReadOnly(),  # type: ignore[no-untyped-call]
+                compat.saving(_saved),
                 compat.seeding(_seeded),
             ):
                 yield
+            _check_tensors(tensors, self._tensors())
             self.after = self._look()
         finally:
             self.before.restore()
@@ -93,7 +104,8 @@ class Witness:
                 f"forward draws from {_listed(drawn)}: each call would draw what the first one drew. Draw "
                 f"with torch's own operators (torch.rand, torch.randint, dropout), or draw outside and pass it in"
             )
-        if not changed:
+        asks = sorted(before.names & _ASKS)
+        if not changed and not asks:
             return
         kept = self._kept(step, inputs)
         if kept:
@@ -102,6 +114,8 @@ class Witness:
                 f"saw. Register a tensor as a buffer (register_buffer) and write it with copy_(), pass it in as an "
                 f"input and return it as an output, or leave it out of forward"
             )
+        if not changed:
+            return
         shown = [path for path in changed if _is_shown(path, self.modules)]
         (logger.warning if shown else logger.info)(
             "forward writes %s, which no later call reads: the parallel module does not write it (return it as an "
@@ -159,7 +173,23 @@ class Witness:
             return []
         read = {id(tensor) for tensor in numbering.read.values()}
         by_tensor = [path for path, tensor in left.tensors if id(tensor) in read]
-        return by_tensor or self.before.differs(left)
+        asks = sorted(self.before.names & _ASKS)
+        return by_tensor or self.before.differs(left) or [f"something that changes by itself ({_listed(asks)})"]
+
+    def _tensors(self) -> dict[str, tuple[Any, ...]]:
+        """Which memory each parameter and buffer has, and whether it requires a gradient."""
+        return {
+            f"{path}.{key}" if path else key: (
+                kind,
+                compat.storage_span(tensor),
+                tensor.requires_grad,
+                dict(vars(tensor)),
+            )
+            for path, module in self.modules.items()
+            for kind in ("_parameters", "_buffers")
+            for key, tensor in vars(module)[kind].items()
+            if tensor is not None
+        }
 
     @contextlib.contextmanager
     def _observed(self, classes: set[type]) -> Iterator[None]:
@@ -185,7 +215,7 @@ class Witness:
             yield
 
 
-def _noting(cls: type, noted: set[str]) -> Callable[[Any, str], Any]:
+def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
     known = cls.__getattribute__
 
     def read(value: Any, name: str) -> Any:
@@ -197,16 +227,16 @@ def _noting(cls: type, noted: set[str]) -> Callable[[Any, str], Any]:
 
 
 @contextlib.contextmanager
-def _patched(cls: type, read: Callable[[Any, str], Any]) -> Iterator[None]:
+def _patched(cls: Any, read: Callable[[Any, str], Any]) -> Iterator[None]:
     own = vars(cls).get("__getattribute__")
-    cls.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    cls.__getattribute__ = read
     try:
         yield
     finally:
         if own is None:
-            del cls.__getattribute__  # type: ignore[misc]
+            del cls.__getattribute__
         else:
-            cls.__getattribute__ = own  # type: ignore[method-assign]
+            cls.__getattribute__ = own
 
 
 class _Functions(TorchFunctionMode):
@@ -244,6 +274,46 @@ def _seeded() -> None:
         f"forward seeds torch's generator{_line()}: random operators of a program draw by the step's seed. Seed "
         f"outside of forward"
     )
+
+
+def _saved() -> None:
+    raise Beside(
+        f"forward sets saved_tensors_hooks{_line()}, which a program would not run: it saves what its plan says. Leave "
+        f"them out"
+    )
+
+
+def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises Beside where forward does to parameters and buffers what no operator does."""
+    for name in {**before, **after}:
+        if name not in before or name not in after:
+            raise Beside(
+                f"forward {'removes' if name in before else 'registers'} {name}: register parameters and buffers in "
+                f"the constructor, and write them in forward"
+            )
+        (kind, span, gradient, attributes), (_, now, gradient_now, attributes_now) = before[name], after[name]
+        if kind == "_parameters" and span != now:
+            raise Beside(f"forward gives parameter {name} other memory (.data = ...): write it outside of forward")
+        if gradient != gradient_now and kind == "_parameters":
+            raise Beside(f"forward calls requires_grad_() on parameter {name}: do so between steps, outside of forward")
+        changed = [
+            key for key in {**attributes, **attributes_now} if attributes.get(key) is not attributes_now.get(key)
+        ]
+        if changed:
+            raise Beside(
+                f"forward keeps {name}.{changed[0]}, an attribute of a {kind[1:-1]}, from one call for the next: a "
+                f"program would keep what the first call saw"
+            )
+
+
+_ASKS = frozenset(
+    {
+        *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "process_time", "now", "utcnow", "today"),
+        *("urandom", "getrandbits", "token_bytes", "token_hex", "randbits", "uuid1", "uuid4", "SystemRandom"),
+        *("Random", "RandomState", "default_rng", "SeedSequence", "globals"),
+    }
+)
+"""Names of what changes by itself: where code mentions one, a second run decides."""
 
 
 def check_hooks(model: nn.Module) -> None:

@@ -409,6 +409,7 @@ class _State:
         for name, tensor in made.items():
             is_parameter = isinstance(self.value(name), nn.Parameter)
             new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
+            compat.take_notes(new, self.value(name))
             for alias in self.aliases[name]:
                 registry, key = self.owners[alias]
                 registry[key] = new

@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import itertools
 import random
+import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ def trained(
 
 def assert_equal(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     """The parallel module trains as the model does."""
+    alone = copy.deepcopy(model)
     parallel = autopar.parallelize(model, mesh, (batch(),))
-    for ours, theirs in zip(trained(parallel, **options), trained(copy.deepcopy(model), **options), strict=True):
+    for ours, theirs in zip(trained(parallel, **options), trained(alone, **options), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
@@ -311,8 +313,12 @@ def _found(place: str, model: Any) -> Access:
     return lambda: owner().state, lambda value: setattr(owner(), "state", value)
 
 
-@pytest.mark.parametrize("kind", KEEPS)
-@pytest.mark.parametrize("place", [*PLACES, "a property"])
+def turns(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """Two kinds for each place, and each kind in several places: the product held, and takes a minute."""
+    return [(place, kind) for i, kind in enumerate(kinds) for place in [*PLACES, "a property"][i % 3 :: 3]]
+
+
+@pytest.mark.parametrize(("place", "kind"), turns(KEEPS))
 def test_what_is_kept_from_one_call_for_the_next_is_refused_by_name(place: str, kind: str) -> None:
     model = stateful(place, *KEEPS[kind])
     message = refusal(model)
@@ -361,8 +367,7 @@ LEAVES_BE: dict[str, tuple[Any, Use]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LEAVES_BE)
-@pytest.mark.parametrize("place", [*PLACES, "a property"])
+@pytest.mark.parametrize(("place", "kind"), turns(LEAVES_BE))
 def test_what_no_later_call_reads_is_let_be(place: str, kind: str) -> None:
     start, use = LEAVES_BE[kind]
     capture(stateful(place, start, use), (batch(),))
@@ -426,6 +431,34 @@ def test_a_seed_in_forward_is_refused() -> None:
     before = torch.get_rng_state()
     assert "forward seeds torch's generator" in refusal(Draws(seeded))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_changes_by_itself_is_refused() -> None:
+    for draw in (time.time, lambda: random.Random().random(), lambda: np.random.default_rng().random()):
+        assert "something that changes by itself" in refusal(Draws(lambda draw=draw: draw() if time else 0.0))
+    capture(Draws(lambda: random.Random(3).random()), (batch(),))
+
+
+DOES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "registers a buffer": (lambda self, h: self.register_buffer("seen", h.detach()), "forward registers seen"),
+    "gives other memory": (
+        lambda self, h: setattr(self.layer.bias, "data", self.layer.bias * 0.9), "other memory"
+    ),
+    "freezes": (lambda self, h: self.layer.bias.requires_grad_(False), "requires_grad_"),
+    "notes": (lambda self, h: setattr(self.layer.bias, "calls", 1), "layer.bias.calls"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DOES)
+def test_what_forward_does_to_parameters_beside_operators_is_refused(what: str) -> None:
+    does, message = DOES[what]
+
+    class Does(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            does(self, h)
+            return h
+
+    assert message in refusal(Does())
 
 
 # ------------------------------------------------------------------------------------- hooks
@@ -496,7 +529,8 @@ def test_a_loss_with_parameters_is_refused_by_name() -> None:
 
     assert "loss_fn.head.weight" in refusal(model, loss_fn=Loss())
     assert "head.weight" in refusal(model, loss_fn=lambda output: head(output).sum())
-    assert "scale" in refusal(model, loss_fn=functools.partial(lambda scale, output: (output * scale).sum(), scale))
+    partial = functools.partial(lambda scale, output: (output * scale).sum(), scale)
+    assert "loss_fn.args[0]" in refusal(model, loss_fn=partial)
     head.requires_grad_(False)
     capture(model, (batch(),), loss_fn=Loss())
 
@@ -587,13 +621,25 @@ CHANGES: dict[str, Callable[[int, Any], None]] = {
         model.dropout, "forward", (lambda x: x) if step % 2 else (lambda x: 2.0 * x)
     ),
     "a forward hook": lambda step, model: model.dropout.register_forward_hook(lambda module, args, out: 3 * out),
-    "a hook before forward": lambda step, model: model.layer.register_forward_pre_hook(lambda module, args: 2 * args[0]),
+    "a hook before forward": lambda step, model: model.layer.register_forward_pre_hook(lambda m, args: 2 * args[0]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_changed_between_calls_is_what_runs(mesh: DeviceMesh, what: str) -> None:
     assert_equal(Knobs(), mesh, change=CHANGES[what])
+
+
+def test_what_is_noted_on_a_parameter_is_read_in_each_mode(mesh: DeviceMesh) -> None:
+    class Noted(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * getattr(self.layer.weight, "scale", 1.0)
+
+    model = Noted()
+    model.layer.weight.scale = 3.0
+    parallel = autopar.parallelize(model, mesh, (batch(),))
+    for training in (True, False):
+        assert parallel.train(training)(batch()).item() == pytest.approx(model(batch()).item(), rel=1e-12)
 
 
 def test_a_value_that_comes_back_has_its_program_still(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
@@ -616,7 +662,11 @@ def test_a_change_counts_in_other_modes_too(mesh: DeviceMesh) -> None:
 
 
 def test_what_forward_does_not_read_is_not_looked_at(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = types.SimpleNamespace(step=0, weight=2.0)
+    class Trainer:
+        step, weight = 0, 2.0
+
+    trainer = Trainer()
+    trainer.step, trainer.weight = 0, 2.0
 
     def loss_fn(output: torch.Tensor) -> torch.Tensor:
         return output * trainer.weight
