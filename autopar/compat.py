@@ -416,14 +416,15 @@ class Recorded:
 
 @contextlib.contextmanager
 def recorded(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], canonical: Mapping[str, str]
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], canonical: Mapping[str, str], *, lines: bool = False
 ) -> Iterator[Recorded]:
     """Record `module(*inputs)`, which returns a tuple of tensors. The record can be differentiated within the context.
 
     The module's tensors and the inputs are fakes of one mode. `canonical` maps every name of a parameter or buffer to
-    the name that stands for it: tied ones are one input of the joint graph, whose gradient is the total.
+    the name that stands for it: tied ones are one input of the joint graph, whose gradient is the total. With `lines`,
+    nodes say by which lines of code they were made.
     """
-    with torch.library._scoped_library(_CALLS, "FRAGMENT") as library, _lean():
+    with torch.library._scoped_library(_CALLS, "FRAGMENT") as library, _lean(lines):
         with _recorded_functions(library), _as_captured():
             exported = torch.export.export(module, inputs, strict=False)
         tensors = (*inputs, *module.parameters(), *module.buffers())
@@ -487,7 +488,7 @@ def joint(record: Recorded, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMo
 
 
 @contextlib.contextmanager
-def _lean() -> Iterator[None]:
+def _lean(lines: bool) -> Iterator[None]:
     """Trace without what nobody reads: a stack trace for each node, Python code of each graph on the way, and searches
     for garbage among objects that live as long as the trace. Together they take half of the time."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -495,7 +496,9 @@ def _lean() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _use_lazy_graph_module(True), _without_stack_traces():
+        with _use_lazy_graph_module(True), contextlib.ExitStack() as stack:
+            if not lines:
+                stack.enter_context(_without_stack_traces())
             yield
     finally:
         if collecting:

@@ -3,8 +3,8 @@
 Hugging Face `LlamaConfig` at the size of Llama-3-8B, on meta, bf16, sequence 8192, batch 64. *stamped* is the capture
 that plans are made from: it runs every layer's Python and differentiates layers that its record shows to be alike once.
 *full* differentiates all of them. `--other` is the folder of another checkout of autopar, installed in its own .venv,
-whose captures take turns with these. Each capture runs in a process of its own, after a small one that loads what all need; medians
-of processor seconds, which other work on the machine disturbs less than the wall clock.
+whose captures take turns with these. Each capture runs in a process of its own, after a small one that loads what all
+need; medians of processor seconds, which other work on the machine disturbs less than the wall clock.
 """
 
 from __future__ import annotations

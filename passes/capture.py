@@ -164,7 +164,28 @@ def capture(
     scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
     its own, hook gradients.
     """
-    kwargs = dict(kwargs or {})
+    try:
+        return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=stamp, lines=False)
+    except _Unlocated:
+        # traced again, with the line of each operator, which takes twice the time
+        return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=False, lines=True)
+
+
+class _Unlocated(CaptureError):
+    """An operator is refused whose line in the model is not known."""
+
+
+def _capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    device_type: str | None,
+    *,
+    stamp: bool,
+    lines: bool,
+) -> Captured:
+    """`capture`; with `lines`, refusals of operators say where they are in the model."""
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
     canonical = _canonical_names(model)
@@ -182,17 +203,17 @@ def capture(
     with contextlib.ExitStack() as stack:
         try:
             try:
-                record = stack.enter_context(compat.recorded(step, inputs, tied))
+                record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines))
             except _Replaced as found:
                 step.replaced = found.names
-                record = stack.enter_context(compat.recorded(step, inputs, tied))
+                record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines))
             outcome = step.outcomes.last
             assert outcome is not None
             output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
             names = _input_names(model, input_paths)
 
             def converted(part: compat.Recorded) -> _Conversion:
-                return _Conversion(compat.joint(part, inputs, mode), input_paths, output_paths, names)
+                return _Conversion(compat.joint(part, inputs, mode), input_paths, output_paths, names, lines=lines)
 
             with mode:
                 step.witness.settle(step, inputs)
@@ -287,7 +308,7 @@ def _frame(error: Exception) -> traceback.FrameSummary | None:
     return lines[-1] if lines else None
 
 
-def _line(node: fx.Node) -> str:
+def _line_of(node: fx.Node) -> str:
     """The line of the model that made a node, if it is known."""
     found = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(node.meta.get("stack_trace", "")))
     lines = [(file, line, name) for file, line, name in found if not _is_machinery(Path(file))]
@@ -801,8 +822,11 @@ class _Conversion:
         input_paths: Sequence[str],
         output_paths: Sequence[str],
         input_names: Mapping[str, str],
+        *,
+        lines: bool,
     ) -> None:
-        self.joint = joint
+        """With `lines`, nodes know the lines of code that made them."""
+        self.joint, self.lines = joint, lines
         self.parameters = [name.removeprefix("model.") for name in joint.parameters]
         self.buffers = [name.removeprefix("model.") for name in joint.buffers]
         self.input_paths, self.output_paths, self.input_names = input_paths, output_paths, input_names
@@ -886,9 +910,11 @@ class _Conversion:
             self._emit(node, outputs=[""] * len(value))
             return
         if not isinstance(value, torch.Tensor):
+            if not self.lines:
+                raise _Unlocated(node.name)
             raise CaptureError(
                 f"{node.name} = {target} is a number that depends on the data ({value}): the model reads a tensor's "
-                f"value{_line(node)}, and shapes must be static"
+                f"value{_line_of(node)}, and shapes must be static"
             )
         meta = self._static_meta(node)
         if self._is_no_op(node, meta):

@@ -293,6 +293,7 @@ class _Stamp:
         return str(step)
 
     def _take(self, name: str, step: int, wanted: str) -> None:
+        wanted = f"_{wanted}" if wanted[0].isdigit() else wanted
         taken, count = wanted, 0
         while taken in self.metas:
             count += 1

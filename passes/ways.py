@@ -29,10 +29,10 @@ _SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
-    generator of their own, and never show the weights whose index decides. CTC loss, covariances and counts are operators of static
-    shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which collectives can reduce. What draws
-    from a `torch.Generator` draws from the seed of the step, as all else does: see `Generators`. `.data` is what
-    `detach()` gives. Numbers are read off constants: see `Constants`."""
+    generator of their own, and never show the weights whose index decides. CTC loss, covariances and counts are
+    operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
+    collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
+    `Generators`. `.data` is what `detach()` gives. Numbers are read off constants: see `Constants`."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..plan import table
-from ..planner import check_mesh, check_solver
+from ..given import check_mesh, check_solver
 from .locate import Difference
 from .plans import random_assignment
 from .steps import KINDS, relative_error

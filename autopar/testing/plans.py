@@ -68,7 +68,8 @@ def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_bor
     for repeat, region in zip(space.repeats, space.bodies, strict=True):
         # what one run makes and the next one reads is drawn once
         ends = [[rest_borders.get(border_name(b.values[end])) for b in repeat.borders] for end in (0, -1)]
-        drawn: list[list[SiteChoice | None]] = [ends[0], *[[None] * len(repeat.borders)] * (repeat.count - 1), ends[1]]
+        within: list[SiteChoice | None] = [None] * len(repeat.borders)
+        drawn = [ends[0], *[within] * (repeat.count - 1), ends[1]]
         crossing = [
             [c or legal.draw(border_name(b.values[0]), generator) for c, b in zip(choices, repeat.borders, strict=True)]
             for choices in drawn
