@@ -19,6 +19,7 @@ import contextvars
 import enum
 import functools
 import itertools
+import logging
 import random
 import sys
 import sysconfig
@@ -33,6 +34,8 @@ from torch import nn
 
 from .. import compat
 
+logger = logging.getLogger(__name__)
+
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes in which a module keeps what a graph has inputs for."""
 
@@ -43,7 +46,7 @@ _OTHERWISE = REGISTRIES | {
 """Attributes of modules that are compared in other ways."""
 
 FACTS_MOST = 300_000
-"""Where a walk ends: no model of this world has as much state in Python."""
+"""Where a walk ends, with a warning."""
 
 ARRAY_BYTES_MOST = 1 << 16
 """Arrays up to this size are compared at every call."""
@@ -110,6 +113,7 @@ class Look:
     arrays: list[tuple[Any, bytes]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
+    is_cut: bool = False
     names: set[str] = field(default_factory=set)
     """Names that the code mentions which was reached."""
     kept: list[Any] = field(default_factory=list)
@@ -274,6 +278,9 @@ class _Walk:
     def value(self, path: str, value: Any) -> None:
         look = self.look
         if len(look.facts) >= FACTS_MOST:
+            if not look.is_cut:
+                logger.warning("the model holds so much in Python that not all is looked at: from %s on", path)
+            look.is_cut = True
             return
         if isinstance(value, _ATOMS):
             look.facts[path] = (type(value), repr(value) if isinstance(value, (float, complex, slice)) else value)

@@ -128,6 +128,41 @@ def report_changed(paths: Sequence[str], *, possible: bool) -> None:
     )
 
 
+class Original:
+    """The model that was given to parallelize, from which the parallel module was made. What is set on it afterwards is
+    not seen by any program, and a warning says so once."""
+
+    def __init__(self, model: nn.Module, mirror: nn.Module, reads: Reads) -> None:
+        modules, mirrors = dict(model.named_modules()), dict(mirror.named_modules())
+        self.watched = [
+            (weakref.ref(modules[path]), mirrors[path], path, name, vars(modules[path])[name])
+            for path, name in sorted(reads.modules)
+            if name not in UNWATCHED and isinstance(vars(modules[path]).get(name, modules), CONSTANTS)
+        ]
+
+    def warn(self) -> None:
+        """Of constants that differ from what they were, and from what the parallel module has."""
+        changed = [
+            i
+            for i, (module, _, _, name, value) in enumerate(self.watched)
+            if (known := module()) is not None and known.__dict__.get(name) is not value
+        ]
+        for i in reversed(changed):
+            module, mirror, path, name, value = self.watched.pop(i)
+            now = vars(module()).get(name)
+            if now != value and now != vars(mirror).get(name):
+                logger.warning(
+                    "%s of the model was set to %r after parallelize, which the parallel module does not see: it is a "
+                    "copy. Set it there",
+                    f"{path}.{name}" if path else name,
+                    now,
+                )
+
+
+UNWATCHED = frozenset({"training"})
+CONSTANTS = (type(None), bool, int, float, complex, str)
+
+
 class Owners:
     """Which parallel module a parameter of a model went into."""
 

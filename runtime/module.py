@@ -25,7 +25,7 @@ from autopar.randomness import keys
 from .agree import all_equal, coordinate_of, device_of, digest, exchange, process_groups, raise_together
 from .alike import same_values
 from .execute import Executable, compile
-from .guard import OWNERS, Guard, report_changed
+from .guard import OWNERS, Guard, Original, report_changed
 from .placements import contiguous_stride, is_gatherable, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 from .sharing import Shared, overlapping
@@ -126,6 +126,7 @@ class ParallelModule(nn.Module):
         vars(self)["_verifier"] = verifier
         state.distribute(model, _values_of(model))
         OWNERS.claim(model, self)
+        vars(self)["_original"] = Original(model, root, captured.reads)
 
     # -- what a person asks for
 
@@ -173,6 +174,7 @@ class ParallelModule(nn.Module):
 
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)["_original"].warn()
         state = vars(self)["_modes"].state()
         call = state.call(args, kwargs)
         verifier: Verifier | None = vars(self)["_verifier"]

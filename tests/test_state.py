@@ -630,6 +630,19 @@ def test_what_is_changed_between_calls_is_what_runs(mesh: DeviceMesh, what: str)
     assert_equal(Knobs(), mesh, change=CHANGES[what])
 
 
+def test_what_is_set_on_the_model_itself_is_warned_of(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    model = Knobs()
+    parallel = autopar.parallelize(model, mesh, (batch(),))
+    before = parallel(batch())
+    model.beta, model.dropout.p = 0.25, 0.5
+    assert torch.equal(parallel(batch()), before)
+    warned = [message for message in caplog.messages if "which the parallel module does not see" in message]
+    assert len(warned) == 2 and "beta of the model was set to 0.25" in caplog.text and "dropout.p" in caplog.text
+    parallel.beta = model.beta = 0.125
+    parallel(batch())
+    assert "0.125" not in caplog.text
+
+
 def test_what_is_noted_on_a_parameter_is_read_in_each_mode(mesh: DeviceMesh) -> None:
     class Noted(Base):
         def beside(self, h: torch.Tensor) -> torch.Tensor:
