@@ -46,8 +46,39 @@ GAP, STANDING_GAP = 1e-3, 1e-2
 STANDING = 1e-6
 """The part of the bound by which it rises at least in a round that is worth another, if no better choice was found."""
 
+LONG_ENTRIES = 256
+"""Entries in a row of memory from which on numpy's loops over rows cost little beside those over entries."""
+
 SMALL_ENTRIES = 200_000
 """Nodes are eliminated before as long as tables have at most so many entries: that makes the bound tighter."""
+
+
+class _Along:
+    """One table and the states of one of its nodes, as views in which numpy's inner loops are long."""
+
+    def __init__(self, table: Floats, axis: int) -> None:
+        before, states = math.prod(table.shape[:axis]), table.shape[axis]
+        after = table.size // (before * states)
+        self._whole = table.reshape(before, states, after)
+        self._is_long = after >= LONG_ENTRIES or before == 1
+        # few states and few entries after them: several rows of them are one
+        joined = next(n for n in range(1, before + 1) if before % n == 0 and (n * states * after >= LONG_ENTRIES or n == before))
+        self._row = joined, states, after
+        self._rows = table.reshape(before // joined, joined * states * after)
+
+    def least(self) -> Floats:
+        """The minimum of each state."""
+        if self._is_long:
+            return np.asarray(np.minimum.reduce(np.minimum.reduce(self._whole, axis=2), axis=0))
+        row = np.minimum.reduce(self._rows, axis=0).reshape(self._row)
+        return np.asarray(np.minimum.reduce(row, axis=(0, 2)))
+
+    def add(self, costs: Floats) -> None:
+        """Adds a cost of each state."""
+        if self._is_long:
+            self._whole += costs[:, None]
+        else:
+            self._rows += np.broadcast_to(costs[:, None], self._row).reshape(-1)
 
 
 class Relaxation:
@@ -60,26 +91,25 @@ class Relaxation:
         self.nodes: list[Floats] = [np.zeros(size) for size in sizes]
         self.tables: list[Floats] = []
         self.constant = 0.0
-        self._around: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = [[] for _ in sizes]
-        """of each node: (table, its other axes, the shape that broadcasts the node over it)"""
+        self._around: list[list[tuple[int, _Along, tuple[int, ...]]]] = [[] for _ in sizes]
+        """of each node: (table, the table along the node, the shape that broadcasts the node over it)"""
         self._ahead: list[list[int]] = [[] for _ in sizes]
         self._behind: list[list[int]] = [[] for _ in sizes]
         """of each node: the positions in `_around` of the tables with a later, and an earlier, node"""
         for scope, costs in tables:
-            table = np.where(np.isfinite(costs), costs, blocked)
+            table = np.asarray(np.where(np.isfinite(costs), costs, blocked), order="C")
             if len(scope) == 0:
                 self.constant += float(table)
             elif len(scope) == 1:
                 self.nodes[scope[0]] += table
             else:
                 for axis, node in enumerate(scope):
-                    others = tuple(other for other in range(len(scope)) if other != axis)
                     spread = tuple(-1 if other == axis else 1 for other in range(len(scope)))
                     if node != max(scope):
                         self._ahead[node].append(len(self._around[node]))
                     if node != min(scope):
                         self._behind[node].append(len(self._around[node]))
-                    self._around[node].append((len(self.tables), others, spread))
+                    self._around[node].append((len(self.tables), _Along(table, axis), spread))
                 self.tables.append(table)
         self._linked = [node for node, around in enumerate(self._around) if around]
         """Nodes that stand in tables: the others have nothing to hand on."""
@@ -100,14 +130,13 @@ class Relaxation:
     def _pass_on(self, node: int, to: Sequence[int]) -> None:
         around = self._around[node]
         total = self.nodes[node]
-        for table, others, spread in around:
-            least = np.minimum.reduce(self.tables[table], axis=others)
+        for _, table, _ in around:
+            least = table.least()
             total = total + least
-            self.tables[table] -= least.reshape(spread)
+            table.add(-least)
         part = total / max(1, len(self._ahead[node]), len(self._behind[node]))
         for at in to:
-            table, _, spread = around[at]
-            self.tables[table] += part.reshape(spread)
+            around[at][1].add(part)
         self.nodes[node] = total - part * len(to)
 
     def bound(self) -> float:
@@ -117,8 +146,8 @@ class Relaxation:
     def excess(self, node: int) -> Floats:
         """How much more than the bound a choice with each state of a node costs at least."""
         excess = self.nodes[node] - self.nodes[node].min()
-        for table, others, _ in self._around[node]:
-            least = self.tables[table].min(axis=others)
+        for _, table, _ in self._around[node]:
+            least = table.least()
             excess = excess + least - least.min()
         return np.asarray(excess)
 
@@ -128,8 +157,9 @@ class Relaxation:
         tables = list(self.tables)
         for node, costs in enumerate(self.nodes):
             total = costs
-            for table, others, _ in self._around[node]:
-                total = total + tables[table].min(axis=others)
+            for table, _, spread in self._around[node]:
+                axis = spread.index(-1)
+                total = total + tables[table].min(axis=tuple(o for o in range(len(spread)) if o != axis))
             states[node] = state = total.argmin()
             for table, _, spread in self._around[node]:
                 tables[table] = tables[table].take([state], axis=spread.index(-1))
