@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.problem import Choice, Problem
-from autopar.solve.budget import BUDGET
+from autopar.solve.budget import BUDGET, ELIMINATED_WORK, NODE_WORK, Meter
 from autopar.solve.elimination import (
     Floats,
     Ints,
@@ -84,7 +84,10 @@ class _Along:
 class Relaxation:
     """The tables of a network, with costs moved between them: every choice costs what it did."""
 
-    def __init__(self, tables: Sequence[tuple[tuple[int, ...], Floats]], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, tables: Sequence[tuple[tuple[int, ...], Floats]], sizes: Sequence[int], meter: Meter | None = None
+    ) -> None:
+        self.meter = meter or Meter()
         finite = [table[np.isfinite(table)] for _, table in tables]
         # What is blocked costs more than any choice: a sum with infinities could not be taken back.
         blocked = sum(float(np.abs(table).max()) for table in finite if table.size)
@@ -119,7 +122,7 @@ class Relaxation:
     def may_sweep(self) -> bool:
         """Whether the budget has another sweep, which then is taken from it."""
         self._left -= self._sweep_entries
-        return self._left >= 0
+        return self._left >= 0 and self.meter.takes(self._sweep_entries)
 
     def sweep(self) -> None:
         """Through the nodes and back: each takes what its tables must cost anyway, and hands it on."""
@@ -166,12 +169,14 @@ class Relaxation:
         return states[:, None]
 
 
-def lower_bound(problem: Problem, weights: tuple[float, float], sweeps: int = SWEEPS[0]) -> float:
+def lower_bound(
+    problem: Problem, weights: tuple[float, float], sweeps: int = SWEEPS[0], meter: Meter | None = None
+) -> float:
     """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
     without repeats."""
     found = network(problem, ())
     tables = [(table.nodes, table.priced(np.array([weights]))[0]) for table in found.tables]
-    relaxation = Relaxation(tables, found.sizes)
+    relaxation = Relaxation(tables, found.sizes, meter)
     bound = relaxation.bound()
     for _ in range(sweeps):
         if not relaxation.may_sweep():
@@ -191,12 +196,13 @@ def relaxed(
     choice was found within the budget.
     """
     expanded = expand(problem, folded=folded)
-    found = (library or Library()).network(expanded.problem)
+    library = library or Library()
+    found = library.network(expanded.problem)
     live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
     steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), SMALL_ENTRIES)
     joined = run(steps, live, found.sizes, 1)
     tables = [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None]
-    relaxation = Relaxation(tables, found.sizes)
+    relaxation = Relaxation(tables, found.sizes, library.meter)
     best, states, bound = math.inf, None, -math.inf
     for sweeps in SWEEPS:
         swept = 0
@@ -250,7 +256,8 @@ def _near(
             plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), ())
         except TooWide:
             return
-        if plan.largest > NARROW_ENTRIES:
+        work = ELIMINATED_WORK * plan.entries + NODE_WORK * len(plan.steps)
+        if plan.largest > NARROW_ENTRIES or not relaxation.meter.takes(work):
             return
         result = eliminate(plan, [costs[None] for _, costs in parts], 1)
         states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
