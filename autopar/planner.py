@@ -80,6 +80,9 @@ HIDDEN_SHARE = SEARCH_BUDGET.hidden / (SEARCH_BUDGET.descents + SEARCH_BUDGET.li
 PRESET_SHARE = SEARCH_BUDGET.presets / len(PRESETS) / (SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
 """Of the work of a search: what a preset leaves is solved as one problem."""
 
+MESHES_WORK = 8.0
+"""Searches whose work the first looks at all meshes may take together, where the mesh is chosen too."""
+
 IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
 
@@ -271,7 +274,7 @@ class Planner:
 
         def quick(mesh: Mapping[str, int], below: float) -> float:
             on = planners[tuple(mesh.items())]
-            search = on.search("dp", memory_limit_bytes, constraints)
+            search = on.search("dp", memory_limit_bytes, constraints, share=min(1.0, MESHES_WORK / len(candidates)))
             try:
                 return search.run(bounded=False, thorough=False, below=below).score.objective
             except Infeasible:

@@ -475,7 +475,8 @@ class Search:
                 tried.append((middle, found))
                 over = found.score.bytes + excess > limit
                 below, above = (middle, above) if over else (below, middle)
-            if self.several and not purse.is_empty:  # what is cheapest without a limit may lie far from what is cheapest within it
+            # what is cheapest without a limit may lie far from what is cheapest within it
+            if self.several and not purse.is_empty:
                 tried.append((above, self._descend(self._whole(), self._axes(), above, purse=purse)))
             kept += self._mixed([found for _, found in tried], limit, excess, purse)
         again = self._recomputing([found for _, found in tried], kept, limit)

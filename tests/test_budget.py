@@ -66,7 +66,7 @@ def spend(monkeypatch: pytest.MonkeyPatch, work: float) -> None:
         monkeypatch.setattr(module, "SEARCH_BUDGET", budget)
 
 
-@pytest.mark.parametrize("work", [0.0, 1e6, 1e7])
+@pytest.mark.parametrize("work", [0.0, 1e6])
 @pytest.mark.parametrize("solver", ["dp", "ilp", *PRESETS])
 def test_a_search_whose_work_is_spent_answers(work: float, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     best = planner().plan(cost="serial", solver=solver)
@@ -109,7 +109,10 @@ def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds(monkeyp
     def found(*works: float) -> list[tuple[float, bool]]:
         search = Search(made.space, "dp", None, lambda _: None)
         whole = {name: site.choices[2][:2] for name, site in search.sites.items()}
-        allowed = {n: [(a, b, *("keep",) * (search.sites[n].kind == "parameter")) for a in c for b in c] for n, c in whole.items()}
+        allowed = {
+            n: [(a, b, *("keep",) * (search.sites[n].kind == "parameter")) for a in c for b in c]
+            for n, c in whole.items()
+        }
         allowed = {n: [c for c in cs if made.space.option(search.sites[n], c) is not None] for n, cs in allowed.items()}
         solved = [search.solve(allowed, "dp", purse=searching.Purse(left=work)) for work in works]
         return [(one.score.objective, one.cut_at is not None) for one in solved]

@@ -43,8 +43,8 @@ def solve(
     meter: Meter | None = None,
 ) -> Solution:
     """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given. Not
-    `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may be done, which is counted
-    where it may be much (`dp`, `beam`, `greedy`).
+    `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
+    be done, which `dp`, `beam` and `greedy` count.
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
     """

@@ -33,7 +33,7 @@ BUDGET = Budget()
 ELIMINATED_WORK = 2.0
 """Work of an entry that elimination makes: several tables are added up for it."""
 
-NODE_WORK = 50_000.0
+NODE_WORK = 20_000.0
 """Work of finding a node's place in an order of elimination."""
 
 
@@ -46,7 +46,7 @@ class SearchBudget:
     nothing yet gets a choice by the cheapest ways of solving.
     """
 
-    work: float = 4e10
+    work: float = 6e10
     """Of all parts: some 30 seconds of one core, of which usual models need a tenth."""
     descents: float = 0.4
     """From several starts, in equal parts: what they end with is the plan, mostly."""

@@ -62,7 +62,9 @@ class _Along:
         self._whole = table.reshape(before, states, after)
         self._is_long = after >= LONG_ENTRIES or before == 1
         # few states and few entries after them: several rows of them are one
-        joined = next(n for n in range(1, before + 1) if before % n == 0 and (n * states * after >= LONG_ENTRIES or n == before))
+        joined = next(
+            n for n in range(1, before + 1) if before % n == 0 and (n * states * after >= LONG_ENTRIES or n == before)
+        )
         self._row = joined, states, after
         self._rows = table.reshape(before // joined, joined * states * after)
 
