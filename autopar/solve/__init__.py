@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.problem import Problem, Solution
 from autopar.solve.beam import solve_beam, solve_greedy
 from autopar.solve.budget import Meter
@@ -10,7 +12,7 @@ from autopar.solve.elimination import TooWide
 from autopar.solve.exhaustive import solve_exhaustive
 from autopar.solve.ilp import solve_ilp
 
-SOLVERS = {
+SOLVERS: dict[str, Callable[..., Solution]] = {
     "dp": solve_dp,
     "ilp": solve_ilp,
     "exhaustive": solve_exhaustive,
@@ -52,8 +54,6 @@ def solve(
         raise ValueError(f"unknown solver {solver!r}; the solvers are {', '.join(SOLVERS)}")
     if solver == "dp":
         return solve_dp(problem, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
-    if solver == "beam":
-        return solve_beam(problem, bytes_limit=bytes_limit, meter=meter)
-    if solver == "greedy":
-        return solve_greedy(problem, bytes_limit=bytes_limit, meter=meter)
+    if solver in ("beam", "greedy"):
+        return SOLVERS[solver](problem, bytes_limit=bytes_limit, meter=meter)
     return SOLVERS[solver](problem, bytes_limit=bytes_limit)
