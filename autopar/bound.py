@@ -30,6 +30,7 @@ from .passes.strategies import KEEP, AxisChoice, Option, Site, SiteChoice, Space
 from .problem import Problem, Variable
 from .redistribute import Redistributor
 from .solve import TooWide, solve
+from .solve.budget import Meter
 
 JOINT_OPTIONS_MOST = 5000
 """A site with more joint options than this is not enumerated, and nothing is proved."""
@@ -38,8 +39,8 @@ ANY = Split(-1, -1)
 """In the space of one axis: a layout that is only known jointly with other axes."""
 
 
-def lower_bound_seconds(space: Space) -> float:
-    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved."""
+def lower_bound_seconds(space: Space, work: float = math.inf) -> float:
+    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved with so much work."""
     axes = [a for a, ranks in enumerate(space.mesh) if ranks > 1]
     alone = {axis: _alone(space, axis) for axis in axes}
     added: dict[int, list[dict[str, list[float]]]] = {axis: [{} for _ in space.regions()] for axis in axes}
@@ -54,7 +55,7 @@ def lower_bound_seconds(space: Space) -> float:
             least += count * base
             for axis, values in by_axis.items():
                 added[axis][number][name] = values
-    return least + sum(_axis_bound(alone[axis], added[axis]) for axis in axes)
+    return least + sum(_axis_bound(alone[axis], added[axis], work / len(axes)) for axis in axes)
 
 
 class _Alone:
@@ -180,7 +181,7 @@ class _BoundBuilder(ProblemBuilder):
         return dearest, 0.0
 
 
-def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]]) -> float:
+def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], work: float) -> float:
     """The exact optimum of one axis under the bound's costs. `added` is for each region (their names may be alike)."""
     space = alone.space
     allowed = {}
@@ -206,9 +207,11 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]]) -> fl
     )
     whole = replace(problem, variables=priced(problem, 0), repeats=repeats)
     try:
-        return solve(whole, "dp").lower_bound
+        meter = Meter(most=work)
+        return max(0.0, solve(whole, "dp", meter=meter).lower_bound)
     except TooWide:  # as the search does
-        pass
+        if meter.is_cut:
+            return 0.0
     try:
         return max(0.0, solve(whole, "ilp").lower_bound)
     except TooWide:

@@ -48,6 +48,7 @@ from .program import Program
 from .redistribute import Redistributor
 from .search import Found, Peaks, Search, Solved, unique_sites
 from .solve import EXACT, SOLVERS
+from .solve.budget import SEARCH_BUDGET
 from .timeline import Known, Timeline, timeline
 from .volume import volumes, with_arithmetic_split
 from .writer import Writer
@@ -72,6 +73,15 @@ BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 PRESET_OPTIONS = 20
 """A preset that leaves more options a site than this, as some do on four axes, is not looked at beside a search: solved
 as one problem, it takes longer than that."""
+
+HIDDEN_SHARE = SEARCH_BUDGET.hidden / (SEARCH_BUDGET.descents + SEARCH_BUDGET.limit)
+"""Of the work of a search: the second one is one descent, and what the limit takes."""
+
+PRESET_SHARE = SEARCH_BUDGET.presets / len(PRESETS) / (SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
+"""Of the work of a search: what a preset leaves is solved as one problem."""
+
+MESHES_WORK = 8.0
+"""Searches whose work the first looks at all meshes may take together, where the mesh is chosen too."""
 
 IN_FLIGHT = 8
 """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
@@ -264,7 +274,7 @@ class Planner:
 
         def quick(mesh: Mapping[str, int], below: float) -> float:
             on = planners[tuple(mesh.items())]
-            search = on.search("dp", memory_limit_bytes, constraints)
+            search = on.search("dp", memory_limit_bytes, constraints, share=min(1.0, MESHES_WORK / len(candidates)))
             try:
                 return search.run(bounded=False, thorough=False, below=below).score.objective
             except Infeasible:
@@ -385,7 +395,7 @@ class Planner:
                 continue
             if name in PRESETS and limit is not None:
                 try:
-                    search = self.search("dp", limit, constraints)
+                    search = self.search("dp", limit, constraints, share=PRESET_SHARE)
                     other = self.seconds.timed("others", search.run, self.preset(name), bounded=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
@@ -412,13 +422,13 @@ class Planner:
         a limit yet. At the prices of the first search."""
         priced = account(self.space, cheapest.assignment)
         if priced.communication_seconds >= WORTH * priced.seconds:
-            search = self.search(solver, limit, constraints, self._hiding(HIDDEN))
+            search = self.search(solver, limit, constraints, self._hiding(HIDDEN), HIDDEN_SHARE)
             try:
                 hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
                 yield "hidden buckets", self._priced(hidden)
             except Infeasible as error:
                 logger.info("no plan where most of what travels in buckets is hidden: %s", error)
-        search = self.search("dp", None, constraints)
+        search = self.search("dp", None, constraints, share=PRESET_SHARE)
         tried: list[Allowed] = []
         for name in PRESETS if solver in EXACT else ():
             try:
@@ -478,8 +488,9 @@ class Planner:
         memory_limit_bytes: float | None,
         constraints: Constraints | None,
         space: Space | None = None,
+        share: float = 1.0,
     ) -> Search:
-        """A search of the planner's space, or of one with other prices."""
+        """A search of the planner's space, or of one with other prices, with a share of the work of a search."""
         self.peaks = {}
         return Search(
             space or self.space,
@@ -488,6 +499,7 @@ class Planner:
             logger.info,
             pins=pins(self.space, constraints or {}),
             peaks=self._told(memory_limit_bytes),
+            work=share * SEARCH_BUDGET.work,
         )
 
     def _told(self, limit: float | None, buckets: Sequence[int] = BUCKETS) -> tuple[Peaks, Peaks]:

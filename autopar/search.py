@@ -31,7 +31,7 @@ from .passes.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Spa
 from .passes.widen import widened
 from .problem import Infeasible, Problem, Score, Solution, evaluate, in_runs
 from .solve import EXACT, TooWide, solve
-from .solve.budget import BUDGET
+from .solve.budget import BUDGET, SEARCH_BUDGET, Meter, Purse
 
 JOINT_OPTIONS_MOST = 8
 """A space whose sites have no more joint options than this is solved as one problem."""
@@ -84,6 +84,9 @@ Axes = tuple[int, ...]
 Peaks = Callable[[Assignment], float]
 """The bytes that an assignment needs at its peak, or an estimate of them."""
 
+SolveAt = Callable[[float, "Solved", Purse], "Solved"]
+"""What solves at a price of memory, from another solution, with a purse that pays."""
+
 Level = Literal["operator", "block", "cfp"]
 """What a variable of a problem is: an operator, a block that loses nothing (`passes.widen`), or a ParallelBlock as
 the paper has it (`passes.group.block_groups`)."""
@@ -107,6 +110,14 @@ class Solved:
     assignment: Assignment
     score: Score
     lower_bound: float
+    work: float = 0.0
+    """That finding it took."""
+    cut_at: float | None = None
+    """The work that it had, where more could have found another."""
+
+    def is_of(self, work: float) -> bool:
+        """Whether it is what would be found with so much work."""
+        return self.work <= work if self.cut_at is None else self.cut_at == work
 
 
 Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool]
@@ -153,7 +164,10 @@ class Search:
         level: Level = "operator",
         pins: Pins | None = None,
         peaks: tuple[Peaks, Peaks] | None = None,
+        work: float = SEARCH_BUDGET.work,
     ) -> None:
+        """`work` is divided into the shares of `SearchBudget`."""
+        self.work = work
         self.space, self.solver, self.bytes_limit, self.log = space, solver, bytes_limit, log
         self.descent = DESCENT_SOLVER if solver in EXACT else solver
         self.pins = pins or {}
@@ -165,7 +179,7 @@ class Search:
         """As estimated, by the identity of the assignment."""
         self.aim = math.inf if bytes_limit is None else bytes_limit
         """What estimates are to keep, so that the limit is kept."""
-        self.cheapest: tuple[Solved, Callable[[float, Solved], Solved]] | None = None
+        self.cheapest: tuple[Solved, SolveAt] | None = None
         """What was found without a limit, and what solves at a price of memory, from another solution."""
         self.proved = False
         """Whether that is all that the solver proves: the space is one problem."""
@@ -188,23 +202,41 @@ class Search:
         price: float = 0.0,
         bytes_limit: float | None = None,
         bounded: bool = True,
+        purse: Purse,
     ) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options. Not `bounded`: without a lower bound.
+        The `purse` pays, for what was solved before too, so that answers do not depend on what else was asked.
 
         What is too wide for elimination under a limit is solved as an integer program, and what is too wide for that,
-        operator by operator.
+        operator by operator, as is what there is no work left for.
         """
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
         question = (options, solver, price, bytes_limit, bounded)
-        if question not in self.solved:
-            self.solved[question] = self._solve(allowed, solver, price, bytes_limit, bounded)
-        return self.solved[question]
+        solved = self.solved.get(question)
+        if solved is None or not solved.is_of(purse.left):
+            meter = Meter(most=purse.left)
+            solved = self._solve(allowed, solver, price, bytes_limit, bounded, meter)
+            solved = replace(solved, work=meter.done, cut_at=meter.most if meter.is_cut else None)
+            self.solved[question] = solved
+        if solved.cut_at is not None:
+            self.log(f"no work is left of the {solved.cut_at:.2g} entries of this part of the search")
+            purse.spend(math.inf)
+        purse.spend(solved.work)
+        return solved
 
-    def _solve(self, allowed: Allowed, solver: str, price: float, bytes_limit: float | None, bounded: bool) -> Solved:
+    def _solve(
+        self,
+        allowed: Allowed,
+        solver: str,
+        price: float,
+        bytes_limit: float | None,
+        bounded: bool,
+        meter: Meter,
+    ) -> Solved:
         problem, decoder = self.builder.build(allowed)
         weighed = priced(problem, price) if price else problem
         if self.level == "operator":
-            solution = self._solution(weighed, solver, bytes_limit, bounded)
+            solution = self._solution(weighed, solver, bytes_limit, bounded, meter)
             choice = solution.choice
         else:
             limited = bytes_limit is not None
@@ -214,22 +246,25 @@ class Search:
                 grouped = group(weighed, self.groups[0], self.groups[1:], limited=limited)
             if grouped.divided:
                 self.log(f"divided, for fewer options: {', '.join(grouped.divided)}")
-            solution = self._solution(grouped.problem, solver, bytes_limit, bounded)
+            solution = self._solution(grouped.problem, solver, bytes_limit, bounded, meter)
             choice = grouped.expand(solution.choice)
         choice = in_runs(problem, choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
 
-    def _solution(self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool) -> Solution:
+    def _solution(
+        self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool, meter: Meter
+    ) -> Solution:
         try:
-            return solve(problem, solver, bytes_limit=bytes_limit, bounded=bounded)
+            return solve(problem, solver, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
         except TooWide as error:
             self.log(f"{error}; without dominated options:")
         presolved = group(problem, (), [()] * len(problem.repeats), limited=bytes_limit is not None)
         few = presolved.problem.option_count <= BUDGET.beam_options
-        ways = dict.fromkeys((solver, "ilp", "beam" if few else "greedy"))
+        last = "beam" if few else "greedy"
+        ways = dict.fromkeys((solver, last) if meter.is_cut else (solver, "ilp", last))
         for way, after in pairwise((*ways, "")):
             try:
-                solution = solve(presolved.problem, way, bytes_limit=bytes_limit, bounded=bounded)
+                solution = solve(presolved.problem, way, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
                 break
             except TooWide as error:
                 if not after:
@@ -278,11 +313,13 @@ class Search:
         self.proved, self.several = allowed is not None, allowed is None and thorough
         if allowed is not None:
             options = allowed
-            best = self.solve(options, self.solver, bounded=bounded)
-            self.cheapest = best, lambda price, _: self.solve(options, self.descent, price=price)
+            purse = self._purse(SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
+            best = self.solve(options, self.solver, bounded=bounded, purse=purse)
+            self.cheapest = best, lambda price, _, purse: self.solve(options, self.descent, price=price, purse=purse)
         else:
             first = self._whole() if start is None else taken(self.space, start)
-            best = self._descend_all() if thorough else self._descend(first, self._axes(), below=below)
+            one = self._purse(SEARCH_BUDGET.descents)
+            best = self._descend_all() if thorough else self._descend(first, self._axes(), below=below, purse=one)
             self.cheapest = best, self._descend_priced
         return best
 
@@ -293,7 +330,7 @@ class Search:
         return beside(self._bound if wanted else lambda: 0.0, worthwhile=wanted and self.is_large)
 
     def _bound(self) -> float:
-        bound = lower_bound_seconds(self.space)
+        bound = lower_bound_seconds(self.space, SEARCH_BUDGET.bound * self.work)
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound
 
@@ -304,6 +341,9 @@ class Search:
         if peaks is not None and self.bytes_limit is not None:
             (self.peak, self.estimate), self.peaks, self.aim = peaks, {}, self.bytes_limit
         return self._found(self._limited(sure), started)
+
+    def _purse(self, share: float) -> Purse:
+        return Purse(left=share * self.work)
 
     @cached_property
     def joint_options(self) -> dict[str, int]:
@@ -400,7 +440,7 @@ class Search:
         self.aim, self.estimate, self.peaks = self.bytes_limit, self.peak, {}
         return self._within_limit(*self.cheapest) if self._is_over(cheapest) else cheapest
 
-    def _within_limit(self, cheapest: Solved, solve_at: Callable[[float, Solved], Solved]) -> Solved:
+    def _within_limit(self, cheapest: Solved, solve_at: SolveAt) -> Solved:
         """The best that keeps the limit: solves at rising prices of memory, each from the one before, and a descent
         from the start at the last of them, fill a pool of options, in which the limit is then kept exactly, layers of
         one structure mixing their options.
@@ -413,10 +453,11 @@ class Search:
         """
         limit, score = self.aim, cheapest.score
         unit = score.seconds / score.bytes
+        purse = self._purse(SEARCH_BUDGET.limit)
         tried: list[tuple[float, Solved]] = [(0.0, cheapest)]
         price, fits, excess = 0.02 * unit, None, self._excess(cheapest)
         while fits is None and price <= PRICE_MOST * unit:
-            found = solve_at(price, tried[-1][1])
+            found = solve_at(price, tried[-1][1], purse)
             tried.append((price, found))
             if found.score.bytes + excess <= (1 + SURELY) * limit:
                 fits = None if self._is_over(found) else price
@@ -428,13 +469,16 @@ class Search:
             below, above = tried[-2][0], fits
             for _ in range(PRICE_BISECTIONS):
                 middle = math.sqrt(below * above) if below else above / 5
-                found = solve_at(middle, tried[-1][1])
+                if purse.is_empty:
+                    break
+                found = solve_at(middle, tried[-1][1], purse)
                 tried.append((middle, found))
                 over = found.score.bytes + excess > limit
                 below, above = (middle, above) if over else (below, middle)
-            if self.several:  # what is cheapest without a limit may lie far from what is cheapest within it
-                tried.append((above, self._descend(self._whole(), self._axes(), above)))
-            kept += self._mixed([found for _, found in tried], limit, excess)
+            # what is cheapest without a limit may lie far from what is cheapest within it
+            if self.several and not purse.is_empty:
+                tried.append((above, self._descend(self._whole(), self._axes(), above, purse=purse)))
+            kept += self._mixed([found for _, found in tried], limit, excess, purse)
         again = self._recomputing([found for _, found in tried], kept, limit)
         if not kept and not again:
             kept.append(self._smallest([found for _, found in tried]))
@@ -504,7 +548,7 @@ class Search:
         """What the peak is above the sum of bytes."""
         return self._peak(found) - found.score.bytes
 
-    def _mixed(self, tried: Sequence[Solved], limit: float, excess: float) -> list[Solved]:
+    def _mixed(self, tried: Sequence[Solved], limit: float, excess: float, purse: Purse) -> list[Solved]:
         """The best of the options that were taken, under limits on their sum, of which the peak keeps the limit."""
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.sites}
         for found in tried:
@@ -514,8 +558,10 @@ class Search:
         kept = []
         row, most_kept, least_over = limit - excess, -math.inf, math.inf
         for _ in range(LIMIT_ROUNDS):
+            if purse.is_empty:
+                break
             try:
-                found = self.solve(options, self.solver, bytes_limit=row)
+                found = self.solve(options, self.solver, bytes_limit=row, purse=purse)
             except Infeasible:
                 break
             over = self._is_over(found)
@@ -550,8 +596,8 @@ class Search:
             found.append([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])])
         return [self._slowest_first(groups) for groups in found]
 
-    def _descend_priced(self, price: float, start: Solved) -> Solved:
-        return self._descend(taken(self.space, start.assignment), self._axes(), price)
+    def _descend_priced(self, price: float, start: Solved, purse: Purse) -> Solved:
+        return self._descend(taken(self.space, start.assignment), self._axes(), price, purse=purse)
 
     def _descend_all(self) -> Solved:
         space, axes = self.space, self._axes()
@@ -564,31 +610,38 @@ class Search:
             for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
 
+        coarser = self._coarser()
+
+        def one() -> Purse:
+            return self._purse(SEARCH_BUDGET.descents / (3 + len(coarser)))
+
         descents: dict[str, Callable[[], Solved]] = {
-            "whole, slowest axis first": lambda: self._descend(whole, axes),
-            "whole, fastest axis first": lambda: self._descend(whole, axes[::-1]),
-            "batch on every axis": lambda: self._descend(self._batch(), axes),
+            "whole, slowest axis first": lambda: self._descend(whole, axes, purse=one()),
+            "whole, fastest axis first": lambda: self._descend(whole, axes[::-1], purse=one()),
+            "batch on every axis": lambda: self._descend(self._batch(), axes, purse=one()),
         }
-        for groups in self._coarser():
+        for groups in coarser:
             name = " ".join("*".join(space.axes[axis] for axis in group) for group in groups)
-            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups)
+            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, one())
         for name, solved in zip(descents, together([*descents.values()], worthwhile=self.is_large), strict=True):
             note(solved)
             score = solved.score
             self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
+        purse = self._purse(SEARCH_BUDGET.pool)
         for _ in range(POOL_ROUNDS):
             previous = min(solved.score.objective for solved in found)
             size = sum(map(len, pool.values()))
-            note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False))
+            note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False, purse=purse))
             self.log(f"pool of {size} options: {found[-1].score.seconds * 1e3:.3f} ms")
-            if found[-1].score.objective >= previous * (1 - GAIN):
+            if found[-1].score.objective >= previous * (1 - GAIN) or purse.is_empty:
                 break
-            note(self._descend(taken(space, found[-1].assignment), axes))
+            note(self._descend(taken(space, found[-1].assignment), axes, purse=purse))
         return min(found, key=lambda solved: solved.score.objective)
 
-    def _descend_from_coarser(self, groups: list[Axes]) -> Solved:
+    def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
         """From where a coarser mesh ends."""
-        return self._descend(taken(self.space, self._descend(self._whole(), groups).assignment), self._axes())
+        start = self._descend(self._whole(), groups, purse=purse)
+        return self._descend(taken(self.space, start.assignment), self._axes(), purse=purse)
 
     def _whole(self) -> dict[str, list[SiteChoice]]:
         return {name: [self._pinned(site, self.space.whole(site))] for name, site in self.sites.items()}
@@ -620,8 +673,11 @@ class Search:
         order: list[Axes],
         price: float = 0.0,
         below: float = math.inf,
+        *,
+        purse: Purse,
     ) -> Solved:
-        """Axis after axis until nothing improves, or, where that is `HOPELESS` times `below`, once."""
+        """Axis after axis until nothing improves, or, where that is `HOPELESS` times `below`, once, as when the purse
+        is empty."""
         current = {name: list(choices) for name, choices in start.items()}
         best: Solved | None = None
         unchanged = 0
@@ -631,7 +687,7 @@ class Search:
 
         for number, axes in enumerate(cycle(order), 1):
             allowed = {name: self._free(self.sites[name], choices, axes) for name, choices in current.items()}
-            solved = self.solve(allowed, self.descent, price=price, bounded=False)
+            solved = self.solve(allowed, self.descent, price=price, bounded=False, purse=purse)
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - GAIN):
@@ -641,6 +697,8 @@ class Search:
                 # every other axis was tried since the last gain, from what is now fixed
                 return best
             if number == len(order) and objective(best) > HOPELESS * below:
+                return best
+            if number >= len(order) and purse.is_empty:
                 return best
         raise AssertionError("a mesh has axes")
 

@@ -1,19 +1,47 @@
-"""Every solve ends: where a budget is spent, the next and cheaper way answers, and the bound stays honest."""
+"""Every solve and every search ends: where a budget is spent, a cheaper way answers, and the bound stays honest."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
 
+from autopar import planner as planning
+from autopar import search as searching
 from autopar.planner import Planner
+from autopar.presets import PRESETS
+from autopar.problem import Infeasible
+from autopar.search import Search
 from autopar.solve import elimination, ilp, relax
-from autopar.solve.budget import Budget
+from autopar.solve.budget import Budget, Meter, SearchBudget
 
 
-def planner() -> Planner:
+def planner(mesh: dict[str, int] | None = None) -> Planner:
+    return _captured().on(mesh or {"a": 2, "b": 2}, None)
+
+
+@cache
+def _captured() -> Planner:
     model = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 7), nn.Tanh())
-    return Planner(model, {"a": 2, "b": 2}, (torch.randn(6, 6),), loss_fn=torch.sum)
+    return Planner(model, {"a": 2}, (torch.randn(6, 6),), loss_fn=torch.sum)
+
+
+class Tangle(nn.Module):
+    """Each step reads several before it, so that elimination makes wide tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [self.first(x)]
+        for step in range(1, 12):
+            found.append(torch.tanh(sum(found[back] for back in range(max(0, step - 4), step))))
+        return found[-1].square().mean()
 
 
 SPENT = {
@@ -35,3 +63,81 @@ def test_a_spent_budget_still_gives_a_plan(spent: str, solver: str, monkeypatch:
     assert plan.lower_bound_seconds <= best.objective_seconds <= plan.objective_seconds * (1 + 1e-9)
     assert short.plan(cost="serial", solver=solver).digest == plan.digest
     assert short.program(plan).forward
+
+
+def spend(monkeypatch: pytest.MonkeyPatch, work: float) -> None:
+    """Gives searches so much work in all."""
+    budget = SearchBudget(work=work)
+    for module in (planning, searching):
+        monkeypatch.setattr(module, "SEARCH_BUDGET", budget)
+
+
+@pytest.mark.parametrize("work", [0.0, 1e6])
+@pytest.mark.parametrize("solver", ["dp", "ilp", *PRESETS])
+def test_a_search_whose_work_is_spent_answers(work: float, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = planner().plan(cost="serial", solver=solver)
+    spend(monkeypatch, work)
+    short = planner()
+    plan = short.plan(cost="serial", solver=solver)
+    assert plan.lower_bound_seconds <= best.objective_seconds * (1 + 1e-9)
+    assert best.objective_seconds <= plan.objective_seconds * (1 + 1e-9)
+    assert short.program(plan).forward
+
+
+@pytest.mark.parametrize("work", [0.0, 3e7])
+def test_a_spent_search_gives_the_same_plan_in_one_process_and_in_two(
+    work: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spend(monkeypatch, work)
+    made = Planner(Tangle(), {"a": 2}, (torch.randn(8, 8),))
+    digests = set()
+    for most in (1, 10**9):  # joint options from which on parts are worth a process of their own
+        monkeypatch.setattr(searching, "APART_OPTIONS", most)
+        digests.add(made.on({"a": 2, "b": 2}, None).plan().digest)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("work", [0.0, 1e6])
+def test_a_spent_search_keeps_the_memory_limit_or_says_what_needs_the_least(
+    work: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = planner({"a": 2, "b": 3})
+    limit = 0.95 * made.plan().bytes
+    spend(monkeypatch, work)
+    assert made.plan(memory_limit_bytes=limit).bytes <= limit
+    with pytest.raises(Infeasible, match="no choice fits in 1 bytes: the smallest needs"):
+        made.plan(memory_limit_bytes=1)
+
+
+def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planner()
+
+    def found(*works: float) -> list[tuple[float, bool]]:
+        search = Search(made.space, "dp", None, lambda _: None)
+        whole = {name: site.choices[2][:2] for name, site in search.sites.items()}
+        allowed = {
+            n: [(a, b, *("keep",) * (search.sites[n].kind == "parameter")) for a in c for b in c]
+            for n, c in whole.items()
+        }
+        allowed = {n: [c for c in cs if made.space.option(search.sites[n], c) is not None] for n, cs in allowed.items()}
+        solved = [search.solve(allowed, "dp", purse=searching.Purse(left=work)) for work in works]
+        return [(one.score.objective, one.cut_at is not None) for one in solved]
+
+    full, none = found(math.inf)[0], found(0.0)[0]
+    assert not full[1]
+    assert none[1]
+    assert found(math.inf, 0.0, math.inf) == [full, none, full]
+
+
+def test_a_meter_takes_what_is_left_and_remembers_what_it_refused() -> None:
+    meter = Meter(most=10)
+    assert meter.takes(10)
+    assert not meter.is_cut
+    assert not meter.takes(1)
+    assert meter.is_cut
+    assert meter.done == 10
+
+
+def test_shares_of_a_search_are_all_of_its_work() -> None:
+    with pytest.raises(AssertionError):
+        replace(SearchBudget(), pool=0.5)

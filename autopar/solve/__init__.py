@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.problem import Problem, Solution
 from autopar.solve.beam import solve_beam, solve_greedy
+from autopar.solve.budget import Meter
 from autopar.solve.dp import solve_dp
 from autopar.solve.elimination import TooWide
 from autopar.solve.exhaustive import solve_exhaustive
 from autopar.solve.ilp import solve_ilp
 
-SOLVERS = {
+SOLVERS: dict[str, Callable[..., Solution]] = {
     "dp": solve_dp,
     "ilp": solve_ilp,
     "exhaustive": solve_exhaustive,
@@ -33,14 +36,24 @@ __all__ = [
 ]
 
 
-def solve(problem: Problem, solver: str = "dp", *, bytes_limit: float | None = None, bounded: bool = True) -> Solution:
+def solve(
+    problem: Problem,
+    solver: str = "dp",
+    *,
+    bytes_limit: float | None = None,
+    bounded: bool = True,
+    meter: Meter | None = None,
+) -> Solution:
     """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given. Not
-    `bounded`: no lower bound is asked for, which may save time (`solve_dp`).
+    `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
+    be done, which `dp`, `beam` and `greedy` count.
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; the solvers are {', '.join(SOLVERS)}")
     if solver == "dp":
-        return solve_dp(problem, bytes_limit=bytes_limit, bounded=bounded)
+        return solve_dp(problem, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
+    if solver in ("beam", "greedy"):
+        return SOLVERS[solver](problem, bytes_limit=bytes_limit, meter=meter)
     return SOLVERS[solver](problem, bytes_limit=bytes_limit)

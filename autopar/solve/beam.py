@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, Tensor, evaluate
+from autopar.solve.budget import Meter
 from autopar.solve.check import check
 from autopar.solve.elimination import TooWide, united
 from autopar.solve.expand import Expanded, expand
@@ -28,20 +29,20 @@ State = tuple[int | None, int]
 """Of a tensor so far: the layout produced, if its producer has chosen, and the union of the sets wanted."""
 
 
-def solve_greedy(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
+def solve_greedy(problem: Problem, *, bytes_limit: float | None = None, meter: Meter | None = None) -> Solution:
     """Each variable takes what is cheapest after those before it. `lower_bound` is that of message passing.
 
     Raises `Infeasible` where no choice is found, or none that fits in `bytes_limit`.
     """
-    return _solve(problem, bytes_limit, 1, "greedy")
+    return _solve(problem, bytes_limit, 1, "greedy", meter)
 
 
-def solve_beam(problem: Problem, *, bytes_limit: float | None = None) -> Solution:
+def solve_beam(problem: Problem, *, bytes_limit: float | None = None, meter: Meter | None = None) -> Solution:
     """As `solve_greedy`, with the `WIDTH` cheapest partial choices kept at each variable."""
-    return _solve(problem, bytes_limit, WIDTH, "beam")
+    return _solve(problem, bytes_limit, WIDTH, "beam", meter)
 
 
-def _solve(problem: Problem, bytes_limit: float | None, width: int, name: str) -> Solution:
+def _solve(problem: Problem, bytes_limit: float | None, width: int, name: str, meter: Meter | None) -> Solution:
     start = time.perf_counter()
     check(problem)
     expanded = expand(problem)
@@ -58,7 +59,7 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, name: str) -
 
     choice, score = at(0.0)
     try:
-        bound = lower_bound(expanded.problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
+        bound = lower_bound(expanded.problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE), meter=meter)
     except TooWide:
         bound = 0.0  # nothing costs less
     if bytes_limit is not None and score.bytes > bytes_limit:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, evaluate
+from autopar.solve.budget import Meter
 from autopar.solve.check import check
 from autopar.solve.elimination import Floats, TooWide
 from autopar.solve.fronts import ProblemFronts, Window
@@ -24,7 +25,9 @@ LIMITED_GAP = 1e-4
 """Relative gap under a memory limit at which problems too large to be solved exactly are done."""
 
 
-def solve_dp(problem: Problem, *, bytes_limit: float | None = None, bounded: bool = True) -> Solution:
+def solve_dp(
+    problem: Problem, *, bytes_limit: float | None = None, bounded: bool = True, meter: Meter | None = None
+) -> Solution:
     """Minimise seconds + tie-break * bytes, subject to bytes <= bytes_limit, by min-sum variable elimination.
 
     Variables: one per op, group, parameter or border, each with its options. A tensor is a table over
@@ -45,11 +48,13 @@ def solve_dp(problem: Problem, *, bytes_limit: float | None = None, bounded: boo
     `bounded`: it gives a choice alone, of those in which the middle of a repeat comes again and again, in a fraction of
     the time, and `lower_bound` is 0.
 
+    `meter` has the work that may be done, and is told what is.
+
     Raises `Infeasible` where no choice is feasible, `TooWide` where tables are too large and there is a limit.
     """
     start = time.perf_counter()
     check(problem)
-    library = Library()
+    library = Library(meter)
     try:
         cheapest = priced(problem, library, 0.0)
         found, bound, exact = cheapest, cheapest.score.objective, True

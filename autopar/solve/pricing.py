@@ -10,8 +10,20 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.problem import Choice, Problem, Repeat
+from autopar.solve.budget import ELIMINATED_WORK, NODE_WORK, Meter
 from autopar.solve.chain import Powers
-from autopar.solve.elimination import Bools, Eliminated, Floats, Ints, Network, Schedule, eliminate, network, schedule
+from autopar.solve.elimination import (
+    Bools,
+    Eliminated,
+    Floats,
+    Ints,
+    Network,
+    Schedule,
+    TooWide,
+    eliminate,
+    network,
+    schedule,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +48,11 @@ class Joint:
 
 
 class Library:
-    """What is found once per problem object and serves every price: networks and schedules."""
+    """What is found once per problem object and serves every price: networks and schedules. `meter` counts the work
+    of what is done with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter | None = None) -> None:
+        self.meter = meter or Meter()
         self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
         self._networks: dict[tuple[int, tuple[int, ...]], tuple[Problem, Network]] = {}
         self._bare: dict[int, Problem] = {}
@@ -149,6 +163,9 @@ class Pricing:
         compiled = self.library.compiled(problem, keep)
         key = (id(problem), compiled.schedule.keep)
         if key not in self._eliminated:
+            entries, steps = compiled.schedule.entries, len(compiled.schedule.steps)
+            if not self.library.meter.takes(ELIMINATED_WORK * entries * len(self.weights) + NODE_WORK * steps):
+                raise TooWide(f"elimination would make {entries} entries, and the search's budget is spent")
             tables = [table.priced(self.weights) for table in compiled.network.tables]
             for joint in compiled.repeats:
                 matrix = self.powers(joint.repeat).matrix(joint.repeat.count)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.problem import Choice, Problem
-from autopar.solve.budget import BUDGET
+from autopar.solve.budget import BUDGET, ELIMINATED_WORK, NODE_WORK, Meter
 from autopar.solve.elimination import (
     Floats,
     Ints,
@@ -46,40 +46,75 @@ GAP, STANDING_GAP = 1e-3, 1e-2
 STANDING = 1e-6
 """The part of the bound by which it rises at least in a round that is worth another, if no better choice was found."""
 
+LONG_ENTRIES = 256
+"""Entries in a row of memory from which on numpy's loops over rows cost little beside those over entries."""
+
 SMALL_ENTRIES = 200_000
 """Nodes are eliminated before as long as tables have at most so many entries: that makes the bound tighter."""
+
+
+class _Along:
+    """One table and the states of one of its nodes, as views in which numpy's inner loops are long."""
+
+    def __init__(self, table: Floats, axis: int) -> None:
+        before, states = math.prod(table.shape[:axis]), table.shape[axis]
+        after = table.size // (before * states)
+        self._whole = table.reshape(before, states, after)
+        self._is_long = after >= LONG_ENTRIES or before == 1
+        # few states and few entries after them: several rows of them are one
+        joined = next(
+            n for n in range(1, before + 1) if before % n == 0 and (n * states * after >= LONG_ENTRIES or n == before)
+        )
+        self._row = joined, states, after
+        self._rows = table.reshape(before // joined, joined * states * after)
+
+    def least(self) -> Floats:
+        """The minimum of each state."""
+        if self._is_long:
+            return np.asarray(np.minimum.reduce(np.minimum.reduce(self._whole, axis=2), axis=0))
+        row = np.minimum.reduce(self._rows, axis=0).reshape(self._row)
+        return np.asarray(np.minimum.reduce(row, axis=(0, 2)))
+
+    def add(self, costs: Floats) -> None:
+        """Adds a cost of each state."""
+        if self._is_long:
+            self._whole += costs[:, None]
+        else:
+            self._rows += np.broadcast_to(costs[:, None], self._row).reshape(-1)
 
 
 class Relaxation:
     """The tables of a network, with costs moved between them: every choice costs what it did."""
 
-    def __init__(self, tables: Sequence[tuple[tuple[int, ...], Floats]], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, tables: Sequence[tuple[tuple[int, ...], Floats]], sizes: Sequence[int], meter: Meter | None = None
+    ) -> None:
+        self.meter = meter or Meter()
         finite = [table[np.isfinite(table)] for _, table in tables]
         # What is blocked costs more than any choice: a sum with infinities could not be taken back.
         blocked = sum(float(np.abs(table).max()) for table in finite if table.size)
         self.nodes: list[Floats] = [np.zeros(size) for size in sizes]
         self.tables: list[Floats] = []
         self.constant = 0.0
-        self._around: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = [[] for _ in sizes]
-        """of each node: (table, its other axes, the shape that broadcasts the node over it)"""
+        self._around: list[list[tuple[int, _Along, tuple[int, ...]]]] = [[] for _ in sizes]
+        """of each node: (table, the table along the node, the shape that broadcasts the node over it)"""
         self._ahead: list[list[int]] = [[] for _ in sizes]
         self._behind: list[list[int]] = [[] for _ in sizes]
         """of each node: the positions in `_around` of the tables with a later, and an earlier, node"""
         for scope, costs in tables:
-            table = np.where(np.isfinite(costs), costs, blocked)
+            table = np.asarray(np.where(np.isfinite(costs), costs, blocked), order="C")
             if len(scope) == 0:
                 self.constant += float(table)
             elif len(scope) == 1:
                 self.nodes[scope[0]] += table
             else:
                 for axis, node in enumerate(scope):
-                    others = tuple(other for other in range(len(scope)) if other != axis)
                     spread = tuple(-1 if other == axis else 1 for other in range(len(scope)))
                     if node != max(scope):
                         self._ahead[node].append(len(self._around[node]))
                     if node != min(scope):
                         self._behind[node].append(len(self._around[node]))
-                    self._around[node].append((len(self.tables), others, spread))
+                    self._around[node].append((len(self.tables), _Along(table, axis), spread))
                 self.tables.append(table)
         self._linked = [node for node, around in enumerate(self._around) if around]
         """Nodes that stand in tables: the others have nothing to hand on."""
@@ -89,7 +124,7 @@ class Relaxation:
     def may_sweep(self) -> bool:
         """Whether the budget has another sweep, which then is taken from it."""
         self._left -= self._sweep_entries
-        return self._left >= 0
+        return self._left >= 0 and self.meter.takes(self._sweep_entries)
 
     def sweep(self) -> None:
         """Through the nodes and back: each takes what its tables must cost anyway, and hands it on."""
@@ -100,14 +135,13 @@ class Relaxation:
     def _pass_on(self, node: int, to: Sequence[int]) -> None:
         around = self._around[node]
         total = self.nodes[node]
-        for table, others, spread in around:
-            least = np.minimum.reduce(self.tables[table], axis=others)
+        for _, table, _ in around:
+            least = table.least()
             total = total + least
-            self.tables[table] -= least.reshape(spread)
+            table.add(-least)
         part = total / max(1, len(self._ahead[node]), len(self._behind[node]))
         for at in to:
-            table, _, spread = around[at]
-            self.tables[table] += part.reshape(spread)
+            around[at][1].add(part)
         self.nodes[node] = total - part * len(to)
 
     def bound(self) -> float:
@@ -117,8 +151,8 @@ class Relaxation:
     def excess(self, node: int) -> Floats:
         """How much more than the bound a choice with each state of a node costs at least."""
         excess = self.nodes[node] - self.nodes[node].min()
-        for table, others, _ in self._around[node]:
-            least = self.tables[table].min(axis=others)
+        for _, table, _ in self._around[node]:
+            least = table.least()
             excess = excess + least - least.min()
         return np.asarray(excess)
 
@@ -128,20 +162,23 @@ class Relaxation:
         tables = list(self.tables)
         for node, costs in enumerate(self.nodes):
             total = costs
-            for table, others, _ in self._around[node]:
-                total = total + tables[table].min(axis=others)
+            for table, _, spread in self._around[node]:
+                axis = spread.index(-1)
+                total = total + tables[table].min(axis=tuple(o for o in range(len(spread)) if o != axis))
             states[node] = state = total.argmin()
             for table, _, spread in self._around[node]:
                 tables[table] = tables[table].take([state], axis=spread.index(-1))
         return states[:, None]
 
 
-def lower_bound(problem: Problem, weights: tuple[float, float], sweeps: int = SWEEPS[0]) -> float:
+def lower_bound(
+    problem: Problem, weights: tuple[float, float], sweeps: int = SWEEPS[0], meter: Meter | None = None
+) -> float:
     """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
     without repeats."""
     found = network(problem, ())
     tables = [(table.nodes, table.priced(np.array([weights]))[0]) for table in found.tables]
-    relaxation = Relaxation(tables, found.sizes)
+    relaxation = Relaxation(tables, found.sizes, meter)
     bound = relaxation.bound()
     for _ in range(sweeps):
         if not relaxation.may_sweep():
@@ -161,12 +198,13 @@ def relaxed(
     choice was found within the budget.
     """
     expanded = expand(problem, folded=folded)
-    found = (library or Library()).network(expanded.problem)
+    library = library or Library()
+    found = library.network(expanded.problem)
     live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
     steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), SMALL_ENTRIES)
     joined = run(steps, live, found.sizes, 1)
     tables = [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None]
-    relaxation = Relaxation(tables, found.sizes)
+    relaxation = Relaxation(tables, found.sizes, library.meter)
     best, states, bound = math.inf, None, -math.inf
     for sweeps in SWEEPS:
         swept = 0
@@ -220,7 +258,8 @@ def _near(
             plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), ())
         except TooWide:
             return
-        if plan.largest > NARROW_ENTRIES:
+        work = ELIMINATED_WORK * plan.entries + NODE_WORK * len(plan.steps)
+        if plan.largest > NARROW_ENTRIES or not relaxation.meter.takes(work):
             return
         result = eliminate(plan, [costs[None] for _, costs in parts], 1)
         states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
