@@ -118,7 +118,7 @@ def _reproducer(spec: Spec, outcome: Outcome) -> dict[str, Any]:
 
 
 def _shown(failure: dict[str, Any]) -> str:
-    return f"--spec \"{failure['spec']}\" --mesh {failure['mesh']} --plan \"{failure['plan']}\""
+    return f'--spec "{failure["spec"]}" --mesh {failure["mesh"]} --plan "{failure["plan"]}"'
 
 
 def _alone(job: int) -> None:
@@ -212,7 +212,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("generated.json"))
     parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES)
-    parser.add_argument("--shrink-seconds", type=float, default=90.0, help="Of processor time, for each new kind of failure.")
+    parser.add_argument(
+        "--shrink-seconds", type=float, default=90.0, help="Of processor time, for each new kind of failure."
+    )
     parser.add_argument("--spec", help="Run one program again: that of this model.")
     parser.add_argument("--mesh", default="a=2,b=2")
     parser.add_argument("--plan", default="dp")
