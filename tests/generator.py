@@ -31,7 +31,8 @@ LARGEST = 1200
 
 ODDITIES = (
     "no_grad", "detach", "constant", "list", "dict", "attribute", "shared", "frozen", "skip", "deep", "every_other",
-    "autocast", "eval", "wider", "gate", "unread", "none",
+    "autocast", "eval", "wider", "gate", "unread", "no_grad_in_autocast",
+    "grad_in_autocast", "none",
 )  # fmt: skip
 """What sets one layer of a run apart."""
 
@@ -117,6 +118,14 @@ class Layer(nn.Module):
             context = torch.no_grad()
         elif self.odd == "autocast":
             context = torch.autocast("cpu", torch.bfloat16, enabled=False)
+        elif self.odd == "no_grad_in_autocast":  # which leaves float64 as it is
+            context = contextlib.ExitStack()
+            context.enter_context(torch.autocast("cpu", torch.bfloat16))
+            context.enter_context(torch.no_grad())
+        elif self.odd == "grad_in_autocast":
+            context = contextlib.ExitStack()
+            for inner in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()):
+                context.enter_context(inner)
         with context:
             made = self.body(x) * self.factor
         if self.odd == "gate":

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from .. import compat
 from ..passes.capture import Captured
 from ..program import Program
 from ..randomness import keys
@@ -181,7 +182,8 @@ def _forward_and_backward(
     snapshot = {path: v.detach().clone() if isinstance(v, torch.Tensor) else v for path, v in pairs}
     differentiated, tangents = _differentiated(pairs, loss)
     if differentiated:
-        with drawn:  # a checkpoint draws again
+        # a checkpoint draws again; a backward pass belongs outside of autocast
+        with drawn, compat.without_autocast("cpu"):
             torch.autograd.backward(differentiated, tangents)
     return pairs, loss, snapshot
 
