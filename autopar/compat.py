@@ -560,8 +560,9 @@ def _regions_within_regions() -> Iterator[None]:
     """Within it `torch.export` keeps a change of grad mode that stands in a region with autocast. Its pass that makes
     regions without gradients splits a graph at such a change, enters autocast again at the head of the piece, and then
     does not find the change there, which is lost without a word."""
-    from torch._export.passes import replace_set_grad_with_hop_pass as passes
+    from torch._export.passes import replace_set_grad_with_hop_pass as found
 
+    passes: Any = found
     known = passes.replace_set_grad_with_hop_pass
 
     def replace_set_grad(module: fx.GraphModule, signature: Any) -> Any:

@@ -95,7 +95,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The random operator with this number made this."""
 
 
-class Readers(Draws):
+class Readers(Draws):  # type: ignore[no-untyped-call]
     """Which random operators anything depends on. A storage depends on what was ever written into it."""
 
     def __init__(self, graph: JointGraph) -> None:
