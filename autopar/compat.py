@@ -551,8 +551,55 @@ def as_exported() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_captured() -> Iterator[None]:
     """Within it parts of torch do what they do in another way, which a graph can hold."""
-    with _masks_as_they_are(), _averaged_norms(), _plain_checkpoints():
+    with _masks_as_they_are(), _averaged_norms(), _plain_checkpoints(), _regions_within_regions():
         yield
+
+
+@contextlib.contextmanager
+def _regions_within_regions() -> Iterator[None]:
+    """Within it `torch.export` keeps a change of grad mode that stands in a region with autocast. Its pass that makes
+    regions without gradients splits a graph at such a change, enters autocast again at the head of the piece, and then
+    does not find the change there, which is lost without a word."""
+    from torch._export.passes import replace_set_grad_with_hop_pass as found
+
+    passes: Any = found
+    known = passes.replace_set_grad_with_hop_pass
+
+    def replace_set_grad(module: fx.GraphModule, signature: Any) -> Any:
+        _close_autocast_where_grad_changes(module.graph)
+        return known(module, signature)
+
+    passes.replace_set_grad_with_hop_pass = replace_set_grad
+    try:
+        yield
+    finally:
+        passes.replace_set_grad_with_hop_pass = known
+
+
+def _close_autocast_where_grad_changes(graph: fx.Graph) -> None:
+    """Autocast is left before each change of grad mode and entered again after it."""
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+    around: list[fx.Node] = []  # what is entered where a node stands, the outermost first
+    entered: dict[fx.Node, fx.Node] = {}  # how it is entered there
+    for node in list(graph.nodes):
+        if node.target is _enter_autocast:
+            around.append(node)
+            entered[node] = node
+        elif node.target is _exit_autocast:
+            first = node.args[0]
+            assert isinstance(first, fx.Node)
+            around.remove(first)
+            node.args = (entered.pop(first),)
+        elif node.target is torch._C._set_grad_enabled and around:
+            with graph.inserting_before(node):
+                for first in reversed(around):
+                    graph.call_function(_exit_autocast, (entered[first],)).meta = {**first.meta}
+            place = node
+            for first in around:
+                with graph.inserting_after(place):
+                    place = entered[first] = graph.call_function(_enter_autocast, first.args, first.kwargs)
+                    place.meta = {**first.meta}
 
 
 _CALLS = "autopar_calls"

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -92,7 +93,8 @@ class Batch:
                     failed = outcome
         if failed is not None:
             self.known.add(failed.signature)
-            self.shrinking, self.until = failed.signature, time.monotonic() + self.shrink_seconds
+            print(f"  new: {failed.signature}\n    {_shown(_reproducer(spec, failed))}", file=sys.stderr, flush=True)
+            self.shrinking, self.until = failed.signature, time.process_time() + self.shrink_seconds
             self.draws = self.number + self.models
             self.seen[spec] = failed
         return self.shrinking
@@ -100,7 +102,7 @@ class Batch:
     def shrink(self, spec: Spec) -> str | None:
         """Fails where a smaller model has the same failure under one of the same draws of plans."""
         if spec not in self.seen:
-            if time.monotonic() > self.until:
+            if time.process_time() > self.until:
                 return None
             alike = (o for o in outcomes(spec, self.draws) if o.signature == self.shrinking)
             self.seen[spec] = next(alike, None)
@@ -115,9 +117,23 @@ def _reproducer(spec: Spec, outcome: Outcome) -> dict[str, Any]:
     return {"spec": repr(spec), "mesh": outcome.mesh, "plan": outcome.plan, "message": outcome.message[:1000]}
 
 
-def work(numbers: list[int], programs: int, path: Path, families: Sequence[str], shrink_seconds: float) -> None:
-    """Batches until there are so many programs; what they found is in a file after each."""
+def _shown(failure: dict[str, Any]) -> str:
+    return f'--spec "{failure["spec"]}" --mesh {failure["mesh"]} --plan "{failure["plan"]}"'
+
+
+def _alone(job: int) -> None:
+    """On one processor this process plans all by itself, and its processor time is that of its programs."""
+    if hasattr(os, "sched_setaffinity"):
+        there = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {there[job % len(there)]})
     torch.set_num_threads(1)
+
+
+def work(
+    job: int, numbers: list[int], programs: int, path: Path, families: Sequence[str], shrink_seconds: float
+) -> None:
+    """Batches until there are so many programs; what they found is in a file after each."""
+    _alone(job)
     logging.getLogger("autopar").setLevel(logging.ERROR)
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"batches": {}}
     known = {signature for batch in found["batches"].values() for signature in batch["failures"]}
@@ -141,9 +157,7 @@ def work(numbers: list[int], programs: int, path: Path, families: Sequence[str],
         done += sum(batch.counts.values())
         print(f"batch {number}: {sum(batch.counts.values())} programs, {done} in all", file=sys.stderr, flush=True)
         for signature, failure in batch.failures.items():
-            print(
-                f"  {signature}\n    {failure['spec']} {failure['mesh']} {failure['plan']}", file=sys.stderr, flush=True
-            )
+            print(f"  {failure['count']} {signature}\n    {_shown(failure)}", file=sys.stderr, flush=True)
 
 
 def report(batches: list[dict[str, Any]]) -> str:
@@ -173,8 +187,7 @@ def report(batches: list[dict[str, Any]]) -> str:
     lines += [f"{count:6}  {told[:300]}" for count, told, _ in sorted(refused.values(), reverse=True)]
     lines.append(f"\nfailures, {len(failures)} kinds:")
     for failure in sorted(failures.values(), key=lambda f: -f["count"]):
-        again = f'--spec "{failure["spec"]}" --mesh {failure["mesh"]} --plan "{failure["plan"]}"'
-        lines.append(f"{failure['count']:6}  {failure['message'][:400]}\n        {again}")
+        lines.append(f"{failure['count']:6}  {failure['message'][:400]}\n        {_shown(failure)}")
     return "\n".join(lines)
 
 
@@ -199,7 +212,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("generated.json"))
     parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES)
-    parser.add_argument("--shrink-seconds", type=float, default=90.0, help="For each new kind of failure.")
+    parser.add_argument(
+        "--shrink-seconds", type=float, default=90.0, help="Of processor time, for each new kind of failure."
+    )
     parser.add_argument("--spec", help="Run one program again: that of this model.")
     parser.add_argument("--mesh", default="a=2,b=2")
     parser.add_argument("--plan", default="dp")
@@ -212,9 +227,8 @@ def main() -> int:
     workers = []
     for job, path in enumerate(paths):
         numbers = [1000 * (given_.seed + job + given_.jobs * k) for k in range(share)]
-        workers.append(
-            context.Process(target=work, args=(numbers, share, path, given_.families, given_.shrink_seconds))
-        )
+        work_of = (job, numbers, share, path, given_.families, given_.shrink_seconds)
+        workers.append(context.Process(target=work, args=work_of))
         workers[-1].start()
     for worker in workers:
         worker.join()

@@ -5,7 +5,7 @@
 A spec is plain data that prints as the code that makes it, so that a failure is a line that can be run again
 (`benchmarks/generated.py --spec`). Families: "chain" (operators one after the other), "layers" (six to nine copies that
 look alike, of which some are not), "runs" (copies of one layer, then of another), "state" (what a model keeps from step
-to step), "image" (four dims).
+to step), "image" (four dims), "tokens" (integers come in, and rows of tables are looked up).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ LARGEST = 1200
 
 ODDITIES = (
     "no_grad", "detach", "constant", "list", "dict", "attribute", "shared", "frozen", "skip", "deep", "every_other",
-    "autocast", "eval", "wider", "gate", "none",
+    "autocast", "eval", "wider", "gate", "unread", "no_grad_in_autocast",
+    "grad_in_autocast", "none",
 )  # fmt: skip
 """What sets one layer of a run apart."""
 
@@ -42,7 +43,10 @@ STATES = (
 )  # fmt: skip
 """What a model keeps from step to step, and what Python does besides."""
 
-FAMILIES = ("chain", "layers", "runs", "state", "image")
+TABLES = ("plain", "padding", "tied", "positions", "two", "bag", "one_hot", "shifted", "mask", "sparse")
+"""What is looked up by the integers of a model that takes some."""
+
+FAMILIES = ("chain", "layers", "runs", "state", "image", "tokens")
 LOSSES = ("scalar", "loss_fn", "field", "tensor", "pair", "dict", "classes", "penalty")
 MODES = ("train", "eval", "partly", "frozen", "input")
 
@@ -50,7 +54,8 @@ MODES = ("train", "eval", "partly", "frozen", "input")
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """A model. `parts` are its operators, or those of a layer (of the second run: `others`); `odd` is what sets the
-    layers with the numbers `at` apart; `shape` is that of the input."""
+    layers with the numbers `at` apart; `state` is one of `STATES`, or of `TABLES`; `shape` is that of the input, or of
+    the rows that integers look up."""
 
     family: str
     shape: tuple[int, ...]
@@ -113,6 +118,14 @@ class Layer(nn.Module):
             context = torch.no_grad()
         elif self.odd == "autocast":
             context = torch.autocast("cpu", torch.bfloat16, enabled=False)
+        elif self.odd == "no_grad_in_autocast":  # which leaves float64 as it is
+            context = contextlib.ExitStack()
+            context.enter_context(torch.autocast("cpu", torch.bfloat16))
+            context.enter_context(torch.no_grad())
+        elif self.odd == "grad_in_autocast":
+            context = contextlib.ExitStack()
+            for inner in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()):
+                context.enter_context(inner)
         with context:
             made = self.body(x) * self.factor
         if self.odd == "gate":
@@ -123,6 +136,8 @@ class Layer(nn.Module):
             made = made + features[len(features) // 2]
         if self.odd == "detach":
             made = made.detach()
+        if self.odd == "unread":
+            torch.rand_like(made)  # the draws after it are others
         return x + made
 
 
@@ -238,6 +253,41 @@ class Stateful(nn.Module):
         return x
 
 
+VOCABULARY = 10
+
+
+class Tokens(nn.Module):
+    """Integers to rows, with a body over them."""
+
+    def __init__(self, body: nn.Module, width: int, length: int, made: int, table: str) -> None:
+        super().__init__()
+        self.body, self.table = body, table
+        padding = 3 if table == "padding" else None
+        self.embed = nn.Embedding(VOCABULARY, width, padding_idx=padding, sparse=table == "sparse")
+        self.positions = nn.Embedding(length + 2, width) if table == "positions" else None
+        self.bag = nn.EmbeddingBag(VOCABULARY, width, mode="mean") if table == "bag" else None
+        self.head = nn.Linear(made, VOCABULARY, bias=False) if table == "tied" and made == width else None
+        if self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(ids.shape[1]) + 2)
+        if self.table == "two":
+            x = x * self.embed((ids * 3 + 1) % VOCABULARY)
+        elif self.bag is not None:
+            x = x + self.bag(ids)[:, None]
+        elif self.table == "one_hot":
+            x = F.one_hot(ids, VOCABULARY).to(x.dtype) @ self.embed.weight
+        elif self.table == "shifted":
+            x = x + self.embed(F.pad(ids[:, :-1], (1, 0), value=1))
+        elif self.table == "mask":
+            x = x.masked_fill((ids == 2)[..., None], 0.5)
+        x = self.body(x)
+        return x if self.head is None else self.head(x)
+
+
 class Model(nn.Module):
     """A body, and the output or the loss that a spec asks for."""
 
@@ -285,11 +335,16 @@ def build(spec: Spec) -> Built:
             body, shape = chain(spec.parts, spec.shape)
             if spec.family == "state":
                 body = Stateful(body, shape[-1], spec.state)
+            elif spec.family == "tokens":
+                body = Tokens(body, spec.shape[-1], spec.shape[1], shape[-1], spec.state)
+                shape = (*shape[:-1], VOCABULARY if body.head is not None else shape[-1])
         model = Model(spec, body, shape).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
         x = torch.randn(spec.shape, dtype=torch.float64)
+        if spec.family == "tokens":
+            x = torch.randint(0, VOCABULARY, spec.shape[:2])
     parameters = list(model.parameters())
     if spec.mode == "eval":
         model.eval()
@@ -297,9 +352,9 @@ def build(spec: Spec) -> Built:
         for module in list(model.modules())[::2]:
             module.training = False
     elif spec.mode == "frozen" and len(parameters) > 1:
-        for parameter in parameters[::2]:
+        for parameter in parameters[::2] if x.is_floating_point() else parameters[1::2]:
             parameter.requires_grad_(False)
-    if spec.mode == "input" or not any(p.requires_grad for p in parameters):
+    if x.is_floating_point() and (spec.mode == "input" or not any(p.requires_grad for p in parameters)):
         x.requires_grad_()
     return Built(model=model, args=(x,), loss_fn=mean_square if spec.loss == "loss_fn" else None)
 
@@ -354,6 +409,8 @@ def specs(draw: Any, families: Sequence[str] = FAMILIES) -> Spec:
     if family == "state":
         state = draw(st.sampled_from(STATES))
         return Spec(**common, shape=shape, parts=draw(parts(0, 3)), state=state, steps=3)
+    if family == "tokens":
+        return Spec(**common, shape=shape, parts=draw(parts(0, 4)), state=draw(st.sampled_from(TABLES)))
     layer = draw(parts(1, 3, KEEPING))
     odd = draw(st.sampled_from(ODDITIES))
     if family == "layers":

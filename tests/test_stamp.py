@@ -418,6 +418,11 @@ def _part_without_gradient(layer: Any, x: torch.Tensor, stack: Any) -> torch.Ten
     return layer.block(x) * (scale if layer.number != 5 else scale + 1)
 
 
+def _no_grad_under_autocast(layer: Any, x: torch.Tensor, stack: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(layer.number != 4):
+        return x + layer.block(x).float()
+
+
 def _autocast(layer: Any, x: torch.Tensor, stack: Any) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=layer.number != 4):
         return x + layer.block(x).float()
@@ -487,6 +492,7 @@ def _constant(layer: Any, x: torch.Tensor, stack: Any) -> torch.Tensor:
 ALIKE: Mapping[str, Callable[[], Case]] = {
     "no gradients in a layer": layered(_no_grad_in_the_middle),
     "a part of each without gradients": layered(_part_without_gradient),
+    "no gradients in a layer under autocast": layered(_no_grad_under_autocast),
     "autocast off in a layer": layered(_autocast),
     "all under autocast": layered(_all_under_autocast),
     "a counter that all share": layered(_counted),

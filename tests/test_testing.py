@@ -149,3 +149,26 @@ def test_presets_dtypes_and_bad_input() -> None:
         check(nn.Linear(6, 4), MESH, (x,))
     with pytest.raises(ValueError, match=r"does not run in PyTorch as it is given|cannot be captured"):
         check(model, MESH, (torch.randn(4, 5),))
+
+
+class UnreadDraws(nn.Module):
+    """Draws numbers that reach nothing, that are written over, and that only a second name reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand_like(x)
+        x = self.dropout(self.inner(x))
+        (torch.randn_like(x) * 2).tanh()
+        noise = torch.zeros_like(x)
+        noise[:, 1:].copy_(torch.rand_like(x)[:, 1:])
+        torch.rand(3)
+        return self.dropout(x + noise)
+
+
+def test_draws_that_nobody_reads_do_not_shift_those_after_them() -> None:
+    found = check(UnreadDraws(), {"a": 2, "b": 2}, (torch.randn(4, 6),), plans=2, steps=2)
+    assert found.equal, found

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph import JointGraph, Node, Ref, TensorMeta
@@ -47,11 +48,13 @@ def untouched_random_state() -> Iterator[None]:
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Eager's random operators with these keys. The number of the next one is the seed of torch's generator: a
-    checkpoint that puts the generator back draws the same numbers again."""
+    checkpoint that puts the generator back draws the same numbers again. `read` are the numbers of those that the graph
+    has too, where it lacks some that nobody reads."""
 
-    def __init__(self, graph: JointGraph, keys: Sequence[torch.Tensor]) -> None:
+    def __init__(self, graph: JointGraph, keys: Sequence[torch.Tensor], read: Sequence[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys = keys
+        self.place = None if read is None else {number: k for k, number in enumerate(read)}
         self.most = 0
         seeds = {i.name: int(i.target) for i in graph.inputs if i.role == "seed"}
         self.readers: dict[int, Node] = {}
@@ -75,6 +78,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         torch.default_generator.manual_seed(number + 1)
         self.most = max(self.most, number + 1)
+        self.drew(number, made)
+        if self.place is not None:
+            if number not in self.place:
+                return made  # nobody reads it
+            number = self.place[number]
         if number >= len(self.keys):  # `most` tells that the program draws less often
             return made
         reader = self.readers.get(number)
@@ -82,6 +90,47 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _, kept = torch.ops.autopar.dropout(self.keys[number], torch.ones_like(made), reader.args[2])
             return made.copy_(kept)
         return _drawn(func, node, tensors, self.keys[number], args, made)
+
+    def drew(self, number: int, made: Any) -> None:
+        """The random operator with this number made this."""
+
+
+class Readers(Draws):  # type: ignore[no-untyped-call]
+    """Which random operators anything depends on. A storage depends on what was ever written into it."""
+
+    def __init__(self, graph: JointGraph) -> None:
+        super().__init__(graph, ())
+        self.sources: dict[int, frozenset[int]] = {}
+        self.kept: list[torch.UntypedStorage] = []  # an address is one storage's as long as that lives
+        self.drawn: frozenset[int] = frozenset()
+
+    def drew(self, number: int, made: Any) -> None:
+        self.drawn = frozenset({number})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.drawn = frozenset()
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        found = self.of((args, kwargs)) | self.drawn
+        written = [args[position] for position in _written(func) if position < len(args)]
+        for storage in _storages((made, written)):
+            self.kept.append(storage)
+            self.sources[storage.data_ptr()] = self.sources.get(storage.data_ptr(), frozenset()) | found
+        return made
+
+    def of(self, tree: Any) -> frozenset[int]:
+        """The random operators that tensors depend on."""
+        return frozenset().union(*(self.sources.get(s.data_ptr(), ()) for s in _storages(tree)))
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    found = [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if _is_strided(leaf)]
+    return [storage for storage in found if storage.nbytes()]
+
+
+def _is_strided(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
 def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, dict[str, torch.Tensor]]:

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
+from .. import compat
 from ..passes.capture import Captured
 from ..program import Program
 from ..randomness import keys
 from ..runtime.simulate import simulate_step
 from ..tree import flatten
-from .draws import Draws
+from .draws import Draws, Readers
 
 LEARNING_RATE = 0.01
 
@@ -25,6 +27,9 @@ bias is: it then is nothing but the rounding of the others."""
 
 LEAST = 1e-6
 """What the largest element of a tensor counts as at least."""
+
+DRAWS = "the number of random operators that run"
+"""A path of outputs that no model has."""
 
 KINDS = ("loss", "outputs", "gradients", "buffers", "parameters")
 
@@ -112,28 +117,21 @@ def eager_steps(
     loss_fn: Callable[[Any], torch.Tensor] | None,
     steps: int,
     seed: int,
+    read: Sequence[int] | None = None,
 ) -> list[Step]:
     """Steps of SGD as PyTorch runs them, of a model that is changed by it. Each runs the model's own Python on inputs
-    of its own, and takes its random numbers with the keys of a program of the captured graph."""
+    of its own, and takes its random numbers with the keys of a program of the captured graph. `read` are the numbers of
+    the random operators that the graph has, where a step runs others too (see `read_draws`)."""
     made: list[Step] = []
     count = sum(i.role == "seed" for i in captured.graph.inputs)
     for number in range(steps):
         args, kwargs = inputs()
         leaves = [(path, leaf) for path, leaf in flatten("", (args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        drawn = Draws(captured.graph, keys(torch.tensor(seed + number), count))
-        with drawn:
-            output = model(*args, **kwargs)
-            if loss_fn is not None:
-                output = loss_fn(output)
-            pairs = flatten("output", output)[0]
-            loss = _loss(output, pairs, loss_fn is not None)
-        snapshot = {path: v.detach().clone() if isinstance(v, torch.Tensor) else v for path, v in pairs}
-        differentiated, tangents = _differentiated(pairs, loss)
-        if differentiated:
-            with drawn:  # a checkpoint draws again
-                torch.autograd.backward(differentiated, tangents)
-        if drawn.most != count:
-            snapshot["the number of random operators that run"] = drawn.most
+        drawn = Draws(captured.graph, keys(torch.tensor(seed + number), count), read)
+        _, loss, snapshot = _forward_and_backward(model, args, kwargs, loss_fn, drawn)
+        runs = drawn.most if read is None else len(read)
+        if runs != count:
+            snapshot[DRAWS] = runs
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         gradients |= {path: leaf.grad for path, leaf in leaves if leaf.grad is not None}
         gradients = {name: (g.to_dense() if g.is_sparse else g).detach().clone() for name, g in gradients.items()}
@@ -152,6 +150,42 @@ def eager_steps(
             )
         )
     return made
+
+
+def read_draws(
+    model: nn.Module,
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    captured: Captured,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+) -> list[int]:
+    """The numbers of the random operators of a step that what it makes depends on, in order."""
+    args, kwargs = inputs()
+    readers = Readers(captured.graph)
+    pairs, _, _ = _forward_and_backward(model, args, kwargs, loss_fn, readers)
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    lasting = [*model.parameters(), *model.buffers(), *leaves]
+    made = [leaf for _, leaf in pairs], lasting, [leaf.grad for leaf in lasting if leaf.is_leaf]
+    return sorted(readers.of(made))
+
+
+def _forward_and_backward(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss_fn: Any, drawn: Draws
+) -> tuple[Sequence[tuple[str, Any]], str | None, dict[str, Any]]:
+    """What a step returns, by path, the path of the loss, and what was returned before the backward pass."""
+    with drawn:
+        output = model(*args, **kwargs)
+        if loss_fn is not None:
+            output = loss_fn(output)
+        pairs = flatten("output", output)[0]
+        loss = _loss(output, pairs, loss_fn is not None)
+    snapshot = {path: v.detach().clone() if isinstance(v, torch.Tensor) else v for path, v in pairs}
+    differentiated, tangents = _differentiated(pairs, loss)
+    if differentiated:
+        # a checkpoint draws again; a backward pass belongs outside of autocast
+        with drawn, compat.without_autocast("cpu"):
+            torch.autograd.backward(differentiated, tangents)
+    return pairs, loss, snapshot
 
 
 def gradients_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -205,8 +239,8 @@ def simulated_steps(
     parameters, buffers = names
     for number in range(steps):
         step = simulate_step(program, held, inputs, tangents, seed=seed + number, tolerance=tolerance, least=LEAST)
-        updated = {name: held[name] - LEARNING_RATE * g for name, g in step.gradients.items() if name in held}
-        after = {**held, **step.mutations, **updated}
+        after = {**held, **step.mutations}  # what forward wrote into a parameter is what the optimizer finds
+        after |= {name: after[name] - LEARNING_RATE * g for name, g in step.gradients.items() if name in held}
         found = Step(
             outputs={**step.outputs, **constants},
             gradients=step.gradients,

@@ -22,7 +22,7 @@ from ..program import Program
 from .draws import untouched_random_state
 from .locate import Difference, first_difference, whole_values
 from .plans import random_assignment
-from .steps import KINDS, Step, eager_steps, errors, simulated_steps, tangents_of
+from .steps import DRAWS, KINDS, Step, eager_steps, errors, read_draws, simulated_steps, tangents_of
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-8,
@@ -101,10 +101,20 @@ class Trial:
     @cached_property
     def expected(self) -> list[Step]:
         """Eager's steps. Raises ValueError where the model itself does not run."""
-        model, loss_fn = _copy(self.model, self.loss_fn, None)
+
+        def steps(read: Sequence[int] | None) -> list[Step]:
+            model, loss_fn = _copy(self.model, self.loss_fn, None)
+            return eager_steps(
+                model, self.inputs, self.captured, loss_fn=loss_fn, steps=self.steps, seed=self.seed, read=read
+            )
+
         try:
             with untouched_random_state():
-                return eager_steps(model, self.inputs, self.captured, loss_fn=loss_fn, steps=self.steps, seed=self.seed)
+                made = steps(None)
+                if DRAWS in made[0].outputs:
+                    model, loss_fn = _copy(self.model, self.loss_fn, None)
+                    made = steps(read_draws(model, self.inputs, self.captured, loss_fn=loss_fn))
+                return made
         except Exception as error:
             raise ValueError(
                 f"the model does not run in PyTorch as it is given: {type(error).__name__}: {error}"
