@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -484,7 +484,29 @@ def joint(record: Recorded, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMo
         from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
         traced = aot_export_joint_with_descriptors(stack, lifted, inputs)
-        return _describe(traced.graph_module.graph, lifted)
+        return _with_constants(_describe(traced.graph_module.graph, lifted), traced.graph_module)
+
+
+def _with_constants(described: Joint, module: fx.GraphModule) -> Joint:
+    """The graph with the tensors that its own code makes of numbers (`torch.tensor(0.5)` in an autograd.Function, which
+    runs only when the joint graph is traced) as inputs, equal ones as one."""
+    known: dict[Any, fx.Node] = {}
+    placeholders, buffers, constants = [*described.placeholders], [*described.buffers], {**described.constants}
+    for node in described.graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, str(node.target), None)
+        if not isinstance(tensor, torch.Tensor) or not is_real(tensor):
+            continue
+        key = (value_of(tensor) or node.target, tensor.dtype, tuple(tensor.shape), tensor.device)
+        if key not in known:
+            name = f"lifted_constant_{len(known)}"
+            with described.graph.inserting_before(placeholders[0].node):
+                known[key] = described.graph.placeholder(name)
+            known[key].meta["val"] = node.meta.get("val", tensor)
+            placeholders.append(Placeholder(node=known[key], kind="buffer", index=len(buffers)))
+            buffers.append(name)
+            constants[name] = tensor
+        node.replace_all_uses_with(known[key])
+    return replace(described, placeholders=tuple(placeholders), buffers=tuple(buffers), constants=constants)
 
 
 @contextlib.contextmanager

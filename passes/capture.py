@@ -271,7 +271,7 @@ def _joint_graph(
             logger.info("differentiated in full: %s", error)
         else:
             known = {i.target: i.tensor for i in record.inputs if i.kind == "constant" and i.tensor is not None}
-            known = {name.removeprefix("model."): tensor for name, tensor in known.items()}
+            known = {name.removeprefix("model."): tensor for name, tensor in known.items()} | conversion.constants
             read = {i.target for i in graph.inputs if i.role == "buffer"}
             return graph, {name: tensor for name, tensor in known.items() if name in read}
     conversion = converted(record)

@@ -67,7 +67,7 @@ def asserts_both(x: torch.Tensor) -> torch.Tensor:
 
 def branches(x: torch.Tensor) -> torch.Tensor:
     if (x > 0).any():
-        x = x * 2
+        return x.sum() * 2
     return x.sum()
 
 
@@ -90,7 +90,7 @@ def test_a_check_that_raises_passes(function: Callable[..., torch.Tensor], caplo
 
 @pytest.mark.parametrize("function", [branches, catches])
 def test_a_branch_on_data_is_refused(function: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(CaptureError, match="data-dependent"):
+    with pytest.raises(CaptureError, match="decides by a value of a tensor"):
         capture(Applied(function), (torch.randn(8, 8),))
     assert bool(torch.ones(())) and not torch.zeros(1)
 
@@ -164,3 +164,51 @@ def test_a_loss_of_sequences_of_several_lengths(reduction: str, in_a_row: bool) 
 
 def test_a_loss_of_one_sequence() -> None:
     assert_parity(applied(lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([1, 2]), (8,), (2,))))
+
+
+class Halved(torch.autograd.Function):
+    """Makes tensors of numbers, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(x > 1, torch.tensor(0.5)) + torch.tensor([float(i) for i in range(8)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.tensor(0.5) * torch.tensor([float(i) for i in range(8)])
+
+
+class Halves(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Halved.apply(layer(x)).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+def test_a_function_of_autograd_makes_tensors_of_numbers(layers: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(8, 8)
+    case = Case(model=Halves(layers), batch=lambda step: ((x,), {}))
+    assert sorted(capture(case.model, case.args).constants) == ["lifted_constant_0", "lifted_constant_1"]
+    assert_parity(case)
+
+
+def raises_by_a_number(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    lengths = (lengths != 2).sum().long()
+    assert lengths.max().item() <= x.size(1)
+    if lengths.item() > 100:
+        raise ValueError("too long")
+    return x.sum()
+
+
+def test_a_check_of_a_number_that_is_read_off_data_is_left_out(caplog: Any) -> None:
+    case = applied(raises_by_a_number, torch.tensor([1, 2, 3]))
+    with caplog.at_level(logging.WARNING):
+        assert_parity(case)
+    assert "the program makes no checks of data" in caplog.text
