@@ -189,7 +189,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def decides_by_data(error: Exception) -> bool:
     """Whether tracing stopped where Python code asks for a value of a tensor: a branch, an index, a size."""
-    return isinstance(error, GuardOnDataDependentSymNode)
+    # the other is what indexing by a tensor without data says
+    return isinstance(error, GuardOnDataDependentSymNode) or "its data is not allocated yet" in str(error)
 
 
 def is_real(tensor: torch.Tensor) -> bool:

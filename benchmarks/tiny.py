@@ -207,6 +207,12 @@ def _backbone() -> Any:
     return ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1] * 4, out_features=stages)
 
 
+def _may_have_sections(key: str, old: Mapping[str, Any]) -> bool:
+    """Whether a model may divide a head's rotation among axes by this; some have a default in code."""
+    plain = key == "rope_parameters" and not any(isinstance(value, dict) for value in old.values())
+    return plain or "mrope_section" in old
+
+
 @dataclass
 class Shrinking:
     """Makes configurations small by rules. A token's number is the same in all parts of one model."""
@@ -239,7 +245,7 @@ class Shrinking:
                 yield from (("layer_types", kinds), ("num_hidden_layers", len(kinds)))
             elif getattr(old, "model_type", None) == "timm_backbone":
                 yield from (("backbone_config", _backbone()), *WITHOUT_TIMM.items())
-            elif isinstance(old, dict) and "mrope_section" in old and self.rules in SCALES[:2]:
+            elif isinstance(old, dict) and _may_have_sections(key, old) and self.rules in SCALES[:2]:
                 # half of a head in three parts
                 parts = [HEAD_WIDTH // 4, HEAD_WIDTH // 8, HEAD_WIDTH // 8]
                 yield key, {**old, "mrope_section": parts}
