@@ -431,6 +431,10 @@ def recorded(
         yield _record(exported, canonical, next((t.device.type for t in tensors), "cpu"))
 
 
+_NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def _record(exported: Any, canonical: Mapping[str, str], device_type: str) -> Recorded:
     from torch.export.graph_signature import InputKind, OutputKind
 
@@ -441,6 +445,11 @@ def _record(exported: Any, canonical: Mapping[str, str], device_type: str) -> Re
     }
     inputs: list[RecordedInput] = []
     graph = exported.graph_module.graph
+    for part in exported.graph_module.modules():
+        for node in reversed(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
+            # what was read of a tensor whose values are known is a number of Python's, and nobody uses the node
+            if str(node.target) in _NUMBERS and not node.users and not isinstance(node.meta.get("val"), _SYMBOLS):
+                part.graph.erase_node(node)
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(RecordedInput(node=node, kind="input"))

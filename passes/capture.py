@@ -40,6 +40,7 @@ from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, 
 from autopar.tree import flatten
 
 from .cut import cut
+from .known import Known, Pinned
 from .stamp import Unfit, stamped
 from .state import Reads
 from .ways import Generators, OtherWays
@@ -81,7 +82,8 @@ class Captured:
     `constants` are tensors that the model closed over: graph inputs of role "buffer" by target.
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
     `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
-    Python read while the model was traced.
+    Python read while the model was traced. `pinned` is what Python read of the values of inputs: the graph is the step
+    of calls in which that comes out the same.
     """
 
     graph: JointGraph
@@ -96,6 +98,7 @@ class Captured:
     without_gradient: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     reads: Reads = field(default_factory=Reads, repr=False)
+    pinned: Pinned = field(default_factory=Pinned, repr=False)
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
@@ -255,6 +258,7 @@ def _capture(
         without_gradient=missing,
         autocast=compat.autocast_dtype(device_type or "cpu"),
         reads=step.witness.reads,
+        pinned=step.outcomes.pinned,
     )
 
 
@@ -513,6 +517,11 @@ class _Outcomes:
         self.last: _Outcome | None = None
         self.checks: dict[str, None] = {}
         """Lines of code that look at data and raise."""
+        self.pinned = Pinned()
+        self.unread: list[tuple[str, tuple[str, ...]]] = []
+        """Of `Known`."""
+        self.inputs: list[tuple[str, torch.Tensor]] = []
+        """As they were given, by path."""
 
 
 class _Step(nn.Module):
@@ -533,6 +542,7 @@ class _Step(nn.Module):
         self.constants = [None if isinstance(value, torch.Tensor) else (value,) for _, value in pairs]
         self.spec = spec
         self.outcomes: _Outcomes = _Outcomes()
+        self.outcomes.inputs += [(path, value) for path, value in pairs if isinstance(value, torch.Tensor)]
         self.replaced: set[str] = set()
         self.witness = Witness(model, loss_fn)
 
@@ -541,16 +551,21 @@ class _Step(nn.Module):
         leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         generators = Generators(self.model)
+        given = zip(tensors, self.outcomes.inputs, strict=True)
+        known = Known({path: (fake, source) for fake, (path, source) in given})
+        self.outcomes.unread = known.unread
         with (
             self.witness.tracing(),
             _written(self.model, self.replaced),
             generators.watched(),
-            OtherWays(generators),
+            OtherWays(generators, known),
+            known,
             _unchecked(self.outcomes.checks),
         ):
             output = self.model(*args, **kwargs)
             if self.loss_fn[0] is not None:
                 output = self.loss_fn[0](output)
+        self.outcomes.pinned = known.pinned()
         pairs, spec = flatten("output", output)
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
