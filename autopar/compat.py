@@ -192,6 +192,11 @@ def decides_by_data(error: Exception) -> bool:
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
+def leaves_numbers(error: Exception) -> bool:
+    """Whether tracing stopped since a number that was read of a tensor is known to nobody."""
+    return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
+
+
 def is_real(tensor: torch.Tensor) -> bool:
     """Whether it has values."""
     return tensor.device.type != "meta" and not is_fake(tensor)

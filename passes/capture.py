@@ -230,7 +230,7 @@ def _capture(
         except compat.WritesReal as error:
             raise CaptureError(f"{step.witness.written(error.tensor)}{_where(error)}") from None
         except Exception as error:
-            raise _refusal(error, model) from error
+            raise _refusal(error, model, step.outcomes.unread) from error
     if step.outcomes.checks:
         logger.warning(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
@@ -282,10 +282,25 @@ def _joint_graph(
     return conversion.graph(), conversion.constants
 
 
-def _refusal(error: Exception, model: nn.Module) -> CaptureError:
-    """What a trace that ended says to the person."""
+def _refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
+    """What a trace that ended says to the person. `unread` are the values that Python asked for, and were not known."""
     told = f"{type(model).__name__} cannot be captured as a graph of static shapes"
-    if compat.decides_by_data(error):
+    decides = compat.decides_by_data(error)
+    if unread and (decides or compat.leaves_numbers(error)):
+        line, bare = unread[-1] if decides else unread[0]
+        if bare:
+            return CaptureError(
+                f"{told}: its code reads a value of input {', '.join(bare)}{line}, which was given without values (on "
+                f"meta or fake): give a real example of it, and the program will serve inputs of which the same is read"
+            )
+        if not decides:
+            return CaptureError(
+                f"{told}: its code reads a number of a tensor{line} that depends on parameters, buffers or random "
+                f"numbers, and differs from step to step. A graph takes one size for all data: compute with all "
+                f"elements and a mask (experts: an implementation that runs each on all tokens, or on padded ones), or "
+                f"pass the number as a Python constant"
+            )
+    if decides:
         line = _line(error)
         return CaptureError(
             f"{told}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{_where(error)}. A "

@@ -55,7 +55,7 @@ class Constants:
             found = self.known.read(func, args, kwargs)
             return found if found is NotImplemented else pytree.tree_map_only(torch.Tensor, _lifted, found)
         if name in _NARROWS and any(compat.is_fake(x) and self.known.is_known(x) for x in _tensors(args[1:], kwargs)):
-            numbers = pytree.tree_map_only(torch.Tensor, self._whole, (args[1:], kwargs))
+            numbers = pytree.tree_map_only(torch.Tensor, self.number, (args[1:], kwargs))
             return func(args[0], *numbers[0], **numbers[1])
         if func in _INDEXES:
             index = self._places(args[1], narrow=func is torch.Tensor.__setitem__ and _is_one(args[2]))
@@ -68,7 +68,8 @@ class Constants:
             return self._repeated(args[0], args[1], *args[2:], **kwargs)
         return NotImplemented
 
-    def _whole(self, x: torch.Tensor) -> Any:
+    def number(self, x: torch.Tensor) -> Any:
+        """The number that a tensor holds, if it is known, else the tensor."""
         number = self._number("tolist", x)
         return x if number is NotImplemented else number
 

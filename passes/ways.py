@@ -20,6 +20,7 @@ from autopar.ops.statistics import TRACED
 from .constants import Constants
 from .known import Known
 from .selections import Selections
+from .windows import windows
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
@@ -33,7 +34,7 @@ class OtherWays(TorchFunctionMode):
     generator of their own, and never show the weights whose index decides. CTC loss, covariances and counts are
     operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
     collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
-    `Generators`. `.data` is what `detach()` gives. Values are read off constants and inputs: see `Constants`."""
+    `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are those of `unfold`. Values are read off constants and inputs: see `Constants`."""
 
     def __init__(self, generators: Generators, known: Known) -> None:
         super().__init__()
@@ -58,6 +59,11 @@ class OtherWays(TorchFunctionMode):
             if sparse:
                 logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
                 args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
+        if func in (torch.as_strided, torch.Tensor.as_strided) and compat.is_fake(args[0]):
+            sizes, named = pytree.tree_map_only(torch.Tensor, self.constants.number, (args[1:], kwargs))
+            found = windows(args[0], *sizes, **named)
+            if found is not None:
+                return found
         if func in TRACED:
             return TRACED[func](*args, **kwargs)
         if func is torch.Tensor.random_:
