@@ -174,7 +174,11 @@ def capture(
         return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=False, lines=True)
 
 
-class _Unlocated(CaptureError):
+class _OfData(CaptureError):
+    """A number or a shape of the graph depends on data."""
+
+
+class _Unlocated(_OfData):
     """An operator is refused whose line in the model is not known."""
 
 
@@ -223,7 +227,9 @@ def _capture(
             graph, constants = _joint_graph(record, converted, stamp)
             if grad:
                 check_constants(constants, step.witness.seen)
-        except CaptureError:
+        except CaptureError as error:
+            if isinstance(error, _OfData) and (told := _unread(model, step.outcomes.unread)):
+                raise told from None
             raise
         except Beside as error:
             raise CaptureError(str(error)) from None
@@ -284,22 +290,12 @@ def _joint_graph(
 
 def _refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
     """What a trace that ended says to the person. `unread` are the values that Python asked for, and were not known."""
-    told = f"{type(model).__name__} cannot be captured as a graph of static shapes"
     decides = compat.decides_by_data(error)
-    if unread and (decides or compat.leaves_numbers(error)):
-        line, bare = unread[-1] if decides else unread[0]
-        if bare:
-            return CaptureError(
-                f"{told}: its code reads a value of input {', '.join(bare)}{line}, which was given without values (on "
-                f"meta or fake): give a real example of it, and the program will serve inputs of which the same is read"
-            )
-        if not decides:
-            return CaptureError(
-                f"{told}: its code reads a number of a tensor{line} that depends on parameters, buffers or random "
-                f"numbers, and differs from step to step. A graph takes one size for all data: compute with all "
-                f"elements and a mask (experts: an implementation that runs each on all tokens, or on padded ones), or "
-                f"pass the number as a Python constant"
-            )
+    if decides or compat.leaves_numbers(error):
+        told = _unread(model, unread[-1:] if decides else unread)
+        if told is not None:
+            return told
+    told = f"{type(model).__name__} cannot be captured as a graph of static shapes"
     if decides:
         line = _line(error)
         return CaptureError(
@@ -307,6 +303,26 @@ def _refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tup
             f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
         )
     return CaptureError(f"{told}: {error}{_where(error)}")
+
+
+def _unread(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
+    """What is said of values that Python asked for and got none of."""
+    told = f"{type(model).__name__} cannot be captured as a graph of static shapes: its code reads"
+    bare = [(line, paths) for line, paths in unread if paths]
+    if bare:
+        line, paths = bare[0]
+        return CaptureError(
+            f"{told} a value of input {', '.join(paths)}{line}, which was given without values (on meta or fake): give "
+            f"a real example of it, and the program will serve inputs of which the same is read"
+        )
+    if unread:
+        return CaptureError(
+            f"{told} a number of a tensor{unread[0][0]} that depends on parameters, buffers or random numbers, and "
+            f"may differ from step to step. A graph has one for all data: compute with all elements and a mask "
+            f"(experts: an implementation that runs each on all tokens, or on padded ones), keep the number in a "
+            f"tensor, or pass it as a Python constant"
+        )
+    return None
 
 
 def _where(error: Exception) -> str:
@@ -942,7 +958,7 @@ class _Conversion:
         if not isinstance(value, torch.Tensor):
             if not self.lines:
                 raise _Unlocated(node.name)
-            raise CaptureError(
+            raise _OfData(
                 f"{node.name} = {target} is a number that depends on the data ({value}): the model reads a tensor's "
                 f"value{_line_of(node)}, and shapes must be static"
             )
@@ -977,7 +993,7 @@ class _Conversion:
     def _static_meta(self, node: fx.Node) -> TensorMeta:
         meta = _meta(node.meta["val"])
         if any(type(size) is not int for size in meta.shape):
-            raise CaptureError(
+            raise _OfData(
                 f"{node.name} = {node.target} has a shape that depends on the data ({meta}): a graph has static shapes "
                 f"(select with torch.where or a mask, not with a boolean index)"
             )

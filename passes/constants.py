@@ -78,7 +78,10 @@ class Constants:
             if name != "numpy":
                 return self.known.read(_READS[name], (x,), {})
             value = self.known.read(torch.Tensor.clone, (x,), {})
-            return value if value is NotImplemented else value.numpy()
+            if value is NotImplemented:
+                return value
+            with compat.unmodified():
+                return value.numpy()
         if not self.known.is_known(x):
             return NotImplemented
         with compat.unmodified():
@@ -96,7 +99,9 @@ class Constants:
             if places is NotImplemented:
                 replaced.append(part)
             else:
-                replaced += [_lifted(places[:, k].clone()) for k in range(places.shape[1])]
+                with compat.unmodified():
+                    columns = [column.clone() for column in places.unbind(1)]
+                replaced += map(_lifted, columns)
         return tuple(replaced)
 
     def _is_mask(self, x: Any) -> bool:

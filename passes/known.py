@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import compat
 
+from .state import line_of_model
+
 aten = torch.ops.aten
 
 
@@ -218,8 +220,8 @@ class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with compat.unmodified():
             values = self._evaluated(needed, slots)
             result = call.run(values)
-        if paths:
             read = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
+        if paths:
             self.calls.append(
                 Call(func=func, args=call.args, kwargs=call.kwargs, given=call.given, read=read, line=line_of_model())
             )
@@ -286,11 +288,3 @@ def _is_determined(func: Any, tensors: Sequence[torch.Tensor], given: Any) -> bo
     return not drawn and "empty" not in func._schema.name and "resize" not in func._schema.name and not _is_symbolic(given)
 
 
-def line_of_model() -> str:
-    """The line of the model's code that is running."""
-    from .witness import _line
-
-    return _line()
-
-
-__all__ = ["Call", "Known", "Pinned", "Slot", "same_leaves", "sliced"]
