@@ -295,14 +295,14 @@ def _refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tup
         told = _unread(model, unread[-1:] if decides else unread)
         if told is not None:
             return told
-    told = f"{type(model).__name__} cannot be captured as a graph of static shapes"
+    known = f"{type(model).__name__} cannot be captured as a graph of static shapes"
     if decides:
         line = _line(error)
         return CaptureError(
-            f"{told}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{_where(error)}. A "
+            f"{known}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{_where(error)}. A "
             f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
         )
-    return CaptureError(f"{told}: {error}{_where(error)}")
+    return CaptureError(f"{known}: {error}{_where(error)}")
 
 
 def _unread(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:

