@@ -215,6 +215,11 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Identity of the storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as it is under `torch.compile`: Dynamo would follow it into planning."""
     reason = "a parallel module is compiled already: what it runs is its program"

@@ -155,9 +155,11 @@ class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = pytree.tree_leaves(result)
         if not any(isinstance(leaf, torch.Tensor) and compat.is_fake(leaf) for leaf in leaves):
             return
+        if any(isinstance(leaf, torch.Tensor) and _is_symbolic(tuple(leaf.shape)) for leaf in leaves):
+            return
         call = self._call(func, args, kwargs)
         made = tuple(self._slot(x) if isinstance(x, torch.Tensor) and compat.is_fake(x) else None for x in leaves)
-        writes = frozenset(compat.storage_span(x)[0] for x in written)
+        writes = frozenset(compat.memory_of(x) for x in written)
         # what is lifted is the constant itself, which calls must not write
         func = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         self.calls.append(
@@ -174,14 +176,14 @@ class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _slot(self, fake: torch.Tensor) -> int:
         known = self.known.get(id(fake))
         if known is None:
-            known = _Known(fake, len(self.memory), compat.storage_span(fake)[0])
+            known = _Known(fake, len(self.memory), compat.memory_of(fake))
             self.known[id(fake)], self.memory[known.slot] = known, known.memory
             self.devices[known.slot] = fake.device
         return known.slot
 
     def _forget(self, x: torch.Tensor) -> None:
         """All that lies in the memory of a tensor that was written with what is not known."""
-        memory = compat.storage_span(x)[0]
+        memory = compat.memory_of(x)
         for key, known in list(self.known.items()):
             if known.memory == memory:
                 self.forgotten.append(known.fake)

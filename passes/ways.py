@@ -34,7 +34,8 @@ class OtherWays(TorchFunctionMode):
     generator of their own, and never show the weights whose index decides. CTC loss, covariances and counts are
     operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
     collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
-    `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are those of `unfold`. Values are read off constants and inputs: see `Constants`."""
+    `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are
+    those of `unfold`. Values are read off constants and inputs: see `Constants`."""
 
     def __init__(self, generators: Generators, known: Known) -> None:
         super().__init__()
