@@ -584,7 +584,7 @@ class _Step(nn.Module):
         generators = Generators(self.model)
         given = zip(tensors, self.outcomes.inputs, strict=True)
         known = Known({path: (fake, source) for fake, (path, source) in given})
-        self.outcomes.unread = known.unread
+        self.outcomes.unread, known.valued = known.unread, self.witness.valued
         with (
             self.witness.tracing(),
             _written(self.model, self.replaced),

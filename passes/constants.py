@@ -84,6 +84,7 @@ class Constants:
                 return value.numpy()
         if not self.known.is_known(x):
             return NotImplemented
+        self.known.valued.add(compat.memory_of(x))
         with compat.unmodified():
             return x.numpy() if name == "numpy" else _READS[name](x)
 

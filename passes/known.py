@@ -126,6 +126,8 @@ class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.devices: dict[int, torch.device] = {}  # by slot
         self.values: dict[int, torch.Tensor] = {}  # of what nobody writes
         self.paths: dict[int, tuple[str, torch.Tensor]] = {}  # by slot
+        self.valued: set[int] = set()
+        """The memory of real tensors whose numbers became Python's."""
         self.unread: list[tuple[str, tuple[str, ...]]] = []
         """Lines that ask for a value which is not known, each with the inputs that were given without values, if that
         is why."""
@@ -219,6 +221,9 @@ class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if bare:
             self.unread.append((line_of_model(), bare))
             return NotImplemented
+        for x in pytree.tree_leaves([(c.args, dict(c.kwargs)) for c in needed]):
+            if isinstance(x, torch.Tensor):
+                self.valued.add(compat.memory_of(x))
         with compat.unmodified():
             values = self._evaluated(needed, slots)
             result = call.run(values)

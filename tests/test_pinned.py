@@ -236,3 +236,10 @@ def test_windows_in_memory_are_views(shape: tuple[int, ...], size: tuple[int, ..
     transposed = x.movedim(0, -1).contiguous().movedim(-1, 0)
     found = windows(transposed, size, stride)
     assert found is None or torch.equal(found, transposed.as_strided(size, stride))
+
+
+def test_a_tensor_attribute_whose_number_is_read_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READS, "scaled", lambda m, h, mask: m.b(h) * m.scale.item())
+    made = net("scaled")
+    made.scale = torch.tensor(2.0)
+    assert "scale" in capture(made, ONE).reads.values
