@@ -193,6 +193,11 @@ def decides_by_data(error: Exception) -> bool:
     return isinstance(error, GuardOnDataDependentSymNode) or "its data is not allocated yet" in str(error)
 
 
+def leaves_numbers(error: Exception) -> bool:
+    """Whether tracing stopped since a number that was read of a tensor is known to nobody."""
+    return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
+
+
 def is_real(tensor: torch.Tensor) -> bool:
     """Whether it has values."""
     return tensor.device.type != "meta" and not is_fake(tensor)
@@ -209,6 +214,11 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
     first = int(tensor.storage_offset())
     return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Identity of the storage."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -432,6 +442,10 @@ def recorded(
         yield _record(exported, canonical, next((t.device.type for t in tensors), "cpu"))
 
 
+_NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def _record(exported: Any, canonical: Mapping[str, str], device_type: str) -> Recorded:
     from torch.export.graph_signature import InputKind, OutputKind
 
@@ -442,6 +456,11 @@ def _record(exported: Any, canonical: Mapping[str, str], device_type: str) -> Re
     }
     inputs: list[RecordedInput] = []
     graph = exported.graph_module.graph
+    for part in exported.graph_module.modules():
+        for node in reversed(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
+            # what was read of a tensor whose values are known is a number of Python's, and nobody uses the node
+            if str(node.target) in _NUMBERS and not node.users and not isinstance(node.meta.get("val"), _SYMBOLS):
+                part.graph.erase_node(node)
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(RecordedInput(node=node, kind="input"))

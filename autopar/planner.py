@@ -151,6 +151,12 @@ class Planner:
                 len(names),
                 shown,
             )
+        if self.captured.pinned:
+            logger.warning(
+                "the model's Python reads %s: a program is right for inputs of which it reads the same, and "
+                "parallelize captures and plans again for others",
+                self.captured.pinned,
+            )
         self.segments: Segments = self.seconds.timed("segments", segments, graph)
         self._place()
         if self.space.without_rule:

@@ -40,6 +40,7 @@ from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, 
 from autopar.tree import flatten
 
 from .cut import cut
+from .known import Known, Pinned
 from .stamp import Unfit, stamped
 from .state import Reads
 from .ways import Generators, OtherWays
@@ -81,7 +82,8 @@ class Captured:
     `constants` are tensors that the model closed over: graph inputs of role "buffer" by target.
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
     `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
-    Python read while the model was traced.
+    Python read while the model was traced. `pinned` is what Python read of the values of inputs: the graph is the step
+    of calls in which that comes out the same.
     """
 
     graph: JointGraph
@@ -96,6 +98,7 @@ class Captured:
     without_gradient: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     reads: Reads = field(default_factory=Reads, repr=False)
+    pinned: Pinned = field(default_factory=Pinned, repr=False)
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
@@ -171,7 +174,11 @@ def capture(
         return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=False, lines=True)
 
 
-class _Unlocated(CaptureError):
+class _OfData(CaptureError):
+    """A number or a shape of the graph depends on data."""
+
+
+class _Unlocated(_OfData):
     """An operator is refused whose line in the model is not known."""
 
 
@@ -220,14 +227,16 @@ def _capture(
             graph, constants = _joint_graph(record, converted, stamp)
             if grad:
                 check_constants(constants, step.witness.seen)
-        except CaptureError:
+        except CaptureError as error:
+            if isinstance(error, _OfData) and (told := _unread(model, step.outcomes.unread)):
+                raise told from None
             raise
         except Beside as error:
             raise CaptureError(str(error)) from None
         except compat.WritesReal as error:
             raise CaptureError(f"{step.witness.written(error.tensor)}{_where(error)}") from None
         except Exception as error:
-            raise _refusal(error, model) from error
+            raise _refusal(error, model, step.outcomes.unread) from error
     if step.outcomes.checks:
         logger.warning(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
@@ -255,6 +264,7 @@ def _capture(
         without_gradient=missing,
         autocast=compat.autocast_dtype(device_type or "cpu"),
         reads=step.witness.reads,
+        pinned=step.outcomes.pinned,
     )
 
 
@@ -278,16 +288,41 @@ def _joint_graph(
     return conversion.graph(), conversion.constants
 
 
-def _refusal(error: Exception, model: nn.Module) -> CaptureError:
-    """What a trace that ended says to the person."""
-    told = f"{type(model).__name__} cannot be captured as a graph of static shapes"
-    if compat.decides_by_data(error):
+def _refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
+    """What a trace that ended says to the person. `unread` are the values that Python asked for, and were not known."""
+    decides = compat.decides_by_data(error)
+    if decides or compat.leaves_numbers(error):
+        told = _unread(model, unread[-1:] if decides else unread)
+        if told is not None:
+            return told
+    known = f"{type(model).__name__} cannot be captured as a graph of static shapes"
+    if decides:
         line = _line(error)
         return CaptureError(
-            f"{told}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{_where(error)}. A "
+            f"{known}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{_where(error)}. A "
             f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
         )
-    return CaptureError(f"{told}: {error}{_where(error)}")
+    return CaptureError(f"{known}: {error}{_where(error)}")
+
+
+def _unread(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
+    """What is said of values that Python asked for and got none of."""
+    told = f"{type(model).__name__} cannot be captured as a graph of static shapes: its code reads"
+    bare = [(line, paths) for line, paths in unread if paths]
+    if bare:
+        line, paths = bare[0]
+        return CaptureError(
+            f"{told} a value of input {', '.join(paths)}{line}, which was given without values (on meta or fake): give "
+            f"a real example of it, and the program will serve inputs of which the same is read"
+        )
+    if unread:
+        return CaptureError(
+            f"{told} a number of a tensor{unread[0][0]} that depends on parameters, buffers or random numbers, and "
+            f"may differ from step to step. A graph has one for all data: compute with all elements and a mask "
+            f"(experts: an implementation that runs each on all tokens, or on padded ones), keep the number in a "
+            f"tensor, or pass it as a Python constant"
+        )
+    return None
 
 
 def _where(error: Exception) -> str:
@@ -513,6 +548,11 @@ class _Outcomes:
         self.last: _Outcome | None = None
         self.checks: dict[str, None] = {}
         """Lines of code that look at data and raise."""
+        self.pinned = Pinned()
+        self.unread: list[tuple[str, tuple[str, ...]]] = []
+        """Of `Known`."""
+        self.inputs: list[tuple[str, torch.Tensor]] = []
+        """As they were given, by path."""
 
 
 class _Step(nn.Module):
@@ -533,6 +573,7 @@ class _Step(nn.Module):
         self.constants = [None if isinstance(value, torch.Tensor) else (value,) for _, value in pairs]
         self.spec = spec
         self.outcomes: _Outcomes = _Outcomes()
+        self.outcomes.inputs += [(path, value) for path, value in pairs if isinstance(value, torch.Tensor)]
         self.replaced: set[str] = set()
         self.witness = Witness(model, loss_fn)
 
@@ -541,16 +582,21 @@ class _Step(nn.Module):
         leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         generators = Generators(self.model)
+        given = zip(tensors, self.outcomes.inputs, strict=True)
+        known = Known({path: (fake, source) for fake, (path, source) in given})
+        self.outcomes.unread, known.valued = known.unread, self.witness.valued
         with (
             self.witness.tracing(),
             _written(self.model, self.replaced),
             generators.watched(),
-            OtherWays(generators),
+            OtherWays(generators, known),
+            known,
             _unchecked(self.outcomes.checks),
         ):
             output = self.model(*args, **kwargs)
             if self.loss_fn[0] is not None:
                 output = self.loss_fn[0](output)
+        self.outcomes.pinned = known.pinned()
         pairs, spec = flatten("output", output)
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
@@ -912,7 +958,7 @@ class _Conversion:
         if not isinstance(value, torch.Tensor):
             if not self.lines:
                 raise _Unlocated(node.name)
-            raise CaptureError(
+            raise _OfData(
                 f"{node.name} = {target} is a number that depends on the data ({value}): the model reads a tensor's "
                 f"value{_line_of(node)}, and shapes must be static"
             )
@@ -947,7 +993,7 @@ class _Conversion:
     def _static_meta(self, node: fx.Node) -> TensorMeta:
         meta = _meta(node.meta["val"])
         if any(type(size) is not int for size in meta.shape):
-            raise CaptureError(
+            raise _OfData(
                 f"{node.name} = {node.target} has a shape that depends on the data ({meta}): a graph has static shapes "
                 f"(select with torch.where or a mask, not with a boolean index)"
             )

@@ -1,124 +1,134 @@
-"""Numbers that forward reads off tensors which depend on no parameter, buffer or input.
+"""Numbers, and elements picked by masks, that forward reads off tensors which depend on constants and inputs alone.
 
-A fake has no values. How it was made is noted where everything that it was made of is known (constants of the model,
-`torch.arange` and its like), and run on real tensors if a number of it is read.
+`Known` knows their values. A number becomes Python's, and where elements are is a constant of the graph. What depends
+on an input is pinned to what it was in the example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import compat
 
-_FACTORIES = frozenset(
-    (torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.logspace, torch.zeros, torch.ones, torch.full,
-     torch.eye)
-)  # fmt: skip
+from .known import Known
+
 _READS: Mapping[str, Callable[[torch.Tensor], Any]] = MappingProxyType(
     {
         "item": torch.Tensor.item,
         "tolist": torch.Tensor.tolist,
-        "numpy": torch.Tensor.numpy,
         "__int__": int,
         "__index__": int,
         "__float__": float,
         "__bool__": bool,
+        "__complex__": complex,
     }
 )
 """By name: capture has a `Tensor.__bool__` of its own."""
 
+_PLACES = frozenset({"nonzero", "argwhere", "unique", "unique_consecutive", "_unique2"})
+"""Functions of tensors that are known throughout, whose result has as many elements as the data says."""
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """How a fake was made: its number among the results of a call, and its version then, since it may be written."""
+_NARROWS = frozenset({"narrow", "tensor_split"})
+"""Functions that take tensors for sizes."""
 
-    fake: torch.Tensor
-    version: int
-    number: int
-    call: Callable[[], Any]
+_INDEXES = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_MASKS = (torch.bool, torch.uint8)
 
 
 class Constants:
-    """What is known of the fakes of one forward."""
+    """Functions that ask for values, in one forward."""
 
-    def __init__(self) -> None:
-        self.made: dict[int, _Made] = {}
-        self.versions: dict[int, tuple[torch.Tensor, int]] = {}
+    def __init__(self, known: Known) -> None:
+        self.known = known
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is read off a tensor of which all is known, else NotImplemented."""
+        """What a function gives that reads values which are known, else NotImplemented."""
         name = getattr(func, "__name__", "")
-        if name not in _READS or len(args) != 1 or kwargs or not self._is_known(args[0]):
-            return NotImplemented
-        with compat.unmodified(), _Deterministic() as drawn:
-            value = self._value(args[0])
-            return NotImplemented if value is None or drawn.seen else _READS[name](value)
+        if (name in _READS or name == "numpy") and len(args) == 1 and not kwargs:
+            return self._number(name, args[0])
+        if name in _PLACES or (name == "where" and len(args) == 1 and not kwargs):
+            found = self.known.read(func, args, kwargs)
+            return found if found is NotImplemented else pytree.tree_map_only(torch.Tensor, _lifted, found)
+        if name in _NARROWS and any(compat.is_fake(x) and self.known.is_known(x) for x in _tensors(args[1:], kwargs)):
+            numbers = pytree.tree_map_only(torch.Tensor, self.number, (args[1:], kwargs))
+            return func(args[0], *numbers[0], **numbers[1])
+        if func in _INDEXES:
+            index = self._places(args[1], narrow=func is torch.Tensor.__setitem__ and _is_one(args[2]))
+            return NotImplemented if index is None else func(args[0], index, *args[2:])
+        if name == "masked_select" and not kwargs and len(args) == 2:
+            x, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
+            index = self._places(mask, narrow=False)
+            return NotImplemented if index is None else x[index]
+        if name == "repeat_interleave" and self._repeats(args, kwargs):
+            return self._repeated(args[0], args[1], *args[2:], **kwargs)
+        return NotImplemented
 
-    def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note how a result was made, if all of what it was made of is known."""
-        made = result if isinstance(result, (tuple, list)) else (result,)
-        tensors = [x for x in made if isinstance(x, torch.Tensor) and compat.is_fake(x)]
-        if not tensors or "out" in kwargs or "empty" in getattr(func, "__name__", ""):
-            return
-        leaves = pytree.tree_leaves((args, kwargs))
-        given = [x for x in leaves if isinstance(x, torch.Tensor)]
-        symbolic = any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves)
-        known = all(map(self._is_known, given)) if given else func in _FACTORIES
-        written = any(x is y for x in tensors for y in given)
-        if symbolic or written or not known:
-            return
-        for x in given:
-            if not compat.is_fake(x):
-                self.versions.setdefault(id(x), (x, x._version))
-        real: list[Any] = []
+    def number(self, x: torch.Tensor) -> Any:
+        """The number that a tensor holds, if it is known, else the tensor."""
+        number = self._number("tolist", x)
+        return x if number is NotImplemented else number
 
-        def call() -> Any:
-            if not real:
-                values = pytree.tree_map_only(torch.Tensor, self._value, (args, kwargs))
-                lost = any(
-                    a is not None and b is None for a, b in zip(leaves, pytree.tree_leaves(values), strict=False)
-                )
-                real.append(None if lost else func(*values[0], **values[1]))
-            return real[0]
-
-        for number, x in enumerate(made):
-            if isinstance(x, torch.Tensor) and x.device.type != "meta":
-                self.made[id(x)] = _Made(x, x._version, number if made is result else -1, call)
-
-    def _is_known(self, x: Any) -> bool:
-        if not isinstance(x, torch.Tensor) or x.requires_grad:
-            return False
+    def _number(self, name: str, x: Any) -> Any:
         if compat.is_fake(x):
-            return id(x) in self.made and x._version == self.made[id(x)].version
-        return compat.is_real(x) and compat.is_plain(x)
+            if name != "numpy":
+                return self.known.read(_READS[name], (x,), {})
+            value = self.known.read(torch.Tensor.clone, (x,), {})
+            if value is NotImplemented:
+                return value
+            with compat.unmodified():
+                return value.numpy()
+        if not self.known.is_known(x):
+            return NotImplemented
+        self.known.valued.add(compat.memory_of(x))
+        with compat.unmodified():
+            return x.numpy() if name == "numpy" else _READS[name](x)
 
-    def _value(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The tensor's value, None if it was written since."""
-        if not compat.is_fake(x):
-            known, version = self.versions.get(id(x), (x, x._version))
-            return x if known._version == version else None
-        made = self.made[id(x)]
-        if x._version != made.version:
+    def _places(self, index: Any, *, narrow: bool) -> tuple[Any, ...] | None:
+        """An index with the places that masks pick in the place of the masks; None if there are none to replace.
+        `narrow` leaves a mask as it is: what is written is one number, and no size depends on the mask."""
+        parts: Sequence[Any] = index if isinstance(index, tuple) else (index,)
+        if narrow or not any(map(self._is_mask, parts)):
             return None
-        result = made.call()
-        value = result if made.number < 0 or result is None else result[made.number]
-        return value if isinstance(value, torch.Tensor) else None
+        replaced: list[Any] = []
+        for part in parts:
+            places = self.known.read(torch.nonzero, (part,), {}) if self._is_mask(part) else NotImplemented
+            if places is NotImplemented:
+                replaced.append(part)
+            else:
+                with compat.unmodified():
+                    columns = [column.clone() for column in places.unbind(1)]
+                replaced += map(_lifted, columns)
+        return tuple(replaced)
+
+    def _is_mask(self, x: Any) -> bool:
+        fake = isinstance(x, torch.Tensor) and compat.is_fake(x)
+        return fake and x.dtype in _MASKS and x.dim() > 0 and self.known.is_known(x)
+
+    def _repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        known = len(args) > 1 and isinstance(args[1], torch.Tensor) and compat.is_fake(args[1])
+        return known and args[1].dim() == 1 and self.known.is_known(args[1]) and "output_size" not in kwargs
+
+    def _repeated(self, x: torch.Tensor, repeats: torch.Tensor, dim: int | None = None) -> Any:
+        x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+        repeats = repeats.expand(x.shape[dim])
+        places = self.known.read(torch.repeat_interleave, (repeats,), {})
+        return NotImplemented if places is NotImplemented else x.index_select(dim, _lifted(places))
 
 
-class _Deterministic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether an operator draws random numbers."""
+def _tensors(*given: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+def _is_one(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.numel() == 1
+
+
+def _lifted(value: torch.Tensor) -> torch.Tensor:
+    """A constant of the graph, as `torch.tensor` makes one."""
+    made: torch.Tensor = torch.ops.aten.lift_fresh_copy.default(value)
+    return made

@@ -605,3 +605,16 @@ def _put_back_class(cls: type, kept: dict[str, Any]) -> None:
 def _put_back_attribute(owner: Any, name: str, held: Any) -> None:
     if getattr(owner, name, _ABSENT) is not held:
         setattr(owner, name, held)
+
+
+def line_of_model() -> str:
+    """The line of the model's code that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "autopar.")) and not is_library(frame.f_code.co_filename):
+            return f" ({frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name})"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

@@ -18,7 +18,9 @@ from autopar import compat
 from autopar.ops.statistics import TRACED
 
 from .constants import Constants
+from .known import Known
 from .selections import Selections
+from .windows import windows
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
@@ -32,13 +34,14 @@ class OtherWays(TorchFunctionMode):
     generator of their own, and never show the weights whose index decides. CTC loss, covariances and counts are
     operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
     collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
-    `Generators`. `.data` is what `detach()` gives. Numbers are read off constants: see `Constants`."""
+    `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are
+    those of `unfold`. Values are read off constants and inputs: see `Constants`."""
 
-    def __init__(self, generators: Generators) -> None:
+    def __init__(self, generators: Generators, known: Known) -> None:
         super().__init__()
         self.generators = generators
         self.selections = Selections()
-        self.constants = Constants()
+        self.constants = Constants(known)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,13 +54,17 @@ class OtherWays(TorchFunctionMode):
             return compat.plain_attention(*args, **kwargs)
         selected = self.selections.traced(func, args, kwargs)
         if selected is not NotImplemented:
-            self.constants.note(func, args, kwargs, selected)
             return selected
         if (place := _SPARSE.get(func)) is not None:
             sparse = kwargs["sparse"] if "sparse" in kwargs else args[place] if len(args) > place else False
             if sparse:
                 logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
                 args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
+        if func in (torch.as_strided, torch.Tensor.as_strided) and compat.is_fake(args[0]):
+            sizes, named = pytree.tree_map_only(torch.Tensor, self.constants.number, (args[1:], kwargs))
+            found = windows(args[0], *sizes, **named)
+            if found is not None:
+                return found
         if func in TRACED:
             return TRACED[func](*args, **kwargs)
         if func is torch.Tensor.random_:
@@ -74,9 +81,7 @@ class OtherWays(TorchFunctionMode):
             return number
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
-        result = func(*args, **kwargs)
-        self.constants.note(func, args, kwargs, result)
-        return result
+        return func(*args, **kwargs)
 
 
 def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import compat
 from .repeat import Numbering
-from .state import Drawn, Look, Reads, Same, is_library, look
+from .state import Drawn, Look, Reads, Same, is_library, line_of_model, look
 
 if TYPE_CHECKING:
     from .capture import _Step
@@ -253,8 +253,8 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _HOOKS and (name != "retain_grad" or not args[0].is_leaf):
             raise Beside(
-                f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{_line()}, which a "
-                f"program would not run: {_HOOKS[name]}"
+                f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
+                f"which a program would not run: {_HOOKS[name]}"
             )
         if name in _VALUES and compat.is_real(args[0]):
             self.valued.add(compat.storage_span(args[0])[0])
@@ -271,15 +271,15 @@ _HOOKS = {
 
 def _seeded() -> None:
     raise Beside(
-        f"forward seeds torch's generator{_line()}: random operators of a program draw by the step's seed. Seed "
-        f"outside of forward"
+        f"forward seeds torch's generator{line_of_model()}: random operators of a program draw by the step's seed. "
+        f"Seed outside of forward"
     )
 
 
 def _saved() -> None:
     raise Beside(
-        f"forward sets saved_tensors_hooks{_line()}, which a program would not run: it saves what its plan says. Leave "
-        f"them out"
+        f"forward sets saved_tensors_hooks{line_of_model()}, which a program would not run: it saves what its plan "
+        f"says. Leave them out"
     )
 
 
@@ -357,19 +357,6 @@ def _is_shown(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 def _is_tensor(token: Any) -> bool:
     return isinstance(token, Same) and isinstance(token.value, torch.Tensor)
-
-
-def _line() -> str:
-    """The line of the model's code that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "autopar.")) and not is_library(frame.f_code.co_filename):
-            return f" ({frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name})"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return ""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ from autopar.program import Program
 from .agree import all_equal, on_first_rank, raise_together
 from .alike import serves
 from .module import Mode
+from .verify import whole
 
 logger = logging.getLogger("autopar")
 
@@ -49,10 +50,10 @@ class Modes:
         self.loss_fn, self.cluster = loss_fn, cluster
 
     def __call__(
-        self, mode: Mode, model: nn.Module, known: Sequence[Captured]
+        self, mode: Mode, model: nn.Module, known: Sequence[Captured], inputs: Mapping[str, torch.Tensor]
     ) -> tuple[Captured, Program | int]:
-        """The step as it is captured in this mode from `model`, whose attributes may have changed, and its program, or
-        which of the `known` ones has a program that serves it.
+        """The step as it is captured in this mode from `model`, whose attributes may have changed, and from the
+        `inputs` of a call, and its program, or which of the `known` ones has a program that serves it.
 
         Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
         ranks call it in different ones."""
@@ -66,12 +67,14 @@ class Modes:
             module.training = training
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in mode.trainable)
+        # Python may read values of inputs: a DTensor is gathered, on all ranks alike
+        given = {path: whole(tensor) for path, tensor in inputs.items()}
         planner, error, found = None, None, None
         try:
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
-                args, kwargs = self._example()
+                args, kwargs = self._example(given)
                 captured = self._captured(args, kwargs)
                 found = next((i for i, other in enumerate(known) if serves(other, captured)), None)
                 if found is None:
@@ -111,15 +114,11 @@ class Modes:
             self.model.requires_grad_(False)
             return again()
 
-    def _example(self) -> tuple[Any, Any]:
-        """Inputs like those that the model was captured with, without values."""
+    def _example(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """The inputs of a call, as those that the model was captured with."""
         differentiated = {o.target for o in self.captured.graph.outputs if o.role == "gradient"}
         leaves = [
-            leaf.constant
-            if leaf.meta is None
-            else torch.empty(leaf.meta.shape, dtype=leaf.meta.dtype, device="meta").requires_grad_(
-                leaf.path in differentiated
-            )
+            leaf.constant if leaf.meta is None else inputs[leaf.path].requires_grad_(leaf.path in differentiated)
             for leaf in self.captured.input_leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.captured.input_spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from autopar import compat
 from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
 from autopar.layout import Layout, Partial, Replicate, describe, is_chunked, local_shape, pad, valid_shape
 from autopar.passes.capture import Captured
+from autopar.passes.known import Pinned
 from autopar.program import Program, ProgramInput, ProgramOutput
 from autopar.randomness import keys
 
@@ -31,6 +33,9 @@ from .seeds import step_seed
 from .sharing import Shared, overlapping
 from .submodules import empty_submodule
 from .verify import Check, Verifier
+from .verify import whole as gathered
+
+logger = logging.getLogger("autopar")
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -59,9 +64,13 @@ class Mode:
         return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
 
 
-Again = Callable[[Mode, nn.Module, Sequence[Captured]], tuple[Captured, Program | int]]
-"""What is captured in another mode, or with other attributes of the model, and its program, with the parameters where
-they are, or which of the steps that are known has a program that serves it. Called on all ranks at once."""
+Again = Callable[[Mode, nn.Module, Sequence[Captured], Mapping[str, torch.Tensor]], tuple[Captured, Program | int]]
+"""What is captured in another mode, with other attributes of the model or with other values of inputs (by path), and
+its program, with the parameters where they are, or which of the steps that are known has a program that serves it.
+Called on all ranks at once."""
+
+PINNED_MOST = 8
+"""Programs that are kept for a mode, by what they read of inputs; those that were called last."""
 
 
 class ParallelModule(nn.Module):
@@ -175,7 +184,7 @@ class ParallelModule(nn.Module):
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
-        state = vars(self)["_modes"].state()
+        state = vars(self)["_modes"].state(args, kwargs)
         call = state.call(args, kwargs)
         verifier: Verifier | None = vars(self)["_verifier"]
         if verifier is not None:
@@ -230,8 +239,9 @@ class ParallelModule(nn.Module):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         modes: _Modes = vars(self)["_modes"]
-        memo.update((id(guard), guard) for _, guard, _ in modes.states)
-        for state in (_state(self), *(state for *_, state in modes.states)):
+        memo.update((id(version.guard), version.guard) for version in modes.versions)
+        memo.update((id(version.pinned), version.pinned) for version in modes.versions)
+        for state in (_state(self), *(version.state for version in modes.versions)):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
             memo.update((id(part), part) for part in one_for_all)
         memo[id(modes.again)] = modes.again
@@ -626,6 +636,16 @@ class _State:
         return local if _is_whole(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Version:
+    """A program, and what it is right for."""
+
+    mode: Mode
+    guard: Guard
+    pinned: Pinned
+    state: _State
+
+
 class _Modes:
     """The program for each mode that the module is called in."""
 
@@ -646,57 +666,122 @@ class _Modes:
             autocast=captured.autocast,
         )
         self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
-        self.states: list[tuple[Mode, Guard, _State]] = [(mode, self._guard(captured), state)]
-        self.chosen: dict[tuple[Any, ...], tuple[Guard, _State]] = {}
+        self.versions: list[_Version] = [self._version(mode, captured, state)]
+        self.chosen: dict[tuple[Any, ...], _Version] = {}
         self.device_type = state.device.type
 
-    def state(self) -> _State:
-        """That of the mode which the module is in now."""
+    def state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _State:
+        """That of the mode which the module is in now, and of these inputs."""
         gradients = torch.is_grad_enabled()
         flags: list[Any] = [compat.autocast_dtype(self.device_type), gradients, *[m.training for m in self.modules]]
         if gradients:
             flags += [registry[key].requires_grad for _, registry, key in self.parameters]
         key = tuple(flags)
-        if key not in self.chosen or not self.chosen[key][0].holds():
-            self.chosen[key] = self._found(gradients)
-        return self.chosen[key][1]
+        chosen = self.chosen.get(key)
+        if chosen is None or not chosen.guard.holds() or (chosen.pinned and not self._reads(chosen, args, kwargs)):
+            self.chosen[key] = chosen = self._found(gradients, args, kwargs)
+        return chosen.state
 
     def guard_again(self) -> None:
         """Guard the modules that these modes are of now, and no others."""
-        self.states = [(mode, self._guard(state.captured), state) for mode, _, state in self.states]
+        for version in self.versions:
+            version.guard = self._guard(version.state.captured)
         self.chosen = {}
 
     def _guard(self, captured: Captured) -> Guard:
         return Guard(self.root, self.loss_fn, captured.reads)
 
-    def _found(self, gradients: bool) -> tuple[Guard, _State]:
+    def _version(self, mode: Mode, captured: Captured, state: _State) -> _Version:
+        return _Version(mode=mode, guard=self._guard(captured), pinned=captured.pinned, state=state)
+
+    def _reads(self, version: _Version, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a program's numbers are those of these inputs, on all ranks alike."""
+        error: Exception | None = None
+        differs = None
+        bound = self._bound(args, kwargs)
+        inputs = {path: gathered(bound[path]) for path in version.pinned.slots}
+        try:
+            differs = version.pinned.differs(inputs)
+        except Exception as caught:
+            error = caught
+        raise_together(error, self.base.mesh)
+        all_equal(
+            differs is None,
+            self.base.mesh,
+            f"the ranks read different {version.pinned}: a plain tensor is the global batch and must be the same on "
+            f"every rank",
+        )
+        return differs is None
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The inputs by path; what is wrong with those of any rank is raised on all of them."""
+        bound: dict[str, torch.Tensor] = {}
+        error: Exception | None = None
+        try:
+            bound = self.base.captured.bind(args, kwargs)
+        except ValueError as caught:
+            error = caught
+        raise_together(error, self.base.mesh)
+        return bound
+
+    def _found(self, gradients: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Version:
         wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
         cast = compat.autocast_dtype(self.device_type)
         mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
         changed: list[str] = []
-        for known, guard, state in self.states:
-            if known == mode or (self.again is None and known.covers(mode)):
-                if guard.holds():
-                    return guard, state
-                changed = guard.changed
-        if changed:
+        others: list[_Version] = []
+        for version in self.versions:
+            if version.mode == mode or (self.again is None and version.mode.covers(mode)):
+                if not version.guard.holds():
+                    changed = version.guard.changed
+                elif version.pinned and not self._reads(version, args, kwargs):
+                    others.append(version)
+                else:
+                    self.versions.append(self.versions.pop(self.versions.index(version)))
+                    return version
+        if others:
+            self._report_read(others)
+        elif changed:
             report_changed(changed, possible=self.again is not None)
         if self.again is None:
             raise ValueError(
-                f"the module has a program for {self.states[0][0]}, and is called for {mode}: call train(), eval() and "
-                f"requires_grad_() as when it was captured, or make it with autopar.parallelize"
+                f"the module has a program for {self.versions[0].mode}, and is called for {mode}: call train(), eval() "
+                f"and requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
-        states = [state for *_, state in self.states]
-        captured, program = self.again(mode, self.root, [state.captured for state in states])
+        states = [version.state for version in self.versions]
+        inputs = self._bound(args, kwargs)
+        captured, program = self.again(mode, self.root, [state.captured for state in states], inputs)
         if isinstance(program, int):
             served = [state for state in states if state.program is states[program].program]
             same = [state for state in served if same_values(state.captured, captured)]
             state = same[0] if same else self.base.with_program(captured, states[program].program)
         else:
             state = self.base.with_program(captured, program)
-        guard = self._guard(captured)
-        self.states.append((mode, guard, state))
-        return guard, state
+        made = self._version(mode, captured, state)
+        self.versions.append(made)
+        return made
+
+    def _report_read(self, others: Sequence[_Version]) -> None:
+        """Say that the programs of a mode read other numbers; the one that was called longest ago is dropped if there
+        are too many. Raises ValueError where another cannot be had."""
+        pinned = others[0].pinned
+        if self.again is None:
+            raise ValueError(
+                f"the program is right for other {pinned}: give the inputs that it was captured with, or make the "
+                f"module with autopar.parallelize, which captures again"
+            )
+        logger.warning(
+            "the model's Python reads %s, and these differ from those of the %s: it is captured and planned again, "
+            "which takes long, and %d programs are kept. What differs from batch to batch should be computed with "
+            "tensors (a mask, torch.where), not read",
+            pinned,
+            "program" if len(others) == 1 else f"{len(others)} programs",
+            PINNED_MOST,
+        )
+        if len(others) >= PINNED_MOST:
+            dropped = others[0]
+            self.versions.remove(dropped)
+            self.chosen = {key: version for key, version in self.chosen.items() if version is not dropped}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,299 @@
+"""What is known of the tensors of one forward: those that depend on inputs and constants alone.
+
+A fake has no values. The operators that made it are noted where all that they were given is known, and run on real
+tensors where Python asks for a value: a number, or how many elements a mask picks. What depends on an input, which the
+next call may change, is pinned: the program is right for calls in which all that was read comes out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar import compat
+
+from .state import line_of_model
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a tensor in the arguments of a call."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """An operator and the slots of the tensors that it makes. A call that reads has the leaves that it gave in
+    `read`, and `line`, where the model's code asked."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    made: tuple[int | None, ...] = ()
+    given: tuple[int, ...] = ()
+    writes: frozenset[int] = frozenset()
+    """The memory that it writes."""
+    read: tuple[Any, ...] | None = None
+    line: str = ""
+
+    def run(self, values: dict[int, torch.Tensor]) -> Any:
+        """What it makes of these tensors, by slot, among which its own are then."""
+
+        def filled(leaf: Any) -> Any:
+            return values[leaf.number] if isinstance(leaf, Slot) else leaf
+
+        args, kwargs = pytree.tree_map(filled, (self.args, dict(self.kwargs)))
+        result = self.func(*args, **kwargs)
+        for slot, leaf in zip(self.made, pytree.tree_leaves(result), strict=False):
+            if slot is not None:
+                values[slot] = leaf
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """What Python read of inputs while a model was captured, and how it is computed of them."""
+
+    calls: tuple[Call, ...] = ()
+    slots: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """By the path of an input."""
+
+    def __bool__(self) -> bool:
+        return bool(self.slots)
+
+    def __str__(self) -> str:
+        lines = list(dict.fromkeys(call.line for call in self.calls if call.read is not None))
+        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        return f"values of {', '.join(self.slots)}{lines[0] if lines else ''}{more}"
+
+    def differs(self, inputs: Mapping[str, torch.Tensor]) -> Call | None:
+        """The first that reads something else of these inputs, by path."""
+        with compat.unmodified():
+            values = {slot: inputs[path].detach() for path, slot in self.slots.items()}
+            if any(call.writes for call in self.calls):
+                values = {slot: value.clone() for slot, value in values.items()}
+            for call in self.calls:
+                result = call.run(values)
+                if call.read is not None and not same_leaves(pytree.tree_leaves(result), call.read):
+                    return call
+        return None
+
+
+def same_leaves(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether numbers and tensors are equal, bit by bit."""
+    return len(first) == len(second) and all(map(_same, first, second))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if not isinstance(a, torch.Tensor):
+        return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    fake: torch.Tensor
+    slot: int
+    memory: int
+
+
+class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators of a forward whose operands are known. `inputs` are its fakes, by path, each with the tensor
+    that it stands for."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.known: dict[int, _Known] = {}
+        self.forgotten: list[torch.Tensor] = []  # alive, lest another take its identity
+        self.memory: dict[int, int] = {}  # by slot
+        self.devices: dict[int, torch.device] = {}  # by slot
+        self.values: dict[int, torch.Tensor] = {}  # of what nobody writes
+        self.paths: dict[int, tuple[str, torch.Tensor]] = {}  # by slot
+        self.valued: set[int] = set()
+        """The memory of real tensors whose numbers became Python's."""
+        self.unread: list[tuple[str, tuple[str, ...]]] = []
+        """Lines that ask for a value which is not known, each with the inputs that were given without values, if that
+        is why."""
+        for path, (fake, source) in inputs.items():
+            self.paths[self._slot(fake)] = path, source
+
+    # -- noting
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
+            number = self.read(func, args, kwargs)
+            if number is not NotImplemented:
+                return number
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        written = [x for x in compat.written_by(func, args, kwargs) if isinstance(x, torch.Tensor)]
+        if not all(map(self.is_known, tensors)) or not _is_determined(func, tensors, (args, kwargs)):
+            # a higher-order operator may write what it is given
+            for x in written if isinstance(func, torch._ops.OpOverload) else tensors:
+                self._forget(x)
+            return
+        leaves = pytree.tree_leaves(result)
+        if not any(isinstance(leaf, torch.Tensor) and compat.is_fake(leaf) for leaf in leaves):
+            return
+        if any(isinstance(leaf, torch.Tensor) and _is_symbolic(tuple(leaf.shape)) for leaf in leaves):
+            return
+        call = self._call(func, args, kwargs)
+        made = tuple(self._slot(x) if isinstance(x, torch.Tensor) and compat.is_fake(x) else None for x in leaves)
+        writes = frozenset(compat.memory_of(x) for x in written)
+        # what is lifted is the constant itself, which calls must not write
+        func = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        self.calls.append(
+            Call(func=func, args=call.args, kwargs=call.kwargs, made=made, given=call.given, writes=writes)
+        )
+
+    def is_known(self, x: Any) -> bool:
+        if not isinstance(x, torch.Tensor):
+            return False
+        if compat.is_fake(x):
+            return id(x) in self.known
+        return compat.is_real(x) and compat.is_plain(x) and not x.requires_grad
+
+    def _slot(self, fake: torch.Tensor) -> int:
+        known = self.known.get(id(fake))
+        if known is None:
+            known = _Known(fake, len(self.memory), compat.memory_of(fake))
+            self.known[id(fake)], self.memory[known.slot] = known, known.memory
+            self.devices[known.slot] = fake.device
+        return known.slot
+
+    def _forget(self, x: torch.Tensor) -> None:
+        """All that lies in the memory of a tensor that was written with what is not known."""
+        memory = compat.memory_of(x)
+        for key, known in list(self.known.items()):
+            if known.memory == memory:
+                self.forgotten.append(known.fake)
+                del self.known[key]
+
+    def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Call:
+        given: list[int] = []
+
+        def slot(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not compat.is_fake(leaf):
+                return leaf
+            given.append(self.known[id(leaf)].slot)
+            return Slot(given[-1])
+
+        args, kwargs = pytree.tree_map(slot, (tuple(args), dict(kwargs)))
+        return Call(func=func, args=args, kwargs=kwargs, given=tuple(given))
+
+    # -- reading
+
+    def read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function that asks for values gives of known tensors, else NotImplemented."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not any(map(compat.is_fake, tensors)):
+            return NotImplemented
+        if not all(map(self.is_known, tensors)) or _is_symbolic((args, kwargs)):
+            self.unread.append((line_of_model(), ()))
+            return NotImplemented
+        call = self._call(func, args, kwargs)
+        needed = sliced(self.calls, [call], self.memory)
+        slots = {slot for c in needed for slot in c.given}
+        paths = [self.paths[slot] for slot in sorted(slots) if slot in self.paths]
+        bare = tuple(path for path, source in paths if not compat.is_real(source))
+        if bare:
+            self.unread.append((line_of_model(), bare))
+            return NotImplemented
+        for x in pytree.tree_leaves([(c.args, dict(c.kwargs)) for c in needed]):
+            if isinstance(x, torch.Tensor):
+                self.valued.add(compat.memory_of(x))
+        with compat.unmodified():
+            values = self._evaluated(needed, slots)
+            result = call.run(values)
+            read = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
+        if paths:
+            self.calls.append(
+                Call(func=func, args=call.args, kwargs=call.kwargs, given=call.given, read=read, line=line_of_model())
+            )
+        return result
+
+    def _evaluated(self, needed: Sequence[Call], slots: set[int]) -> dict[int, torch.Tensor]:
+        """The tensors of these calls, by slot."""
+        writes = any(call.writes for call in needed)
+        values = {} if writes else self.values
+        for slot in slots & self.paths.keys():
+            if slot not in values:
+                values[slot] = self.paths[slot][1].detach().to(self.devices[slot], copy=writes)
+        for call in needed[:-1]:
+            if call.read is None and (writes or not all(slot in values for slot in call.made if slot is not None)):
+                call.run(values)
+        return values
+
+    def pinned(self) -> Pinned:
+        """What was read of inputs."""
+        reads = [call for call in self.calls if call.read is not None]
+        needed = sliced(self.calls, [], self.memory)
+        slots = {slot for call in needed for slot in call.given}
+        paths = {path: slot for slot, (path, _) in self.paths.items() if slot in slots}
+        return Pinned(calls=tuple(needed), slots=MappingProxyType(paths)) if reads else Pinned()
+
+
+def sliced(calls: Sequence[Call], last: Sequence[Call], memory: Mapping[int, int]) -> list[Call]:
+    """Those of the calls on which the last ones depend, and these; without last ones, those that read."""
+    slots: set[int] = set()
+    spaces: set[int] = set()
+    needed: list[Call] = []
+
+    def need(call: Call) -> None:
+        needed.append(call)
+        slots.update(call.given)
+        spaces.update(memory[slot] for slot in call.given)
+
+    for call in last:
+        need(call)
+    for call in reversed(calls):
+        read = call.read is not None
+        if (read and not last) or (
+            not read and (not slots.isdisjoint(call.made) or not spaces.isdisjoint(call.writes))
+        ):
+            need(call)
+    return needed[len(last) :][::-1] + needed[: len(last)]
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_symbolic(given: Any) -> bool:
+    return any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in pytree.tree_leaves(given))
+
+
+def _is_determined(func: Any, tensors: Sequence[torch.Tensor], given: Any) -> bool:
+    """Whether an operator gives the same whenever it is given the same."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    return (
+        not drawn and "empty" not in func._schema.name and "resize" not in func._schema.name and not _is_symbolic(given)
+    )
