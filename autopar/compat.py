@@ -68,11 +68,49 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return list(pytree.tree_leaves(given))
 
 
-class ReadOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises WritesReal before an operator writes a real tensor. While a model is traced, operators that are given real
-    tensors alone run."""
+@contextlib.contextmanager
+def suspended_in_branches(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """A context that is left while Dynamo traces the branches of `torch.cond`, and entered again after it."""
+    from torch._higher_order_ops import utils
+
+    compiled = getattr(utils, "_hop_compile_and_call", None)
+    if compiled is None:
+        with context():
+            yield
+        return
+    entered = [context()]
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        entered.pop().__exit__(None, None, None)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            entered.append(context())
+            entered[-1].__enter__()
+
+    entered[-1].__enter__()
+    utils._hop_compile_and_call = outside
+    try:
+        yield
+    finally:
+        utils._hop_compile_and_call = compiled
+        entered.pop().__exit__(None, None, None)
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that looks at operators and leaves them as they are. Dynamo, which traces the branches of `torch.cond`,
+    works under it as without."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
+class ReadOnly(Watching):
+    """Raises WritesReal before an operator writes a real tensor. While a model is traced, operators that are given real
+    tensors alone run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_by(func, args, kwargs or {}):
@@ -252,7 +290,12 @@ def take_notes(tensor: torch.Tensor, source: torch.Tensor) -> None:
 def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Attributes that people set on a tensor."""
     own = vars(_bare_fake()) if is_fake(tensor) else {}
-    return {name: value for name, value in vars(tensor).items() if name not in own and not name.endswith("_memo")}
+    return {name: value for name, value in vars(tensor).items() if name not in own and not is_torchs(name)}
+
+
+def is_torchs(name: str) -> bool:
+    """Whether torch itself sets such an attribute on tensors that it traces."""
+    return name.endswith("_memo") or name.startswith("_dynamo_")
 
 
 @cache
@@ -896,21 +939,24 @@ class _IfTaken(torch.autograd.Function):
         return torch.where(taken, gradient, 0.0), None
 
 
-def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """`torch.cond` on data: both branches run, and their results are selected from."""
+def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, operands: Sequence[Any]) -> Any:
+    """`torch.cond` on data: both branches run, and their results, a tensor or several, are selected from."""
     if not isinstance(wanted, torch.Tensor):
         raise ValueError(f"the predicate of torch.cond is {wanted!r}: make it a tensor of one bool")
     wanted = wanted.reshape(()).to(torch.bool)
 
     gate: Any = _IfTaken.apply
 
-    def run(branch: fx.GraphModule, taken: torch.Tensor) -> Sequence[Any]:
+    def run(branch: fx.GraphModule, taken: torch.Tensor) -> tuple[list[Any], pytree.TreeSpec]:
         given = [gate(x, taken) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in operands]
-        made: Sequence[Any] = _Traced(branch, garbage_collect_values=False).run(*given, enable_io_processing=False)
-        return made
+        traced = _Traced(branch, garbage_collect_values=False)
+        return pytree.tree_flatten(traced.run(*given, enable_io_processing=False))
 
     results = []
-    for a, b in zip(run(if_true, wanted), run(if_false, wanted.logical_not()), strict=True):
+    (made, spec), (other, other_spec) = run(if_true, wanted), run(if_false, wanted.logical_not())
+    if spec != other_spec:
+        raise ValueError(f"the branches of torch.cond return {spec} and {other_spec}: they must be alike")
+    for a, b in zip(made, other, strict=True):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             raise ValueError("a branch of torch.cond returns what is no tensor: autopar selects from tensors")
         if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -919,7 +965,7 @@ def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, oper
                 f"and one result is selected, so that they must be alike"
             )
         results.append(torch.where(wanted, a, b))
-    return tuple(results)
+    return pytree.tree_unflatten(results, spec)
 
 
 _KEPT_WHOLE = (

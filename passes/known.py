@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import compat
 
@@ -111,11 +110,9 @@ class _Known:
     memory: int
 
 
-class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Known(compat.Watching):
     """Notes the operators of a forward whose operands are known. `inputs` are its fakes, by path, each with the tensor
     that it stands for."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -59,6 +59,7 @@ _STATE = (
     dict, list, tuple, set, collections.deque, bytearray, torch.Tensor, torch.Generator, nn.Module, random.Random,
     types.SimpleNamespace, contextvars.ContextVar,
 )  # fmt: skip
+_CACHE = type(functools.lru_cache(len))
 _PLACES = tuple(sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
 
 
@@ -260,7 +261,7 @@ class _Walk:
     def _class_attribute(self, cls: type, name: str, value: Any) -> None:
         path = f"{cls.__name__}.{name}"
         inner = getattr(value, "__func__", getattr(value, "fget", value))
-        if isinstance(inner, types.FunctionType) or hasattr(inner, "cache_clear"):
+        if isinstance(inner, (types.FunctionType, _CACHE)):
             self.value(path, inner)
         elif self._is_data(value):
             self.look.others.append((lambda: vars(cls).get(name), value))
@@ -347,7 +348,7 @@ class _Walk:
             self.value(f"{path}.func", value.func)
             self.value(f"{path}.args", value.args)
             self.value(f"{path}.keywords", value.keywords)
-        elif hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
+        elif isinstance(value, _CACHE):
             facts[path] = Same(value)
             # results that the trace left in a cache are no tensors
             size = value.cache_info().currsize

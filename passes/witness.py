@@ -183,7 +183,7 @@ class Witness:
                 kind,
                 compat.storage_span(tensor),
                 tensor.requires_grad,
-                dict(vars(tensor)),
+                {key: value for key, value in vars(tensor).items() if not compat.is_torchs(key)},
             )
             for path, module in self.modules.items()
             for kind in ("_parameters", "_buffers")
@@ -203,15 +203,20 @@ class Witness:
                     read.add((path, name))
             return object.__getattribute__(module, name)
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_patched(nn.Module, of_module))
-            for cls in classes:
-                if not issubclass(cls, (nn.Module, type)):
-                    noted = fields.setdefault(cls, set())
-                    try:
-                        stack.enter_context(_patched(cls, _noting(cls, noted)))
-                    except TypeError:
-                        noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
+        @contextlib.contextmanager
+        def observing() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_patched(nn.Module, of_module))
+                for cls in classes:
+                    if not issubclass(cls, (nn.Module, type)):
+                        noted = fields.setdefault(cls, set())
+                        try:
+                            stack.enter_context(_patched(cls, _noting(cls, noted)))
+                        except TypeError:
+                            noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
+                yield
+
+        with compat.suspended_in_branches(observing):
             yield
 
 

@@ -132,7 +132,10 @@ class Attention(nn.Module):
     def __init__(self, attend: Attend) -> None:
         super().__init__()
         self.qkv = nn.ModuleList(nn.Linear(STATE, heads * HEAD, bias=False) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-        self.output, self.attend = nn.Linear(HEADS * HEAD, STATE), attend
+        self.output, self.style = nn.Linear(HEADS * HEAD, STATE), attend
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.style(q, k, v)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         q, k, v = (layer(states).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in self.qkv)
@@ -144,9 +147,13 @@ class Relative(Attention):
     distances, gathered along the keys."""
 
     def __init__(self, gathered: bool) -> None:
-        super().__init__(by_hand(self.gathered if gathered else self.bias))
+        super().__init__(by_hand(causal))
+        self.is_gathered = gathered
         self.table = nn.Embedding(8, HEADS)
         self.places = nn.Parameter(torch.randn(HEADS, SEQUENCE, 2 * SEQUENCE))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return by_hand(self.gathered if self.is_gathered else self.bias)(q, k, v)
 
     def bias(self) -> torch.Tensor:
         return self.table(distances().abs().clamp(max=7)).permute(2, 0, 1)[None] + causal()
