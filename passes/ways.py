@@ -126,21 +126,24 @@ class Generators:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While forward runs: a state of which nobody knows tells whether a generator was seeded since."""
-        states = [(generator, generator.get_state()) for generator in self.held]
-        for generator in self.held:
-            generator.manual_seed(0x5EED5EED)
-            self.marks[id(generator)] = generator.get_state()
+        with compat.without_modes():
+            states = [(generator, generator.get_state()) for generator in self.held]
+            for generator in self.held:
+                generator.manual_seed(0x5EED5EED)
+                self.marks[id(generator)] = generator.get_state()
         torch.Generator = _made_inside(self.base)  # type: ignore[misc]
         try:
             yield
         finally:
             torch.Generator = self.base  # type: ignore[misc]
-            for generator, state in states:
-                generator.set_state(state)
+            with compat.without_modes():
+                for generator, state in states:
+                    generator.set_state(state)
 
     def check(self, generator: torch.Generator) -> None:
         mark = self.marks.get(id(generator))
-        seeded = mark is not None and not torch.equal(mark, generator.get_state())
+        with compat.without_modes():
+            seeded = mark is not None and not torch.equal(mark, generator.get_state())
         if seeded or type(generator) is not self.base:
             what = "seeds a torch.Generator" if seeded else "makes a torch.Generator of its own"
             raise ValueError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -207,8 +208,8 @@ def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: p
     ends: list[Solved] = []
     starts: list[Start] = []
 
-    def noted(start: Start, order: list[Axes], price: float = 0.0, below: float = math.inf) -> Solved:
-        found = descend(start, order, price, below)
+    def noted(start: Start, order: list[Axes], price: float = 0.0, below: float = math.inf, **options: Any) -> Solved:
+        found = descend(start, order, price, below, **options)
         if price:
             ends.append(found)
             starts.append(start)

@@ -199,7 +199,7 @@ def test_masks_that_each_rank_has_a_part_of() -> None:
 def test_so_many_programs_are_kept() -> None:
     batches = [batch(*[(k // 3, k % 3) for k in range(n)]) for n in (0, 1, 2, 0)]
     assert {count for _, count in run(2, steps, "a branch", batches, False, 0)} == {4}, "two, in each of two modes"
-    assert {count for _, count in run(2, steps, "an item", batches, False, 0)} == {4}
+    assert {count for _, count in run(2, steps, "an item", batches, False, 0)} == {6}, "three"
 
 
 def differing() -> None:

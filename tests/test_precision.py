@@ -179,7 +179,7 @@ def autocast_steps() -> None:
         theirs = eager(case, cast(torch.bfloat16, how))
         assert_as_exact(found, theirs, exact(case), torch.bfloat16 if how == "autocast" else torch.float32)
         module.zero_grad()
-    assert len(vars(module)["_modes"].states) == 2
+    assert len(vars(module)["_modes"].versions) == 2
     with cast(torch.bfloat16, "autocast"):
         inside = autopar.parallelize(case.model, mesh, case.args, loss_fn=case.loss_fn, solver="fsdp")
         assert "bfloat16" in str(inside.program) or any(
