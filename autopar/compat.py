@@ -108,7 +108,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
 
-class ReadOnly(Watching):
+class ReadOnly(Watching):  # type: ignore[no-untyped-call]
     """Raises WritesReal before an operator writes a real tensor. While a model is traced, operators that are given real
     tensors alone run."""
 

@@ -187,7 +187,7 @@ def autocast_steps() -> None:
         )
         loss = inside(*case.args)
         loss.backward()  # here, too, backward is in float32 where eager's is
-    assert len(vars(inside)["_modes"].states) == 1
+    assert len(vars(inside)["_modes"].versions) == 1
 
 
 def test_autocast_on_two_ranks() -> None:
