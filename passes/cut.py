@@ -19,16 +19,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import fx
 
 from .. import compat
 from ..compat import Recorded, RecordedInput
+from .segments import Ints, periodic
 
 logger = logging.getLogger(__name__)
 
-Ints = npt.NDArray[np.int64]
 Slot = tuple[int, int]
 """(index of a node of the record, number of an operand)"""
 
@@ -203,14 +202,11 @@ def _form(value: Any) -> Hashable:
 def _found(listing: _Listing) -> list[Run]:
     """Runs that do not overlap, the longest first, in the order of the record."""
     found: list[Run] = []
-    labels = listing.labels
-    candidates: list[tuple[int, int, int, int]] = []
-    for period in range(1, min(PERIOD_MOST, len(labels) // (PERIODS_LEAST + 2)) + 1):
-        equal = labels[:-period] == labels[period:]
-        edges = np.flatnonzero(np.diff(equal, prepend=False, append=False))
-        for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            if high - low >= (PERIODS_LEAST + 1) * period:
-                candidates.append((-(high - low), period, low, high))
+    candidates = [
+        (run.period - run.length, run.period, run.start, run.stop - run.period)
+        for run in periodic(listing.labels)
+        if run.period <= PERIOD_MOST and run.length >= (PERIODS_LEAST + 2) * run.period
+    ]
     for _, period, low, high in sorted(candidates):
         inside = [(low, high)]
         for run in found:

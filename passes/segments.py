@@ -99,8 +99,8 @@ def segments(graph: JointGraph) -> Segments:
     """Find the repeated layers of a joint graph (CFP section 4.1). Deterministic."""
     facts = _Facts.of(graph)
     free = [(0, facts.middle)]
-    backward_runs = _runs(facts.labels[facts.middle :], facts.middle)
-    forward_runs = _runs(facts.labels[: facts.middle], 0)
+    backward_runs = periodic(facts.labels[facts.middle :], facts.middle)
+    forward_runs = periodic(facts.labels[: facts.middle], 0)
     repeats: list[Repeated] = []
     for _ in range(RUNS_TRIED):
         forward_runs = [clipped for run in forward_runs for clipped in _clip(run, free, facts)]
@@ -238,7 +238,7 @@ class _Run:
         return self.stop - self.start
 
 
-def _runs(labels: Ints, offset: int) -> list[_Run]:
+def periodic(labels: Ints, offset: int = 0) -> list[_Run]:
     """All maximal runs of all periods."""
     found: list[_Run] = []
     for period in range(1, len(labels) // 2 + 1):
