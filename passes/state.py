@@ -375,7 +375,8 @@ class _Walk:
         if vars(function):
             self._fields(function.__qualname__, function)
         names = _names(code)
-        for name in sorted(names & namespace.keys()):
+        # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
+        for name in sorted(name for name in names & namespace.keys() if name.isidentifier()):
             held = namespace[name]
             if isinstance(held, types.ModuleType):
                 if not _is_library_module(held.__name__):

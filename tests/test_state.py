@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.passes.capture import CaptureError, capture
+from autopar.passes.state import look
 from autopar.runtime.guard import Guard
 
 WIDTH, BATCH = 4, 6
@@ -740,6 +741,17 @@ def test_a_guard_takes_microseconds() -> None:
     assert not guard.holds() and guard.changed == ["layers.5.config.state[0]"]
     model.layers[5].config.state[0] = 1.0
     assert guard.holds()
+
+
+def test_what_instruments_write_beside_an_assert_is_not_the_models() -> None:
+    class Asserting(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            assert isinstance(h, torch.Tensor) and h.shape[-1] == WIDTH
+            return h
+
+    model = Asserting()
+    found = look(dict(model.named_modules()), {})
+    assert not [path for path in found.facts if "pytest" in path] and len(found.facts) < 200
 
 
 # ------------------------------------------------------------------------------------- two models
