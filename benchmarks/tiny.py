@@ -207,6 +207,28 @@ def _backbone() -> Any:
     return ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1] * 4, out_features=stages)
 
 
+KINDS = ("layer_types", "layers_block_type")
+"""Lists of the kinds of layers."""
+
+STATE_HEADS = (
+    ("expand", "num_heads", "head_dim"),
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
+)
+"""Of state-space models: the heads together are `expand` times as wide as the model."""
+
+
+def _head_widths(default: Any, changed: Mapping[str, Any]) -> dict[str, int]:
+    """The width of a head of state where it follows from the others."""
+    found = {}
+    for expand, heads, width in STATE_HEADS:
+        given = [changed.get(key, getattr(default, key, None)) for key in ("hidden_size", expand, heads, width)]
+        if all(type(value) is int for value in given):
+            inner = changed.get("mamba_d_ssm", getattr(default, "mamba_d_ssm", None)) or given[0] * given[1]
+            found[width] = inner // given[2]
+    return found
+
+
 def _may_have_sections(key: str, old: Mapping[str, Any]) -> bool:
     """Whether a model may divide a head's rotation among axes by this; some have a default in code."""
     plain = key == "rope_parameters" and not any(isinstance(value, dict) for value in old.values())
@@ -228,21 +250,22 @@ class Shrinking:
         kept = {k: v for k, v in kept.items() if not (_is_list(v) and len(v) in layers)}
         for key in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
             kept.pop(key, None)
-        made = type(default)(**{**kept, **dict(self._changes(default))})
+        changed = {**kept, **dict(self._changes(default))}
+        made = type(default)(**{**changed, **_head_widths(default, changed)})
         if made.is_encoder_decoder and getattr(made, "decoder_start_token_id", None) is None:
             made.decoder_start_token_id = FIRST_TOKENS["decoder_start_token_id"]
         return made
 
     def _changes(self, default: Any) -> Iterator[tuple[str, Any]]:
         # the kinds of layers last: they say how many there are
-        for key, old in sorted(vars(default).items(), key=lambda item: item[0] == "layer_types"):
+        for key, old in sorted(vars(default).items(), key=lambda item: item[0] in KINDS):
             if key.startswith("_"):
                 continue
-            if key == "layer_types" and _is_list(old):
+            if key in KINDS and _is_list(old):
                 # a layer of each kind
                 kinds = [*dict.fromkeys(old)]
                 kinds = kinds if len(kinds) > 1 else LAYERS * kinds
-                yield from (("layer_types", kinds), ("num_hidden_layers", len(kinds)))
+                yield from ((key, kinds), ("num_hidden_layers", len(kinds)))
             elif getattr(old, "model_type", None) == "timm_backbone":
                 yield from (("backbone_config", _backbone()), *WITHOUT_TIMM.items())
             elif isinstance(old, dict) and _may_have_sections(key, old) and self.rules in SCALES[:2]:
