@@ -636,7 +636,13 @@ def as_exported() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_captured() -> Iterator[None]:
     """Within it parts of torch do what they do in another way, which a graph can hold."""
-    with _masks_as_they_are(), _averaged_norms(), _plain_checkpoints(), _regions_within_regions():
+    with (
+        _masks_as_they_are(),
+        _averaged_norms(),
+        _plain_checkpoints(),
+        _regions_within_regions(),
+        _settled_modules(),
+    ):
         yield
 
 
@@ -685,6 +691,31 @@ def _close_autocast_where_grad_changes(graph: fx.Graph) -> None:
                 with graph.inserting_after(place):
                     place = entered[first] = graph.call_function(_enter_autocast, first.args, first.kwargs)
                     place.meta = {**first.meta}
+
+
+@contextlib.contextmanager
+def _settled_modules() -> Iterator[None]:
+    """`module.to(dtype)` in forward does nothing where the module is so already (the router of Switch Transformers);
+    by itself it swaps every parameter of fakes."""
+    apply = nn.Module._apply
+
+    def settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
+                made = fn(tensor)
+                if made is not tensor and storage_span(made) != storage_span(tensor):
+                    was, now = (f"{t.dtype} on {t.device}" for t in (tensor, made))
+                    raise ValueError(
+                        f"forward converts {name} of a {type(self).__name__} from {was} to {now}, which a program does "
+                        f"not write: convert the module before, outside of forward"
+                    )
+        return self
+
+    nn.Module._apply = settled  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 _CALLS = "autopar_calls"

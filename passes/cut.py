@@ -256,8 +256,10 @@ def _kinds(listing: _Listing, i: int, period: int) -> tuple[str, ...] | None:
 
 def _alike(a: RecordedInput, b: RecordedInput) -> bool:
     assert a.tensor is not None and b.tensor is not None
-    return a.kind == b.kind and type(a.tensor) is type(b.tensor) and (
-        (_form(a.tensor), a.tensor.requires_grad) == (_form(b.tensor), b.tensor.requires_grad)
+    return (
+        a.kind == b.kind
+        and type(a.tensor) is type(b.tensor)
+        and ((_form(a.tensor), a.tensor.requires_grad) == (_form(b.tensor), b.tensor.requires_grad))
     )
 
 

@@ -337,3 +337,23 @@ def test_numbers_of_data_are_refused(forward: Forward) -> None:
     made = net(forward)
     with pytest.raises(CaptureError, match=r"depends on the data .*test_ways.py:\d+|cannot be captured"):
         capture(made.model, made.args)
+
+
+class Converts(nn.Module):
+    """Converts a layer in forward, as routers do that compute in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer = self.layer.to(torch.float32)
+        return self.layer(x.to(torch.float32)).square().sum()
+
+
+def test_a_layer_that_is_converted_to_what_it_is() -> None:
+    model = Converts()
+    assert len(capture(model, (torch.randn(2, 4),)).graph.outputs) == 3
+    with pytest.raises(ValueError, match="forward converts weight of a Linear from"):
+        capture(model.double(), (torch.randn(2, 4),))
+    assert next(model.parameters()).dtype == torch.float64
