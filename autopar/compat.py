@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,17 +105,6 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
-
-
-class ReadOnly(Watching):  # type: ignore[no-untyped-call]
-    """Raises WritesReal before an operator writes a real tensor. While a model is traced, operators that are given real
-    tensors alone run."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
-            if isinstance(tensor, torch.Tensor) and is_real(tensor):
-                raise WritesReal(str(func), tensor)
-        return func(*args, **(kwargs or {}))
 
 
 class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -238,7 +226,7 @@ def leaves_numbers(error: Exception) -> bool:
 
 def is_real(tensor: torch.Tensor) -> bool:
     """Whether it has values."""
-    return tensor.device.type != "meta" and not is_fake(tensor)
+    return not is_fake(tensor) and tensor.device.type != "meta"
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -354,6 +342,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
     stack = contextlib.ExitStack()
     stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(torch.inference_mode(False))
     return stack
 
@@ -574,20 +563,13 @@ def _with_constants(described: Joint, module: fx.GraphModule) -> Joint:
 
 @contextlib.contextmanager
 def _lean(lines: bool) -> Iterator[None]:
-    """Trace without what nobody reads: a stack trace for each node, Python code of each graph on the way, and searches
-    for garbage among objects that live as long as the trace. Together they take half of the time."""
+    """Trace without what nobody reads: a stack trace for each node, and Python code of each graph on the way."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with _use_lazy_graph_module(True), contextlib.ExitStack() as stack:
-            if not lines:
-                stack.enter_context(_without_stack_traces())
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+    with _use_lazy_graph_module(True), contextlib.ExitStack() as stack:
+        if not lines:
+            stack.enter_context(_without_stack_traces())
+        yield
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Planning makes many objects and few cycles of them."""
+"""Capture and planning make many objects and few cycles of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without looking for garbage in cycles, of which planning makes little: a third of its time."""
+    """Without looking for garbage in cycles, of which there is little: a third of the time of both."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -36,6 +36,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from autopar import checks, compat
+from autopar.garbage import uncollected
 from autopar.graph import GraphInput, GraphOutput, InputRole, JointGraph, Node, Ref, TensorMeta, references
 from autopar.tree import flatten
 
@@ -167,11 +168,12 @@ def capture(
     scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
     its own, hook gradients.
     """
-    try:
-        return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=stamp, lines=False)
-    except _Unlocated:
-        # traced again, with the line of each operator, which takes twice the time
-        return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=False, lines=True)
+    with uncollected():
+        try:
+            return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=stamp, lines=False)
+        except _Unlocated:
+            # traced again, with the line of each operator, which takes twice the time
+            return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=False, lines=True)
 
 
 class _OfData(CaptureError):

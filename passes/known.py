@@ -7,6 +7,7 @@ next call may change, is pinned: the program is right for calls in which all tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -112,7 +113,8 @@ class _Known:
 
 class Known(compat.Watching):
     """Notes the operators of a forward whose operands are known. `inputs` are its fakes, by path, each with the tensor
-    that it stands for."""
+    that it stands for. Raises WritesReal before an operator writes a real tensor: while a model is traced, operators
+    that are given real tensors alone run."""
 
     def __init__(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,18 +137,26 @@ class Known(compat.Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
+        kind = _kind(func)
+        if kind.asks:
+            return func(*args, **kwargs)
+        if kind.reads:
             number = self.read(func, args, kwargs)
             if number is not NotImplemented:
                 return number
+        written = [x for x in compat.written_by(func, args, kwargs) if isinstance(x, torch.Tensor)]
+        for x in written:
+            if compat.is_real(x):
+                raise compat.WritesReal(str(func), x)
         result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result)
+        self._note(func, args, kwargs, result, kind, written)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _note(
+        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, kind: _Kind, written: Sequence[torch.Tensor]
+    ) -> None:
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        written = [x for x in compat.written_by(func, args, kwargs) if isinstance(x, torch.Tensor)]
-        if not all(map(self.is_known, tensors)) or not _is_determined(func, tensors, (args, kwargs)):
+        if not kind.is_determined or not all(map(self.is_known, tensors)) or _is_symbolic((args, kwargs)):
             # a higher-order operator may write what it is given
             for x in written if isinstance(func, torch._ops.OpOverload) else tensors:
                 self._forget(x)
@@ -286,11 +296,24 @@ def _is_symbolic(given: Any) -> bool:
     return any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in pytree.tree_leaves(given))
 
 
-def _is_determined(func: Any, tensors: Sequence[torch.Tensor], given: Any) -> bool:
-    """Whether an operator gives the same whenever it is given the same."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
-        return False
-    drawn = torch.Tag.nondeterministic_seeded in func.tags
-    return (
-        not drawn and "empty" not in func._schema.name and "resize" not in func._schema.name and not _is_symbolic(given)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What an operator is: one that asks for a property of a tensor, one that reads values, and whether it gives the
+    same whenever it is given the same."""
+
+    asks: bool
+    reads: bool
+    is_determined: bool
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
+    tags = getattr(func, "tags", ())
+    aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+    return _Kind(
+        asks=getattr(func, "namespace", "") == "prim",
+        reads=torch.Tag.data_dependent_output in tags,
+        is_determined=aten
+        and torch.Tag.nondeterministic_seeded not in tags
+        and not any(word in func._schema.name for word in ("empty", "resize")),
     )

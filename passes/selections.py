@@ -42,14 +42,17 @@ class Selections:
     def __init__(self) -> None:
         self.counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Identity of how many a mask picks of each row -> that, and the mask."""
+        self.selected = False
+        """Whether anything was."""
 
     def traced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result if selected values take part, else NotImplemented."""
         if func is F.ctc_loss:
             return self._loss(*args, **kwargs)
         if func in _SELECTS and not kwargs and len(args) == 2 and _is_mask(*args):
+            self.selected = True
             return Selected.of(*args)
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Selected)]
+        given = self.selected and any(isinstance(x, Selected) for x in pytree.tree_leaves((args, kwargs)))
         if given and func in _KEEP and isinstance(args[0], Selected):
             return Selected.of(func(args[0].picked, *args[1:], **kwargs), args[0].mask)
         if given:

@@ -182,6 +182,7 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
     return walk.look
 
 
+@functools.cache
 def is_library(code_file: str) -> bool:
     """Whether code is torch's or Python's own."""
     if not code_file or code_file.startswith("<frozen"):

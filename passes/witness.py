@@ -82,7 +82,6 @@ class Witness:
             with (
                 self._observed(self.before.classes),
                 _Functions(self.valued),
-                compat.ReadOnly(),  # type: ignore[no-untyped-call]
                 compat.saving(_saved),
                 compat.seeding(_seeded),
             ):
@@ -178,18 +177,19 @@ class Witness:
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
         """Which memory each parameter and buffer has, and whether it requires a gradient."""
-        return {
-            f"{path}.{key}" if path else key: (
-                kind,
-                compat.storage_span(tensor),
-                tensor.requires_grad,
-                {key: value for key, value in vars(tensor).items() if not compat.is_torchs(key)},
-            )
-            for path, module in self.modules.items()
-            for kind in ("_parameters", "_buffers")
-            for key, tensor in vars(module)[kind].items()
-            if tensor is not None
-        }
+        with compat.without_modes():
+            return {
+                f"{path}.{key}" if path else key: (
+                    kind,
+                    compat.storage_span(tensor),
+                    tensor.requires_grad,
+                    {key: value for key, value in vars(tensor).items() if not compat.is_torchs(key)},
+                )
+                for path, module in self.modules.items()
+                for kind in ("_parameters", "_buffers")
+                for key, tensor in vars(module)[kind].items()
+                if tensor is not None
+            }
 
     @contextlib.contextmanager
     def _observed(self, classes: set[type]) -> Iterator[None]:

@@ -172,17 +172,19 @@ class Owners:
     def claim(self, model: nn.Module, parallel: nn.Module) -> None:
         """Raises ValueError if a parameter of the model went into a living parallel module of another model: each of
         the two would train a copy of its own."""
+        claimed = []
         for name, parameter in model.named_parameters():
-            owner = self.known.get(parameter)
-            if owner is not None:
-                first, module, other = owner[0](), owner[1](), owner[2]
-                if module is not None and first is not model:
+            living = [owner for owner in self.known.get(parameter, ()) if owner[1]() is not None]
+            for first, _, other in living:
+                if (owned := first()) is not model:
+                    kind = "model that is gone" if owned is None else type(owned).__name__
                     raise ValueError(
-                        f"parameter {name} is {other} of a {type(first).__name__} that is parallel already: each "
-                        f"of the two would train a copy of its own. Put both models in one module, and parallelize that"
+                        f"parameter {name} is {other} of a {kind} that is parallel already: each of the two would "
+                        f"train a copy of its own. Put both models in one module, and parallelize that"
                     )
-        for name, parameter in model.named_parameters():
-            self.known[parameter] = (weakref.ref(model), weakref.ref(parallel), name)
+            claimed.append((parameter, [*living, (weakref.ref(model), weakref.ref(parallel), name)]))
+        for parameter, owners in claimed:
+            self.known[parameter] = owners
 
 
 OWNERS = Owners()

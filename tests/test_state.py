@@ -8,6 +8,7 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import random
 import time
@@ -761,7 +762,8 @@ def test_a_parameter_of_two_parallel_models_is_refused(mesh: DeviceMesh) -> None
     one, two = Base(), Base()
     two.layer.bias = one.layer.bias
     first = autopar.parallelize(one, mesh, (batch(),))
-    autopar.parallelize(one, mesh, (batch(),))  # another plan for the same model
+    autopar.parallelize(one, mesh, (batch(),))  # another plan for the same model, which does not live on
+    gc.collect()
     with pytest.raises(ValueError, match=r"parameter layer.bias is layer.bias of a Base that is parallel already"):
         autopar.parallelize(two, mesh, (batch(),))
     del first
