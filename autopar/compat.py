@@ -693,7 +693,7 @@ def _settled_modules() -> Iterator[None]:
                     )
         return self
 
-    nn.Module._apply = settled  # type: ignore[assignment, method-assign]
+    nn.Module._apply = settled  # type: ignore[method-assign]
     try:
         yield
     finally:
