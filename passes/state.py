@@ -520,6 +520,8 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
     """Values of arguments that are made once."""
     given = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if len(given) > len(names):  # a decorator gave its wrapper the defaults of what it wraps
+        names = tuple(f"default {i}" for i in range(len(given)))
     return {**dict(zip(names[len(names) - len(given) :], given, strict=True)), **(function.__kwdefaults__ or {})}
 
 

@@ -755,6 +755,24 @@ def test_what_instruments_write_beside_an_assert_is_not_the_models() -> None:
     assert not [path for path in found.facts if "pytest" in path] and len(found.facts) < 200
 
 
+def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
+    def scaled(h: torch.Tensor, by: list[float] = [0.5]) -> torch.Tensor:  # noqa: B006
+        return h * by[0]
+
+    def wrapper(*args: Any) -> torch.Tensor:
+        return scaled(*args)
+
+    wrapper.__defaults__ = scaled.__defaults__
+
+    class Wrapped(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return wrapper(h)
+
+    model = Wrapped()
+    assert [p for p in look(dict(model.named_modules()), {}).facts if p.endswith("wrapper's default 0")]
+    assert len(capture(model, (batch(),)).graph.outputs) == 3
+
+
 # ------------------------------------------------------------------------------------- two models
 
 
