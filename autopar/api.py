@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from .candidates import profiled
-from .cluster import Cluster
-from .clusters import named_cluster
-from .comparison import Comparison
-from .constraints import Constraints
-from .given import check_mesh, check_options
-from .meshes import meshes
-from .optimizers import Optimizer
-from .plan import Plan
-from .planner import Planner
-from .presets import PRESETS
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from .runtime.module import ParallelModule
+from autopar.cluster.library import named_cluster
+from autopar.cluster.machine import Cluster
+from autopar.cost.optimizers import Optimizer
+from autopar.planning.constraints import Constraints
+from autopar.planning.given import check_mesh, check_options
+from autopar.planning.meshes import mesh_of, meshes
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.planning.presets import PRESETS
+from autopar.report.comparison import Comparison
+from autopar.runtime.agree import all_equal, on_first_rank, raise_together
+from autopar.runtime.modes import Modes
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.profiled import profiled
+from autopar.runtime.verify import Verifier
 
 
 def plan(
@@ -177,13 +177,6 @@ def parallelize(
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from .runtime.agree import all_equal, on_first_rank, raise_together
-    from .runtime.modes import Modes
-    from .runtime.module import ParallelModule
-    from .runtime.verify import Verifier
-
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, as init_device_mesh makes it; autopar.plan "
@@ -238,17 +231,6 @@ def parallelize(
     return ParallelModule(
         model, planner.captured, program, plan, mesh, again, whole_outputs=whole_outputs, verifier=verifier
     )
-
-
-def mesh_of(mesh: DeviceMesh) -> dict[str, int]:
-    """Axis name -> size of a torch mesh. Raises ValueError for a mesh without axis names."""
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ValueError(
-            f"the mesh of shape {tuple(mesh.shape)} has no axis names: make it with "
-            'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
-        )
-    return dict(zip(names, mesh.shape, strict=True))
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan"]

@@ -115,7 +115,7 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     import torch
     import transformers
 
-    from autopar.planner import Planner
+    from autopar.planning.planner import Planner
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -12,9 +12,9 @@ from importlib.resources import files
 
 import marked
 
-from autopar.cluster import Cluster, Level
-from autopar.clusters import CLUSTERS
-from autopar.collectives import price
+from autopar.cluster.collectives import price
+from autopar.cluster.library import CLUSTERS
+from autopar.cluster.machine import Cluster, Level
 
 SIZES = (16 * 1024, 1024**2, 256 * 1024**2)
 KINDS = ("all_reduce", "all_gather", "all_to_all")

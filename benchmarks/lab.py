@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar import lab
-from autopar.clusters import named_cluster
+from autopar.cluster.library import named_cluster
 
 FILES = Path(__file__).parent / "lab"
 TIMEOUT_SECONDS = 1500.0
@@ -332,7 +332,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
 
 def cases_of(module: Any) -> dict[Any, int]:
     """Each kind, axis and size of a program's collectives, and how many there are."""
-    from autopar.calibration import Case
+    from autopar.cluster.calibration import Case
 
     counts = Counter(module.program.collectives())
     return {Case(kind=kind, axis=axis, bytes=size): n for (kind, axis, size), n in counts.items()}
@@ -340,7 +340,7 @@ def cases_of(module: Any) -> dict[Any, int]:
 
 def collectives(module: Any, file: str, sittings: list[dict[Any, float]]) -> list[dict[str, Any]]:
     """Of each kind, axis and size how many, predicted seconds of one, and the median of what sittings measured."""
-    from autopar.collectives import collective_seconds
+    from autopar.cluster.collectives import collective_seconds
 
     links = dict(zip(module.mesh.mesh_dim_names, named_cluster(file).links(tuple(module.mesh.shape)), strict=True))
     cases = cases_of(module)

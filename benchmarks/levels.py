@@ -26,13 +26,13 @@ from torch import nn
 
 from autopar.passes.blocks import blocks
 from autopar.passes.group import Grouped, block_groups, group
-from autopar.passes.problem import ProblemBuilder
+from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.widen import widened
-from autopar.planner import Planner
-from autopar.problem import Problem, Score, Solution, evaluate
-from autopar.search import axis_choices, joint, priced, unique_sites
+from autopar.planning.planner import Planner
+from autopar.planning.search import axis_choices, joint, priced, unique_sites
 from autopar.solve import TooWide, solve, solve_ilp
 from autopar.solve.pricing import Library
+from autopar.solve.problem import Problem, Score, Solution, evaluate
 
 ROOT = Path(__file__).parent.parent
 LEVELS = ("operator", "block", "cfp")

@@ -124,8 +124,8 @@ def measured(name: str, mesh: dict[str, int], plans: list[Any]) -> list[int]:
 def rows(name: str, mesh: dict[str, int]) -> list[dict[str, Any]]:
     import ranks
 
-    from autopar.planner import Planner
-    from autopar.problem import Infeasible
+    from autopar.planning.planner import Planner
+    from autopar.solve.problem import Infeasible
 
     made = case(name)
     planner = Planner(made.model, mesh, made.args, made.kwargs)
@@ -159,7 +159,7 @@ def main() -> None:
     import transformers
 
     from autopar.cli.options import mesh_shape
-    from autopar.plan import bytes_text, seconds_text, table
+    from autopar.planning.plan import bytes_text, seconds_text, table
 
     transformers.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -61,7 +61,7 @@ def _measure(row: Row, name: str, layers: int, randoms: int, gloo: bool, dropout
     import models
     import ranks
 
-    from autopar.planner import Planner
+    from autopar.planning.planner import Planner
 
     case = _case(name, layers, dropout)
     expected = _alone(case) if dropout else models.eager(case)
@@ -104,7 +104,7 @@ def _alone(case: Any) -> Any:
     """autopar's step on one rank."""
     import models
 
-    from autopar.planner import Planner
+    from autopar.planning.planner import Planner
 
     planner = Planner(case.model, {"a": 1}, case.args, case.kwargs, loss_fn=case.loss_fn)
     return models.simulated(planner.program(planner.plan(solver="dp")), planner.captured, case, seed=_seed(case))
@@ -136,9 +136,9 @@ def _plan(planner: Any, solver: str, made: dict[str, Any]) -> Row:
 def _random(planner: Any, seed: int, made: dict[str, Any]) -> Row:
     import plans
 
-    from autopar.passes.account import account
-    from autopar.problem import Score
-    from autopar.search import Found
+    from autopar.planning.account import account
+    from autopar.planning.search import Found
+    from autopar.solve.problem import Score
 
     assignment = plans.random_assignment(planner.space, seed)
     priced = account(planner.space, assignment)
@@ -169,7 +169,7 @@ def _rank(name: str, layers: int, dropout: float, mesh: Mapping[str, int], plans
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.planner import Planner
+    from autopar.planning.planner import Planner
     from autopar.runtime.module import ParallelModule
 
     logging.disable(logging.WARNING)

@@ -2,9 +2,9 @@
 
 In the lab (two nodes of two ranks at 400 Mbit/s and 6 Gbit/s; needs root), GPT-2 and Llama under several plans, each
 as programs of equal value: *plain* waits for each collective where it starts, *buckets* joins the collectives of
-parameters and gradients and starts them early (`passes/bucket.py`), *overlap* starts the others early, too
-(`passes/overlap.py`), *prefetch* starts gathers further ahead (`passes/prefetch.py`), *slices* and *chunks* run
-products and stretches in parts (`passes/slice.py`, `passes/chunk.py`), each alone on top of overlap, and *all* is what
+parameters and gradients and starts them early (`passes/lower/bucket.py`), *overlap* starts the others early, too
+(`passes/lower/overlap.py`), *prefetch* starts gathers further ahead (`passes/lower/prefetch.py`), *slices* and *chunks* run
+products and stretches in parts (`passes/lower/slice.py`, `passes/lower/chunk.py`), each alone on top of overlap, and *all* is what
 `autopar.parallelize` runs. A lowering that changes nothing of a plan is not measured again ("="). All live in the same
 ranks and take turns (`lab.in_turns`); a step is forward and backward and takes as long as its slowest rank. Printed are
 medians, and what the timeline of each program says; a gain is the part of the plain step that is saved, the median over
@@ -50,13 +50,13 @@ HAND = {"ddp": "DDP", "fsdp": "FSDP2"}
 
 def programs(planner: Any, plan: Any) -> dict[str, Any]:
     """A plan's program under each lowering."""
-    from autopar.passes.bucket import bucket
-    from autopar.passes.chunk import chunk
+    from autopar.cost.timeline import alone_seconds
     from autopar.passes.codegen import codegen
-    from autopar.passes.overlap import overlap
-    from autopar.passes.prefetch import prefetch
-    from autopar.passes.slice import slice_products
-    from autopar.timeline import alone_seconds
+    from autopar.passes.lower.bucket import bucket
+    from autopar.passes.lower.chunk import chunk
+    from autopar.passes.lower.overlap import overlap
+    from autopar.passes.lower.prefetch import prefetch
+    from autopar.passes.lower.slice import slice_products
 
     sizes, cluster = planner.space.redistributor.bucket_bytes, planner.cluster
     plain = codegen(planner.space, planner.assignment(plan))
@@ -75,7 +75,7 @@ def programs(planner: Any, plan: Any) -> dict[str, Any]:
 
 def operators_alone(program: Any) -> Any:
     """The program with each collective answered at once: by copies of what the rank has, or a part of it."""
-    from autopar.graph import Ref
+    from autopar.ir.graph import Ref
 
     def answered(i: Any) -> Any:
         if i.op == "collective.wait":
@@ -127,9 +127,9 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.planner import Planner
+    from autopar.cost.timeline import COMPUTE, timeline
+    from autopar.planning.planner import Planner
     from autopar.runtime.module import ParallelModule
-    from autopar.timeline import COMPUTE, timeline
 
     torch.set_num_threads(1)
     cell = Cell(**cell_fields)

@@ -23,8 +23,8 @@ from matplotlib.figure import Figure  # noqa: E402
 from torch import nn  # noqa: E402
 
 from autopar.passes.blocks import blocks  # noqa: E402
-from autopar.passes.capture import capture  # noqa: E402
-from autopar.plan import table  # noqa: E402
+from autopar.passes.capture.trace import capture  # noqa: E402
+from autopar.planning.plan import table  # noqa: E402
 
 GB = figures.GB
 BATCH, LENGTH, HIDDEN, HEADS = 16, 512, 2048, 16

@@ -28,12 +28,12 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch import nn  # noqa: E402
 
-from autopar.passes.strategies import Space  # noqa: E402
-from autopar.plan import table  # noqa: E402
-from autopar.planner import HIDDEN, Planner  # noqa: E402
-from autopar.redistribute import Redistributor  # noqa: E402
-from autopar.search import Search  # noqa: E402
-from autopar.timeline import COMPUTE, COPIES, timeline  # noqa: E402
+from autopar.cost.redistribute import Redistributor  # noqa: E402
+from autopar.cost.timeline import COMPUTE, COPIES, timeline  # noqa: E402
+from autopar.passes.space.strategies import Space  # noqa: E402
+from autopar.planning.plan import table  # noqa: E402
+from autopar.planning.planner import HIDDEN, Planner  # noqa: E402
+from autopar.planning.search import Search  # noqa: E402
 
 CHIPS = (16, 32, 64, 128, 256)
 HEADS = {"GPT-3": 96, "Megatron-NLG": 128}

@@ -30,7 +30,7 @@ def measure(layers: int, mesh: Mapping[str, int], solver: str, results: Any) -> 
 
     from autopar.passes.blocks import blocks
     from autopar.passes.dependency import signatures
-    from autopar.planner import Planner
+    from autopar.planning.planner import Planner
 
     torch.set_num_threads(2)
     config = LlamaConfig(

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.meshes import meshes
-from autopar.passes.problem import Assignment
-from autopar.passes.strategies import KEEP, REGATHER, WHOLE, Region, SiteChoice, Space
-from autopar.plan import Plan
-from autopar.planner import Planner
-from autopar.problem import Infeasible
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import KEEP, REGATHER, WHOLE, Region, SiteChoice, Space
+from autopar.planning.meshes import meshes
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.solve.problem import Infeasible
 
 MESH = {"dp": 16, "x": 4, "y": 4, "z": 4}
 TIMES_AS_LONG = 10

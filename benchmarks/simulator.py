@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 
 MESHES = ({"dp": 1, "tp": 8}, {"dp": 8, "tp": 8}, {"dp": 128, "tp": 8})
 BATCH, LENGTH, LIMIT_SECONDS = 1536, 2048, 10.0

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import test_ops
 
-from autopar.graph import overload
+from autopar.ir.graph import overload
 from autopar.ops.contract import given
 from autopar.ops.oracle import LAYOUTS, laid_out
 from autopar.ops.rule import parameters

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.profiling import Measurement
+    from autopar.profile.programs import Measurement
 
 sys.path[0] = str(Path(__file__).parent)
 
@@ -79,8 +79,8 @@ def cell_of(model: str, shape: str) -> Cell:
 
 def nominal(cell: Cell) -> Any:
     """What is known of a lab without measuring: its rates, and the library's idea of a machine."""
-    from autopar.cluster import Level
-    from autopar.clusters import named_cluster
+    from autopar.cluster.library import named_cluster
+    from autopar.cluster.machine import Level
 
     local = named_cluster("local")
     levels = tuple(
@@ -105,7 +105,7 @@ def batch_of(cell: Cell) -> dict[str, Any]:
 
 def plans_of(planner: Any) -> dict[str, Any]:
     """Plans that differ, of the solver under several prices and of every preset."""
-    from autopar.presets import PRESETS
+    from autopar.planning.presets import PRESETS
 
     found: dict[str, Any] = {}
     for name, options in (
@@ -125,10 +125,10 @@ def predictions(cell: Cell, file: str, found: Mapping[str, Any], folder: Path) -
     hybrid costs from what this process measures alone (once: it is kept there, too)."""
     import torch
 
-    from autopar.plan import Plan
-    from autopar.planner import Planner
-    from autopar.profiles import Profiles
-    from autopar.profiling import Costs, Order, structure
+    from autopar.planning.plan import Plan
+    from autopar.planning.planner import Planner
+    from autopar.profile.database import Profiles
+    from autopar.profile.programs import Costs, Order, structure
     from autopar.runtime.profiler import bench_alone
 
     torch.set_num_threads(1)
@@ -164,10 +164,10 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.candidates import profiled
-    from autopar.planner import Planner
-    from autopar.profiles import Profiles
-    from autopar.profiling import Costs, Order, structure
+    from autopar.planning.candidates import profiled
+    from autopar.planning.planner import Planner
+    from autopar.profile.database import Profiles
+    from autopar.profile.programs import Costs, Order, structure
     from autopar.runtime.agree import on_first_rank
     from autopar.runtime.module import ParallelModule
     from autopar.runtime.profiler import bench_of

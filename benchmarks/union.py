@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.cluster import Cluster
-from autopar.clusters import CLUSTERS, named_cluster
-from autopar.plan import table
-from autopar.planner import Planner
-from autopar.presets import PRESETS
+from autopar.cluster.library import CLUSTERS, named_cluster
+from autopar.cluster.machine import Cluster
+from autopar.planning.plan import table
+from autopar.planning.planner import Planner
+from autopar.planning.presets import PRESETS
 
 DEVICES = 64
 

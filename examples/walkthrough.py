@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.clusters import named_cluster
-from autopar.layout import describe
-from autopar.passes.account import account
+from autopar.cluster.library import named_cluster
+from autopar.ir.layout import describe
 from autopar.passes.blocks import blocks
-from autopar.passes.capture import capture
+from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
-from autopar.passes.problem import ProblemBuilder, str_choice
 from autopar.passes.segments import segments
-from autopar.passes.strategies import strategies
+from autopar.passes.space.problem import ProblemBuilder, str_choice
+from autopar.passes.space.strategies import strategies
+from autopar.planning.account import account
+from autopar.planning.search import joint, unique_sites
 from autopar.runtime.simulate import simulate_step
-from autopar.search import joint, unique_sites
 from autopar.solve import solve
 
 
@@ -54,7 +54,7 @@ def main() -> None:
 
     captured = capture(model, kwargs=batch)
     graph = captured.graph
-    show("1. the joint graph (autopar/graph.py), made by passes/capture.py", str(graph))
+    show("1. the joint graph (autopar/ir/graph.py), made by passes/capture/trace.py", str(graph))
 
     show("2. blocks (passes/blocks.py)", str(blocks(graph, ranks=2)))
 
@@ -73,11 +73,11 @@ def main() -> None:
             reads = ", ".join(describe(layout) for layout in option.reads)
             made = ", ".join(describe(layout) for layout in option.makes)
             lines.append(f"  {str_choice((choice,)):8} reads {reads}, makes {made}, {option.seconds * 1e6:.1f} us")
-    show("4. the space: sites and their options (passes/strategies.py)", "\n".join(lines))
+    show("4. the space: sites and their options (passes/space/strategies.py)", "\n".join(lines))
 
     allowed = {name: joint(space, site, [site.choices[2]], None) for name, site in unique_sites(space).items()}
     problem, decoder = ProblemBuilder(space).build(allowed)
-    show("5. the problem (autopar/problem.py), made by passes/problem.py", str(problem))
+    show("5. the problem (autopar/solve/problem.py), made by passes/space/problem.py", str(problem))
 
     solution = solve(problem, "dp")
     assignment = decoder.decode(solution.choice)
@@ -87,10 +87,10 @@ def main() -> None:
 
     costs = account(space, assignment)
     lines = [f"{c.count} x {c.kind} on {c.axis}: {c.bytes} bytes, {c.seconds * 1e6:.1f} us" for c in costs.collectives]
-    show("7. the account (passes/account.py)", "\n".join([f"{costs.seconds * 1e3:.3f} ms", *lines]))
+    show("7. the account (autopar/planning/account.py)", "\n".join([f"{costs.seconds * 1e3:.3f} ms", *lines]))
 
     program = codegen(space, assignment)
-    show("8. the program (autopar/program.py), made by passes/codegen.py", str(program))
+    show("8. the program (autopar/ir/program.py), made by passes/codegen.py", str(program))
 
     simulated = simulate_step(program, dict(model.named_parameters()), captured.bind(kwargs=batch))
     loss = model(**batch)

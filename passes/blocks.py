@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ..graph import JointGraph
-from ..ops import rule_of
-from ..ops.rule import Call, OpRule
+from autopar.ir.graph import JointGraph
+from autopar.ops import rule_of
+from autopar.ops.rule import Call, OpRule
+
 from .dependency import (
     PERMUTE,
     RESHAPE,

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..graph import Ref, TensorMeta, map_references
-from ..layout import REPLICATE, Layout, Routed, Shape, Split, is_routed, local_shape, local_stride
-from ..ops.emit import OPERAND, Emission, local_program
-from ..program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
-from ..redistribute import Step
-from .collapse import PERMUTE, RESHAPE, Steps, from_root
-from .problem import Assignment, is_bucketed
-from .recompute import reacquired, remade
+from autopar.cost.redistribute import Step
+from autopar.ir.graph import Ref, TensorMeta, map_references
+from autopar.ir.layout import REPLICATE, Layout, Routed, Shape, Split, is_routed, local_shape, local_stride
+from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.ops.emit import OPERAND, Emission, local_program
+
 from .segments import Repeated
-from .strategies import (
+from .space.collapse import PERMUTE, RESHAPE, Steps, from_root
+from .space.problem import Assignment, is_bucketed
+from .space.recompute import reacquired, remade
+from .space.strategies import (
     REGATHER,
     Option,
     Site,

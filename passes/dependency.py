@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ..graph import JointGraph, Ref, TensorMeta
-from ..layout import Shape
-from ..ops.rule import Call, OpRule
+from autopar.ir.graph import JointGraph, Ref, TensorMeta
+from autopar.ir.layout import Shape
+from autopar.ops.rule import Call, OpRule
 
 RESHAPE, PERMUTE = "aten.reshape.default", "aten.permute.default"
 

@@ -21,10 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Repeat, Tensor, Variable, evaluate
-from ..solve.elimination import Bools, Floats, Row, tensor_rows, undominated
+from autopar.solve.elimination import Bools, Floats, Row, tensor_rows, undominated
+from autopar.solve.problem import (
+    TIE_BREAK_SECONDS_PER_BYTE,
+    Choice,
+    Infeasible,
+    Problem,
+    Repeat,
+    Tensor,
+    Variable,
+    evaluate,
+)
+
 from .blocks import Blocks, ParallelBlock
-from .strategies import Region, Space
+from .space.strategies import Region, Space
 
 OPTIONS_MOST = 64
 """A group that would have more options than this is divided."""

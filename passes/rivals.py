@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..graph import Ref, TensorMeta
-from ..layout import Split
-from ..program import Instruction, Program, RankIndex
-from .adopt import halves_of
-from .bucket import WAIT
-from .parts import PartsWriter, Refused, spread
-from .slice import Around
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import Split
+from autopar.ir.program import Instruction, Program, RankIndex
+
+from .lower.adopt import halves_of
+from .lower.bucket import WAIT
+from .lower.parts import PartsWriter, Refused, spread
+from .lower.slice import Around
 
 RESHAPE = "aten.reshape.default"
 

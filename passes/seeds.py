@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..graph import GraphInput, JointGraph, Node, Ref, TensorMeta, map_references
-from ..ops.emit import LocalEmitter
-from ..ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, seeded
-from ..ops.rule import Call
+from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.ops.emit import LocalEmitter
+from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, seeded
+from autopar.ops.rule import Call
 
 
 def seeds(graph: JointGraph) -> JointGraph:

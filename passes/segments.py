@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import JointGraph, Node
-from ..ops import rule_of
-from ..ops.rule import Call
+from autopar.ir.graph import JointGraph, Node
+from autopar.ops import rule_of
+from autopar.ops.rule import Call
+
 from .dependency import PERMUTE, RESHAPE, AffineMap, compose, dependency, identity, signatures
 
 Ints = npt.NDArray[np.int64]

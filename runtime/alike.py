@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autopar.graph import JointGraph, Ref, map_references
-from autopar.passes.capture import Captured, same_constant
+from autopar.ir.graph import JointGraph, Ref, map_references
+from autopar.passes.capture.trace import Captured, same_constant
 
 
 def serves(known: Captured, wanted: Captured) -> bool:

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from autopar import randomness, variates
 from autopar.compat import all_gather_single, is_profiling, reduce_scatter_single
-from autopar.graph import Ref, overload
-from autopar.liveness import lifetimes
+from autopar.cost.liveness import lifetimes
+from autopar.ir import randomness, variates
+from autopar.ir.graph import Ref, overload
+from autopar.ir.program import Instruction, Program, RankIndex, names_no_device
 from autopar.ops import bounds, experts
 from autopar.ops.contract import needed_by
 from autopar.ops.rule import parameters
 from autopar.ops.strides import Given, contiguous
-from autopar.program import Instruction, Program, RankIndex, names_no_device
 
 from .failures import located
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.program import Instruction, Program, source_line
+from autopar.ir.program import Instruction, Program, source_line
 
 Groups = Sequence[dist.ProcessGroup | None]
 

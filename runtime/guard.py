@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from autopar import compat
-from autopar.passes.state import Drawn, Look, Reads, look
-from autopar.passes.witness import check_hooks
+from autopar.passes.capture.state import Drawn, Look, Reads, look
+from autopar.passes.capture.witness import check_hooks
 
 logger = logging.getLogger("autopar")
 

@@ -21,10 +21,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.calibration import Axis, Case, Compute, Measurements, Sample, Together, axes, level_axes, quartiles
+from autopar.cluster.calibration import Axis, Case, Compute, Measurements, Sample, Together, axes, level_axes, quartiles
 from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
 
-from .execute import Pending, all_gather, all_reduce_in_place, all_to_all, exchange, reduce_scatter, shift, wait
+from .execute import (
+    Pending,
+    all_gather,
+    all_reduce_in_place,
+    all_to_all,
+    exchange,
+    reduce_scatter,
+    shift,
+    wait,
+)
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 7

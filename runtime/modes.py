@@ -18,12 +18,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api import mesh_of
-from autopar.cluster import Cluster
-from autopar.layout import Layout
-from autopar.passes.capture import Captured, NothingTrainedError, skeleton
-from autopar.planner import Planner, captured_for_planning
-from autopar.program import Program
+from autopar.cluster.machine import Cluster
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program
+from autopar.passes.capture.trace import Captured, NothingTrainedError, skeleton
+from autopar.planning.meshes import mesh_of
+from autopar.planning.planner import Planner, captured_for_planning
 
 from .agree import all_equal, on_first_rank, raise_together
 from .alike import serves

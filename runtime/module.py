@@ -18,11 +18,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
 from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
-from autopar.layout import Layout, Partial, Replicate, describe, is_chunked, local_shape, pad, valid_shape
-from autopar.passes.capture import Captured
-from autopar.passes.known import Pinned
-from autopar.program import Program, ProgramInput, ProgramOutput
-from autopar.randomness import keys
+from autopar.ir.layout import Layout, Partial, Replicate, describe, is_chunked, local_shape, pad, valid_shape
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.ir.randomness import keys
+from autopar.passes.capture.known import Pinned
+from autopar.passes.capture.trace import Captured
 
 from .agree import all_equal, coordinate_of, device_of, digest, exchange, process_groups, raise_together
 from .alike import same_values

@@ -13,17 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import strided_shard
-from autopar.layout import (
-    Layout,
-    Partial,
-    Shape,
-    Split,
-    is_chunked,
-    is_even,
-    pad,
-    padded_shape,
-    valid_shape,
-)
+from autopar.ir.layout import Layout, Partial, Shape, Split, is_chunked, is_even, pad, padded_shape, valid_shape
 
 
 @cache

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import randomness
-from autopar.calibration import Case
+from autopar.cluster.calibration import Case
 from autopar.compat import make_dtensor
-from autopar.layout import Shape, local_shape
-from autopar.profiling import LEAST_RUNS, Measurement, Order
-from autopar.program import Instruction, Program, ProgramInput
+from autopar.ir import randomness
+from autopar.ir.layout import Shape, local_shape
+from autopar.ir.program import Instruction, Program, ProgramInput
+from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
 from .agree import axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups
 from .execute import Executable, Writer

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.layout import Layout, Replicate, Shape, unshard
-from autopar.lockstep import Values, run
-from autopar.program import Instruction, Program
-from autopar.randomness import keys
+from autopar.ir.layout import Layout, Replicate, Shape, unshard
+from autopar.ir.program import Instruction, Program
+from autopar.ir.randomness import keys
+from autopar.ops.lockstep import Values, run
 
 from .placements import local_slice
 

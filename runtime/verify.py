@@ -17,11 +17,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.graph import JointGraph, Node
-from autopar.lockstep import run
-from autopar.passes.capture import Captured, skeleton
-from autopar.program import Instruction
-from autopar.tree import flatten
+from autopar.ir.graph import JointGraph, Node
+from autopar.ir.program import Instruction
+from autopar.ir.tree import flatten
+from autopar.ops.lockstep import run
+from autopar.passes.capture.trace import Captured, skeleton
 
 from .agree import raise_together
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from autopar.graph import Ref, TensorMeta
-from autopar.layout import Layout, Shape, Split
-from autopar.program import Instruction, Program, ProgramInput, ProgramOutput
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import Layout, Shape, Split
+from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput
 from autopar.runtime.agree import coordinate_of, process_groups
 from autopar.runtime.execute import compile
 from autopar.runtime.placements import local_slice

@@ -13,11 +13,11 @@ from typing import Any
 
 from generator import Built, Spec, build
 
-from autopar.passes.bucket import bucket
-from autopar.passes.chunk import chunked
 from autopar.passes.codegen import layouts
-from autopar.passes.slice import sliced
-from autopar.presets import PRESETS
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.chunk import chunked
+from autopar.passes.lower.slice import sliced
+from autopar.planning.presets import PRESETS
 from autopar.testing import Row, Trial, random_assignment
 
 MESHES: tuple[Mapping[str, int], ...] = ({"a": 2, "b": 2}, {"a": 4}, {"a": 3}, {"a": 2, "b": 3})

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.passes.capture import Captured
-from autopar.planner import Planner
-from autopar.program import Program
+from autopar.ir.program import Program
+from autopar.passes.capture.trace import Captured
+from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step
 from autopar.testing.steps import NEGLIGIBLE, relative_error
 

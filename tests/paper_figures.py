@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from functools import cache
 
-from autopar.cluster import Cluster, Device, Level
-from autopar.collectives import Link, prices
+from autopar.cluster.collectives import Link, prices
+from autopar.cluster.machine import Cluster, Device, Level
 
 DEVICE = Device(
     name="a device",

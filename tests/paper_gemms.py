@@ -15,14 +15,14 @@ from functools import cache
 from dataflows import Dataflow, forward_product
 from paper_figures import PEAK, PRODUCTS, Product, cluster, dataflows, largest
 
-from autopar.cluster import Cluster, Device, Level
-from autopar.collectives import Link, loads, prices
-from autopar.passes.bucket import bucket
+from autopar.cluster.collectives import Link, loads, prices
+from autopar.cluster.machine import Cluster, Device, Level
+from autopar.cost.simulator import Task, simulate
+from autopar.cost.timeline import timeline
+from autopar.ir.program import Program
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.slice import sliced
 from autopar.passes.rivals import RIVALS
-from autopar.passes.slice import sliced
-from autopar.program import Program
-from autopar.simulator import Task, simulate
-from autopar.timeline import timeline
 
 FLOPS = 245.7e12
 BYTES_PER_SECOND = 74.2e9

@@ -13,10 +13,10 @@ from functools import cache
 import torch
 from paper_figures import GB, PRODUCTS, Grid, atp_teraflops, cluster, grids, level, par4d_model
 
-from autopar.cluster import Cluster
-from autopar.clusters import CLUSTERS
-from autopar.collectives import Link, loads, price
-from autopar.simulator import Task, simulate
+from autopar.cluster.collectives import Link, loads, price
+from autopar.cluster.library import CLUSTERS
+from autopar.cluster.machine import Cluster
+from autopar.cost.simulator import Task, simulate
 
 OTHER_BYTES = 34
 """Bytes per token and hidden size that a layer keeps for backward besides scores of attention (Korthikanti et al. 2022,

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.constraints import Constraints
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
-from autopar.program import Program
+from autopar.planning.constraints import Constraints
+from autopar.planning.planner import Planner
 
 
 class Layer(nn.Module):

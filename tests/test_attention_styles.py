@@ -14,7 +14,7 @@ from models import Case, Step, assert_same, eager, simulated
 from torch import nn
 
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 
 BATCH, SEQUENCE, STATE, HEADS, KEY_HEADS, HEAD = 4, 12, 24, 4, 2, 8
 

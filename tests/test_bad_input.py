@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
 from autopar.passes.codegen import codegen
-from autopar.plan import Plan
-from autopar.planner import Planner
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
 
 pytest.importorskip("transformers")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from models import case, planners
 
-from autopar import beside as module
-from autopar import search
-from autopar.beside import beside, together
+from autopar.planning import beside as module
+from autopar.planning import search
+from autopar.planning.beside import beside, together
 
 pytestmark = pytest.mark.skipif(not module._can_fork(), reason="one core: nothing is computed beside")
 
@@ -94,7 +94,7 @@ def test_one_that_nobody_asks_is_ended() -> None:
 def test_it_ends_with_its_parent() -> None:
     code = """
 import os, time
-from autopar.beside import beside
+from autopar.planning.beside import beside
 with beside(lambda: time.sleep(600)):
     print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read(), flush=True)
     time.sleep(600)

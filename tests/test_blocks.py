@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.graph import JointGraph, Ref, map_references, overload
+from autopar.ir.graph import JointGraph, Ref, map_references, overload
 from autopar.passes.blocks import BlockDim, Blocks, ParallelBlock, blocks
-from autopar.passes.capture import capture
+from autopar.passes.capture.trace import capture
 
 
 def check(graph: JointGraph, found: Blocks) -> None:

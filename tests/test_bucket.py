@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from autopar import api
-from autopar.graph import Ref, TensorMeta
-from autopar.layout import REPLICATE, Split
-from autopar.passes.bucket import bucket
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import REPLICATE, Split
+from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
-from autopar.program import Instruction, Program, ProgramInput, ProgramOutput
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 from autopar.runtime.simulate import Simulated, simulate_step
 from tests.ranks import run
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import planner as planning
-from autopar import search as searching
-from autopar.planner import Planner
-from autopar.presets import PRESETS
-from autopar.problem import Infeasible
-from autopar.search import Search
+from autopar.planning import planner as planning
+from autopar.planning import search as searching
+from autopar.planning.planner import Planner
+from autopar.planning.presets import PRESETS
+from autopar.planning.search import Search
 from autopar.solve import elimination, ilp, relax
 from autopar.solve.budget import Budget, Meter, SearchBudget
+from autopar.solve.problem import Infeasible
 
 
 def planner(mesh: dict[str, int] | None = None) -> Planner:

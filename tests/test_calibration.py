@@ -15,7 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from autopar import lab
-from autopar.calibration import (
+from autopar.cli import app
+from autopar.cluster.calibration import (
     Compute,
     Measurements,
     Sample,
@@ -26,23 +27,14 @@ from autopar.calibration import (
     fit,
     level_axes,
 )
-from autopar.cli import app
-from autopar.cluster import Cluster, Device, Level
-from autopar.clusters import CLUSTERS, parse_cluster, read_cluster
-from autopar.clusters.write import cluster_toml
-from autopar.collectives import GLOO, KINDS, Measured, collective_seconds, price, prices
-from autopar.graph import Node, Ref, TensorMeta
+from autopar.cluster.collectives import GLOO, KINDS, Measured, collective_seconds, price, prices
+from autopar.cluster.library import CLUSTERS, parse_cluster, read_cluster
+from autopar.cluster.library.write import cluster_toml
+from autopar.cluster.machine import Cluster, Device, Level
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ops import Call, rule_of
 from autopar.ops.registry import RULES
-from autopar.runtime.measure import (
-    MOVERS,
-    RING_BYTES,
-    RING_MOST,
-    RING_NEAR,
-    arithmetic,
-    copies_beyond_caches,
-    in_turn,
-)
+from autopar.runtime.measure import MOVERS, RING_BYTES, RING_MOST, RING_NEAR, arithmetic, copies_beyond_caches, in_turn
 
 pytestmark = pytest.mark.timeout(180)
 

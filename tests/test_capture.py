@@ -16,9 +16,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
-from autopar.graph import GraphOutput, JointGraph, TensorMeta, map_references, overload
-from autopar.passes import capture as capture_module
-from autopar.passes.capture import Captured, CaptureError, capture
+from autopar.ir.graph import GraphOutput, JointGraph, TensorMeta, map_references, overload
+from autopar.passes.capture import trace as capture_module
+from autopar.passes.capture.trace import Captured, CaptureError, capture
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,9 +16,9 @@ from models import Case, assert_same, eager, simulated
 from plans import random_assignment
 from torch import nn
 
-from autopar.passes.capture import CaptureError, capture
+from autopar.passes.capture.trace import CaptureError, capture
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 
 
 def assert_parity(case: Case) -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 from test_bucket import LAB, program
 
-from autopar.clusters import named_cluster
-from autopar.layout import REPLICATE
-from autopar.passes.bucket import bucket
-from autopar.passes.chunk import chunk, chunked, why_whole
+from autopar.cluster.library import named_cluster
+from autopar.cost.timeline import timeline
+from autopar.ir.layout import REPLICATE
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
-from autopar.passes.overlap import overlap
-from autopar.program import Program
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.chunk import chunk, chunked, why_whole
+from autopar.passes.lower.overlap import overlap
 from autopar.runtime.agree import coordinate_of, process_groups
 from autopar.runtime.execute import compile
 from autopar.runtime.placements import local_slice
 from autopar.runtime.simulate import simulate_step
-from autopar.timeline import timeline
 from tests.ranks import run
 
 

@@ -16,8 +16,8 @@ import autopar
 from autopar.cli import app
 from autopar.cli.models import load, parsed
 from autopar.cli.options import byte_count, constraints, mesh_shape
-from autopar.plan import Plan
-from autopar.planner import Planner
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -16,9 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, Device, Level, Operators
-from autopar.clusters import CLUSTERS, named_cluster, parse_cluster, read_cluster
-from autopar.collectives import (
+from autopar.cluster.collectives import (
     ALGORITHMS,
     KINDS,
     LARGEST_BUCKET_BYTES,
@@ -29,7 +27,9 @@ from autopar.collectives import (
     price,
     prices,
 )
-from autopar.graph import TensorMeta
+from autopar.cluster.library import CLUSTERS, named_cluster, parse_cluster, read_cluster
+from autopar.cluster.machine import Cluster, Device, Level, Operators
+from autopar.ir.graph import TensorMeta
 
 DEVICE = Device(
     name="a device",

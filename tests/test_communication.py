@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from models import Case, assert_same, case, eager, planners, simulated
 from torch import nn
 
-from autopar.passes.account import account
-from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
-from autopar.passes.problem import Assignment
-from autopar.passes.strategies import KEEP, AxisChoice, Site, Space
-from autopar.plan import Plan
-from autopar.planner import Planner
-from autopar.search import Search, unique_sites
-from autopar.volume import volumes
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import KEEP, AxisChoice, Site, Space
+from autopar.planning.account import account
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.planning.search import Search, unique_sites
+from autopar.planning.volume import volumes
 
 TOKENS, WIDTH, CLASSES = 24, 8, 48
 FLOAT = 4

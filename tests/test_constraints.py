@@ -8,10 +8,10 @@ import random
 import models
 import pytest
 
-from autopar.constraints import Constraints, pins
-from autopar.passes.problem import parse_choice
-from autopar.plan import Plan
-from autopar.planner import Planner
+from autopar.passes.space.problem import parse_choice
+from autopar.planning.constraints import Constraints, pins
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
 
 MESHES: tuple[dict[str, int], ...] = ({"tp": 4}, {"dp": 2, "tp": 2})
 

@@ -20,17 +20,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.graph import overload
+from autopar.ir.graph import overload
+from autopar.ir.program import Program
 from autopar.ops import rule_of
 from autopar.ops.emit import Emission
 from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
-from autopar.passes.bucket import bucket
-from autopar.passes.capture import capture
+from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
-from autopar.passes.slice import sliced
-from autopar.passes.strategies import AxisChoice, Site
-from autopar.planner import Planner
-from autopar.program import Program
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.slice import sliced
+from autopar.passes.space.strategies import AxisChoice, Site
+from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.graph import Node, Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ops import rule_of
 from autopar.ops.rule import Call
 from autopar.passes.dependency import (

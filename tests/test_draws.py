@@ -14,12 +14,12 @@ from models import Case, assert_same, simulated
 from test_random import LIMIT, deviations, unevenness
 from torch import distributions, nn
 
-from autopar import variates
-from autopar.passes.bucket import bucket
-from autopar.passes.capture import CaptureError, capture
+from autopar.ir import variates
+from autopar.ir.randomness import keys
+from autopar.passes.capture.trace import CaptureError, capture
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
-from autopar.randomness import keys
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step
 
 NOISE = torch.Generator().manual_seed(7)

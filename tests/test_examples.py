@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.layout import Split
-from autopar.planner import Planner
+from autopar.ir.layout import Split
+from autopar.planning.planner import Planner
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

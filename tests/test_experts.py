@@ -27,14 +27,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.ir.program import Program
 from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, expert_mm, expert_mm_weight
 from autopar.ops.oracle import check_rule
-from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
-from autopar.passes.problem import Assignment
-from autopar.passes.strategies import Site, SiteChoice
-from autopar.planner import Planner
-from autopar.program import Program
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import Site, SiteChoice
+from autopar.planning.planner import Planner
 
 transformers = pytest.importorskip("transformers")
 

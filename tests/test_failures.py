@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 from autopar.runtime.execute import compile
 from autopar.runtime.failures import CollectiveError
 

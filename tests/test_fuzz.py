@@ -16,9 +16,9 @@ from models import Case, assert_same, eager, simulated
 from plans import random_assignment
 from torch import nn
 
-from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 
 SEEDS = range(12)
 FOUND = (1,)

@@ -16,12 +16,12 @@ from test_solve import random_problem, variable
 from autopar.passes.blocks import blocks
 from autopar.passes.codegen import codegen
 from autopar.passes.group import Grouped, block_groups, group
-from autopar.passes.problem import ProblemBuilder
-from autopar.passes.strategies import Space
+from autopar.passes.space.problem import ProblemBuilder
+from autopar.passes.space.strategies import Space
 from autopar.passes.widen import widened
-from autopar.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
-from autopar.search import Level, Search, axis_choices, joint, priced, unique_sites
+from autopar.planning.search import Level, Search, axis_choices, joint, priced, unique_sites
 from autopar.solve import SOLVERS, solve
+from autopar.solve.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
 
 WHOLE, SPLIT = 0, 1
 WANTS_WHOLE, WANTS_SPLIT = 1, 2

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.ops.oracle import Report, check_rule
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 
 SIZES = (4, 12, 6)
 GENERATOR = torch.Generator().manual_seed(0)

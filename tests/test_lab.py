@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar import lab
-from autopar.clusters import named_cluster
+from autopar.cluster.library import named_cluster
 from autopar.lab.network import network
 
 pytestmark = pytest.mark.timeout(120)

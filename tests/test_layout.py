@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.clusters import named_cluster
-from autopar.collectives import collective_seconds
-from autopar.graph import GraphInput, GraphOutput, JointGraph, TensorMeta
-from autopar.layout import (
+from autopar.cluster.collectives import collective_seconds
+from autopar.cluster.library import named_cluster
+from autopar.cost.optimizers import named_optimizer
+from autopar.cost.redistribute import Redistributor, Route
+from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, TensorMeta
+from autopar.ir.layout import (
     Layout,
     Partial,
     Placement,
@@ -34,14 +36,12 @@ from autopar.layout import (
     unshard,
     valid_shape,
 )
-from autopar.optimizers import named_optimizer
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.passes.codegen import _Writer
-from autopar.passes.collapse import Roots
-from autopar.passes.problem import Assignment
 from autopar.passes.segments import Segments
-from autopar.passes.strategies import Region, Space
-from autopar.program import Program, ProgramInput, ProgramOutput
-from autopar.redistribute import Redistributor, Route
+from autopar.passes.space.collapse import Roots
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import Region, Space
 from autopar.runtime.simulate import coordinates, simulate
 
 R = Replicate()

@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from autopar.api import parallelize
-from autopar.memory import Peak, peak
-from autopar.optimizers import OPTIMIZERS, named_optimizer
-from autopar.passes.compact import compact
-from autopar.passes.strategies import SiteChoice
-from autopar.planner import Planner
-from autopar.problem import Infeasible
+from autopar.cost.memory import Peak, peak
+from autopar.cost.optimizers import OPTIMIZERS, named_optimizer
+from autopar.passes.lower.compact import compact
+from autopar.passes.space.strategies import SiteChoice
+from autopar.planning.planner import Planner
+from autopar.planning.search import Axes, Solved
 from autopar.runtime.memory import Alive, step_bytes
 from autopar.runtime.simulate import simulate_step
-from autopar.search import Axes, Solved
+from autopar.solve.problem import Infeasible
 from tests import models, ranks
 from tests.test_bucket import BYTES, program
 

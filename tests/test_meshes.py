@@ -10,10 +10,10 @@ import models
 import pytest
 
 import autopar
-from autopar.cluster import Cluster
-from autopar.clusters import named_cluster
-from autopar.meshes import FINALISTS, best_mesh, meshes
-from autopar.planner import Planner
+from autopar.cluster.library import named_cluster
+from autopar.cluster.machine import Cluster
+from autopar.planning.meshes import FINALISTS, best_mesh, meshes
+from autopar.planning.planner import Planner
 
 
 def test_meshes_are_all_ordered_products() -> None:

@@ -18,10 +18,10 @@ from models import assert_same, eager, on_ranks, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.passes.bucket import bucket
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
-from autopar.program import Program
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 
 zoo = pytest.importorskip("zoo")
 

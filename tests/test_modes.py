@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.layout import Layout, Replicate, Split
-from autopar.planner import Planner
+from autopar.ir.layout import Layout, Replicate, Split
+from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step
 

@@ -20,12 +20,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.graph import JointGraph, Node, Ref, TensorMeta, map_references, overload
+from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, map_references, overload
+from autopar.ir.randomness import keys
 from autopar.ops import Call, Factor, OpRule, emit, needs_no_rule, oracle, rule_of
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
 from autopar.ops.rule import parameters
 from autopar.ops.table import TABLE
-from autopar.randomness import keys
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Shape = Sequence[int]
@@ -1283,7 +1283,7 @@ def test_the_oracle_refuses_ops_without_a_rule() -> None:
 
 
 def _graph(name: str) -> JointGraph:
-    from autopar.passes.capture import capture
+    from autopar.passes.capture.trace import capture
 
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -8,12 +8,12 @@ import torch
 from pairwise import pairwise
 from test_bucket import program
 
-from autopar.passes.bucket import bucket
+from autopar.cost.timeline import timeline
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
-from autopar.passes.overlap import overlap
-from autopar.program import Program
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.overlap import overlap
 from autopar.runtime.simulate import Simulated, simulate_step
-from autopar.timeline import timeline
 
 CASES = ("gpt2 untied", "llama of 4 layers", "gpt2 of odd sizes", "mlp with loss_fn")
 MESHES = ({"a": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 2, "c": 2})

@@ -36,12 +36,12 @@ from paper_figures import (
 from papers import Layer
 from torch import nn
 
-from autopar.cluster import Cluster, Level
-from autopar.collectives import prices
+from autopar.cluster.collectives import prices
+from autopar.cluster.machine import Cluster, Level
 from autopar.ops import rule_of
 from autopar.ops.rule import Call
 from autopar.passes.blocks import blocks
-from autopar.passes.capture import capture
+from autopar.passes.capture.trace import capture
 
 # ------------------------------------------------------------------------------------------------- ATP
 

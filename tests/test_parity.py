@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
-from autopar.layout import local_shape, valid_shape
-from autopar.passes.bucket import bucket
+from autopar.ir.layout import local_shape, valid_shape
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
-from autopar.program import Program
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule
 
 pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 
 import autopar
 from autopar import testing
-from autopar.passes.capture import CaptureError, capture
-from autopar.passes.windows import windows
+from autopar.passes.capture.trace import CaptureError, capture
+from autopar.passes.capture.windows import windows
 from tests.models import assert_close
 from tests.ranks import outcomes, run
 

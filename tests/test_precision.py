@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 
 pytest.importorskip("transformers")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from test_bucket import assert_same, program
 
-from autopar.clusters import named_cluster
-from autopar.passes.bucket import LIMIT_BYTES, bucket
-from autopar.passes.prefetch import prefetch
-from autopar.program import Program
+from autopar.cluster.library import named_cluster
+from autopar.cost.timeline import timeline
+from autopar.ir.program import Program
+from autopar.passes.lower.bucket import LIMIT_BYTES, bucket
+from autopar.passes.lower.prefetch import prefetch
 from autopar.runtime.simulate import simulate_step
-from autopar.timeline import timeline
 
 
 def layers(width: int) -> Program:

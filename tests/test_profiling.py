@@ -23,19 +23,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 import autopar
-from autopar.candidates import profiled
 from autopar.cli import app
-from autopar.cluster import Operators, operator_key
-from autopar.clusters import named_cluster
-from autopar.collectives import collective_seconds, price
-from autopar.graph import TensorMeta
-from autopar.passes.capture import capture
+from autopar.cluster.collectives import collective_seconds, price
+from autopar.cluster.library import named_cluster
+from autopar.cluster.machine import Operators, operator_key
+from autopar.cost.timeline import timeline
+from autopar.ir.graph import TensorMeta
+from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.segments import segments
-from autopar.planner import Planner
-from autopar.profiles import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
-from autopar.profiling import Costs, segment_programs, structure
-from autopar.timeline import timeline
+from autopar.planning.planner import Planner
+from autopar.profile.database import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
+from autopar.profile.programs import Costs, segment_programs, structure
+from autopar.runtime.profiled import profiled
 
 pytestmark = pytest.mark.timeout(120)
 

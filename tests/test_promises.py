@@ -21,17 +21,17 @@ from pairwise import pairwise
 from torch import nn
 
 import autopar
-from autopar.bound import lower_bound_seconds
-from autopar.passes.account import Account, account, count_collectives
-from autopar.passes.bucket import bucket
+from autopar.cost.timeline import timeline
 from autopar.passes.codegen import codegen
-from autopar.passes.problem import Assignment, ProblemBuilder
-from autopar.passes.strategies import Space
-from autopar.plan import Plan
-from autopar.planner import Planner
-from autopar.problem import Choice, Score, evaluate
-from autopar.search import Search, taken
-from autopar.timeline import timeline
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.space.problem import Assignment, ProblemBuilder
+from autopar.passes.space.strategies import Space
+from autopar.planning.account import Account, account, count_collectives
+from autopar.planning.bound import lower_bound_seconds
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.planning.search import Search, taken
+from autopar.solve.problem import Choice, Score, evaluate
 
 pytest.importorskip("transformers")
 

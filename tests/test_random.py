@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import compat, randomness
-from autopar.passes.bucket import bucket
-from autopar.passes.capture import capture
+from autopar import compat
+from autopar.ir import randomness
+from autopar.ir.randomness import keys
+from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
+from autopar.passes.lower.bucket import bucket
 from autopar.passes.seeds import seeds
-from autopar.planner import Planner
-from autopar.randomness import keys
+from autopar.planning.planner import Planner
 
 # ---------------------------------------------------------------------------------- what a number is
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.memory import Peak, moments, peak
-from autopar.passes.account import account, count_collectives
-from autopar.passes.bucket import bucket
+from autopar.cost.memory import Peak, moments, peak
 from autopar.passes.codegen import codegen
-from autopar.passes.problem import Assignment
-from autopar.passes.shorten import shortened
-from autopar.plan import Plan
-from autopar.planner import Planner
-from autopar.problem import Infeasible
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.shorten import shortened
+from autopar.passes.space.problem import Assignment
+from autopar.planning.account import account, count_collectives
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.solve.problem import Infeasible
 from tests import models, plans
 
 SEED = 3

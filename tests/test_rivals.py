@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from dataflows import DATAFLOWS, Dataflow, differences_on_a_rank, equal, operands, product
 
+from autopar.ir.program import Program
+from autopar.passes.lower.slice import sliced
 from autopar.passes.rivals import RIVALS, cannon, summa, wang
-from autopar.passes.slice import sliced
-from autopar.program import Program
 from tests.ranks import run
 
 

@@ -19,9 +19,9 @@ import autopar
 from autopar.ops import Call, OpRule, rule_of
 from autopar.ops.oracle import RuleError, make_call
 from autopar.ops.template import assemble
-from autopar.passes.bucket import bucket
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 
 
 def scale_rows() -> Any:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor import Replicate as Replicate_
 
 from autopar.compat import local_tensor
-from autopar.graph import Ref, TensorMeta
-from autopar.layout import Layout, Replicate, Split, is_legal, local_shape, shard
-from autopar.passes.capture import capture
-from autopar.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import Layout, Replicate, Split, is_legal, local_shape, shard
+from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.passes.capture.trace import capture
 from autopar.runtime.agree import exchange, on_first_rank, process_groups, raise_together
 from autopar.runtime.execute import all_reduce, compile, reduce_scatter
 from autopar.runtime.module import ParallelModule

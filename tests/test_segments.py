@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
-from autopar.passes.capture import capture
+from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.passes.capture.trace import capture
 from autopar.passes.segments import Repeated, Segments, fingerprint, segments
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 
 
 def check(graph: JointGraph, found: Segments) -> None:

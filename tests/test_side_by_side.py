@@ -13,8 +13,8 @@ from plans import random_assignment
 from torch import nn
 
 from autopar.passes.segments import Segments
-from autopar.plan import Plan
-from autopar.planner import Planner
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
 
 WIDTH = 8
 

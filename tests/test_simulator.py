@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autopar.simulator import Span, Task, fair_rates, simulate
+from autopar.cost.simulator import Span, Task, fair_rates, simulate
 
 
 def flow(stream: str, seconds: float, part: float = 1.0, fixed: float = 0.0, after: tuple[int, ...] = ()) -> Task:

@@ -10,11 +10,11 @@ import torch
 from dataflows import DATAFLOWS, Dataflow, equal, operands, product
 from pairwise import pairwise
 
-from autopar.clusters import named_cluster
+from autopar.cluster.library import named_cluster
+from autopar.cost.timeline import timeline
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
-from autopar.passes.slice import slice_products, sliced, why_whole
-from autopar.program import Program
-from autopar.timeline import timeline
+from autopar.passes.lower.slice import slice_products, sliced, why_whole
 
 MESHES = ((2, 2), (4, 2), (1, 4))
 SLICES = (2, 3, 4, 8)

@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.problem import (
+from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
+from autopar.solve.dp import LIMITED_GAP
+from autopar.solve.elimination import network
+from autopar.solve.exhaustive import MAX_COMBINATIONS
+from autopar.solve.expand import expand
+from autopar.solve.pricing import Library, Pricing
+from autopar.solve.problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
     Choice,
     Infeasible,
@@ -26,12 +32,6 @@ from autopar.problem import (
     evaluate,
     in_runs,
 )
-from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
-from autopar.solve.dp import LIMITED_GAP
-from autopar.solve.elimination import network
-from autopar.solve.exhaustive import MAX_COMBINATIONS
-from autopar.solve.expand import expand
-from autopar.solve.pricing import Library, Pricing
 from autopar.solve.relax import Relaxation
 
 

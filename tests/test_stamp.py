@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.graph import JointGraph, Node, Ref, map_references, overload
-from autopar.passes.capture import Captured, capture
+from autopar.ir.graph import JointGraph, Node, Ref, map_references, overload
+from autopar.passes.capture.trace import Captured, capture
 from autopar.passes.segments import Repeated, segments
 
 transformers = pytest.importorskip("transformers")

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.ops.contract import needed_by
 from autopar.ops.oracle import RuleError, laid_out
-from autopar.passes.bucket import bucket
-from autopar.passes.capture import CaptureError, capture
-from autopar.passes.chunk import chunked
+from autopar.passes.capture.trace import CaptureError, capture
 from autopar.passes.codegen import codegen
-from autopar.passes.overlap import overlap
-from autopar.passes.slice import sliced
-from autopar.planner import Planner
+from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.chunk import chunked
+from autopar.passes.lower.overlap import overlap
+from autopar.passes.lower.slice import sliced
+from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step
 
 
@@ -199,9 +199,9 @@ def test_an_operator_without_a_rule_gets_contiguous_operands_and_a_view_does_not
 
 def test_the_peak_counts_what_the_contract_copies() -> None:
     """Group norm of a transposed view: a copy of its input while it runs."""
-    from autopar.graph import Ref, TensorMeta
-    from autopar.liveness import Memory
-    from autopar.program import Instruction
+    from autopar.cost.liveness import Memory
+    from autopar.ir.graph import Ref, TensorMeta
+    from autopar.ir.program import Instruction
 
     memory = Memory()
     memory.give("x", TensorMeta((4, 6, 8), torch.float64))

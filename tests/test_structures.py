@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.passes.bucket import bucket
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
+from autopar.passes.lower.bucket import bucket
 from autopar.passes.segments import segments
-from autopar.planner import Planner
-from autopar.program import Program
+from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step
 

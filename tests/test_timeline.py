@@ -11,16 +11,16 @@ import models
 import pytest
 import torch
 
-from autopar.cluster import Cluster, Device, Level, Operators, operator_key
-from autopar.clusters import CLUSTERS
-from autopar.collectives import ALGORITHMS, KINDS, collective_seconds, loads, prices
-from autopar.graph import Ref, TensorMeta
-from autopar.passes.account import least_seconds
+from autopar.cluster.collectives import ALGORITHMS, KINDS, collective_seconds, loads, prices
+from autopar.cluster.library import CLUSTERS
+from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_key
+from autopar.cost.timeline import COMPUTE, Timeline, timeline
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.program import Instruction, Program
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
-from autopar.presets import PRESETS
-from autopar.program import Instruction, Program
-from autopar.timeline import COMPUTE, Timeline, timeline
+from autopar.planning.account import least_seconds
+from autopar.planning.planner import Planner
+from autopar.planning.presets import PRESETS
 
 SIZE = 1000
 OP, REDUCE = 3e-3, 0.01
@@ -263,7 +263,7 @@ def test_presets_that_leave_too_much_are_not_looked_at(
 ) -> None:
     made = captured("gpt2 untied").on({"dp": 2, "tp": 2}, "dgx-h100")
     with_them = made.plan()
-    monkeypatch.setattr("autopar.planner.PRESET_OPTIONS", 0)
+    monkeypatch.setattr("autopar.planning.planner.PRESET_OPTIONS", 0)
     with caplog.at_level("INFO", logger="autopar"):
         without = made.plan()
     assert {f"no plan by {name}: it leaves" in caplog.text for name in PRESETS} == {True}

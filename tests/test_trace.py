@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from autopar.figure import draw_timeline
-from autopar.timeline import COMPUTE
-from autopar.trace import merged
+from autopar.cost.timeline import COMPUTE
+from autopar.report.figure import draw_timeline
+from autopar.report.trace import merged
 
 MESH = {"dp": 2}
 WIDTH = 16

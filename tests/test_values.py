@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.passes.capture import CaptureError, capture, same_constant
+from autopar.passes.capture.trace import CaptureError, capture, same_constant
 from autopar.runtime.agree import digest
 from autopar.runtime.module import ParallelModule
 

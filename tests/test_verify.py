@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.program import Instruction
+from autopar.ir.program import Instruction
 from autopar.runtime.execute import compile
 from autopar.runtime.module import ParallelModule
 

@@ -18,10 +18,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.passes.bucket import bucket
-from autopar.passes.capture import CaptureError, capture
+from autopar.passes.capture.trace import CaptureError, capture
 from autopar.passes.codegen import codegen
-from autopar.planner import Planner
+from autopar.passes.lower.bucket import bucket
+from autopar.planning.planner import Planner
 
 Forward = Callable[["Net", torch.Tensor], torch.Tensor]
 

@@ -8,15 +8,15 @@ from functools import cache
 import pytest
 import torch
 
-from autopar import writer
-from autopar.passes.chunk import chunk
+from autopar.cost.timeline import timeline
+from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
-from autopar.passes.prefetch import prefetch
-from autopar.passes.slice import slice_products
-from autopar.plan import Plan
-from autopar.planner import Planner
-from autopar.program import Program
-from autopar.timeline import timeline
+from autopar.passes.lower.chunk import chunk
+from autopar.passes.lower.prefetch import prefetch
+from autopar.passes.lower.slice import slice_products
+from autopar.planning import writer
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
 
 LAYERS = 9
 

@@ -5,7 +5,7 @@ import importlib.util
 import torch
 import torch.distributed.tensor
 
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 
 
 def llama() -> torch.nn.Module:

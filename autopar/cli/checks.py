@@ -8,6 +8,8 @@ from typing import Annotated
 import torch
 import typer
 
+from autopar.testing import check
+
 from .common import reports_bad_input
 from .models import load, parsed
 from .options import KNOWN, AsJson, Batch, Length, Model, Settings, mesh_shape
@@ -35,8 +37,6 @@ def check_command(
 
     Example: autopar check hf:LlamaConfig --set num_hidden_layers=2 --set hidden_size=64 --mesh dp=2,tp=2 --plans 10
     """
-    from ..testing import check  # what needs ranks is not loaded for the other commands
-
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu")

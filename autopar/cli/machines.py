@@ -15,13 +15,15 @@ import torch
 import typer
 from rich.table import Table
 
-from .. import lab
-from ..calibration import Measurements, Row, check, compute_check, fit
-from ..cluster import Cluster
-from ..clusters import CLUSTERS, named_cluster, read_cluster
-from ..clusters.write import cluster_toml
-from ..collectives import KINDS, interpolated
-from ..plan import bytes_text, seconds_text
+from autopar import lab
+from autopar.cluster.calibration import Measurements, Row, check, compute_check, fit
+from autopar.cluster.collectives import KINDS, interpolated
+from autopar.cluster.library import CLUSTERS, named_cluster, read_cluster
+from autopar.cluster.library.write import cluster_toml
+from autopar.cluster.machine import Cluster
+from autopar.planning.plan import bytes_text, seconds_text
+from autopar.runtime.measure import matmul_flops_per_second, measured_here
+
 from .common import notes, out, progress, reports_bad_input, whole_numbers
 
 SMALL_BYTES = 1 << 18
@@ -83,7 +85,6 @@ def _shape(nodes: int, ranks: int, inter: str, intra: str, levels: str | None) -
 
 
 def _emulated(cluster: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
-    from ..runtime.measure import matmul_flops_per_second
 
     found = named_cluster(cluster)
     if sizes is not None:
@@ -165,7 +166,6 @@ def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -
             return Measurements.from_json(json.loads(read.read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{read} is not what calibrate --save wrote: {type(error).__name__} {error}") from error
-    from ..runtime.measure import measured_here
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")

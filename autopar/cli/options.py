@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..given import COSTS
-from ..optimizers import OPTIMIZERS
-from ..presets import PRESETS
-from ..solve import SOLVERS
+from autopar.cost.optimizers import OPTIMIZERS
+from autopar.planning.costs import COSTS
+from autopar.planning.presets import PRESETS
+from autopar.solve import SOLVERS
 
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
 UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}

@@ -11,14 +11,15 @@ from typing import Annotated
 
 import typer
 
-from ..api import compare
-from ..api import plan as planned
-from ..comparison import Comparison
-from ..figure import draw, draw_timeline
-from ..plan import Plan
-from ..presets import PRESETS
-from ..simulation import simulate
-from ..trace import merged
+from autopar.api import compare
+from autopar.api import plan as planned
+from autopar.planning.plan import Plan
+from autopar.planning.presets import PRESETS
+from autopar.report.comparison import Comparison
+from autopar.report.figure import draw, draw_timeline
+from autopar.report.simulation import simulate
+from autopar.report.trace import merged
+
 from .common import notes, progress, reports_bad_input
 from .models import load, parsed
 from .options import (

@@ -10,11 +10,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..candidates import profiled
-from ..plan import bytes_text, seconds_text
-from ..planner import Planner
-from ..profiles import Profiles as Database
-from ..profiles import ProgramRow, default_path
+from autopar.planning.plan import bytes_text, seconds_text
+from autopar.planning.planner import Planner
+from autopar.profile.database import Profiles as Database
+from autopar.profile.database import ProgramRow, default_path
+from autopar.runtime.profiled import profiled
+from autopar.runtime.profiler import ranks_here
+
 from .common import notes, out, progress, reports_bad_input
 from .models import load, parsed
 from .options import (
@@ -76,8 +78,6 @@ def profile_command(
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     shape, limit, pins = mesh_shape(mesh), byte_count(memory_limit), constraints(pin or [])
     loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-    from ..runtime.profiler import ranks_here
-
     planner = Planner(
         loaded.model,
         shape,

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from ..cluster import Cluster
+from autopar.cluster.machine import Cluster
 
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 SLOWEST, FASTEST = 1e3, 125e9

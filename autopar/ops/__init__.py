@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..graph import Ref, overload
-from ..layout import Layout, Shape
+from autopar.ir.graph import Ref, overload
+from autopar.ir.layout import Layout, Shape
+
 from .expansions import LocalCall
 from .local import Arguments
 from .registry import RULES

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..graph import Ref, TensorMeta
-from ..layout import padded_shape
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import padded_shape
+
 from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
 from .rule import Call, Emitter, OpRule

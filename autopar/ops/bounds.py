@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..graph import Ref
+from autopar.ir.graph import Ref
+
 from .rule import Emitter
 
 CHECK = "autopar.in_range.default"

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..graph import overload
+from autopar.ir.graph import overload
+
 from .registry import RULES
 from .rule import parameters
 from .strides import Given, contiguous

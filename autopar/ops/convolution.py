@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..layout import Shape
+from autopar.ir.layout import Shape
+
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST, has
 from .halo import Window, halo_added, with_halo

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..graph import Node, Ref, TensorMeta, map_references, overload
-from ..layout import Layout, Shape, local_shape, padded_shape
-from ..program import Instruction, RankIndex
+from autopar.ir.graph import Node, Ref, TensorMeta, map_references, overload
+from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
+from autopar.ir.program import Instruction, RankIndex
+
 from . import expand, localize
 from .expansions import filled_beyond
 from .rule import ROUTED, Call, OpRule, neutral, parameters

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..graph import Ref
-from ..layout import Layout, Shape, digits_of, padded_shape
+from autopar.ir.graph import Ref
+from autopar.ir.layout import Layout, Shape, digits_of, padded_shape
+
 from .bounds import checked
 from .families import MEAN, NONE, SUM
 from .rule import Call, Emitter, OpRule

@@ -16,8 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from ..graph import Ref
-from ..layout import Layout, Routed, local_stride, settled
+from autopar.ir.graph import Ref
+from autopar.ir.layout import Layout, Routed, local_stride, settled
+
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST, from_template
 from .rule import Call, Emitter, OpRule, Routing

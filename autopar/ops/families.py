@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..graph import Ref, TensorMeta
+from autopar.ir.graph import Ref, TensorMeta
+
 from .rule import Call, OpRule, parameters
 from .template import Linear, Name, Named, assemble, contraction_flops, parse
 

@@ -12,7 +12,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from ..graph import Ref
+from autopar.ir.graph import Ref
+
 from .rule import Emitter
 
 

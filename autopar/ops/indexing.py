@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..graph import Ref, TensorMeta
-from ..layout import digits_of
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import digits_of
+
 from .bounds import checked
 from .expansions import Expansion, LocalCall, Results, global_indices, local_indices
 from .families import BOTH, DIMS, FIRST, Rule, window

@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from ..graph import Ref
+from autopar.ir.graph import Ref
+
 from .expansions import LocalCall, Results, all_reduce, cast, wide
 from .families import DIMS, FIRST
 from .normalization import moments

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..layout import Layout, Shape
+from autopar.ir.layout import Layout, Shape
+
 from .families import split_sizes, window
 from .rule import Call, parameters
 

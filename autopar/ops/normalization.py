@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..graph import Ref, TensorMeta
-from ..layout import Shape
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import Shape
+
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, wide
 from .families import FIRST, has
 from .local import Arguments, replaced

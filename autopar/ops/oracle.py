@@ -18,11 +18,23 @@ from typing import Any
 
 import torch
 
-from ..graph import Node, Ref, TensorMeta, overload
-from ..layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Shape, is_legal, shard, unshard, valid_shape
-from ..lockstep import Values, run
+from autopar.ir.graph import Node, Ref, TensorMeta, overload
+from autopar.ir.layout import (
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    Partial,
+    Placement,
+    Shape,
+    is_legal,
+    shard,
+    unshard,
+    valid_shape,
+)
+
 from . import rule_of
 from .emit import OPERAND, Emission, local_program, local_shapes
+from .lockstep import Values, run
 from .registry import qualified
 from .rule import Call, OpRule
 

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph import Ref, TensorMeta
-from ..layout import Shape
+from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.layout import Shape
+
 from .expansions import Expansion, LocalCall, Results, global_indices
 from .families import FIRST, Rule, has
 from .halo import Window, halo_added, with_halo

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from .. import randomness
-from ..graph import Node, Ref, overload
-from ..layout import Layout, Shape, Split, digits_of, padded_shape
-from ..program import RankIndex
+from autopar.ir import randomness
+from autopar.ir.graph import Node, Ref, overload
+from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
+from autopar.ir.program import RankIndex
+
 from .rule import Call, Emitter, OpRule, parameters
 from .template import assemble
 

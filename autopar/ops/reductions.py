@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from ..graph import Ref
-from ..layout import padded_shape
+from autopar.ir.graph import Ref
+from autopar.ir.layout import padded_shape
+
 from .expansions import Expansion, LocalCall, Results, all_reduce, cast, filled_beyond, global_indices, wide
 from .families import DIMS, FIRST, Rule, axes, has
 from .rule import Call, Emitter, OpRule, neutral

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph import overload
+from autopar.ir.graph import overload
+
 from .expansions import Expansion
 from .families import Rule, from_template
 from .local import Local, unchanged

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..graph import Ref
-from ..layout import Shape
+from autopar.ir.graph import Ref
+from autopar.ir.layout import Shape
+
 from .expansions import Expansion, LocalCall, Results
 from .families import FIRST, Rule, has
 from .halo import Window, at_end, halo_added, slice_of, with_halo

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ..graph import JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, map_references
+
 from .experts import DOT, FROM, MM, MM_WEIGHT, SUM, TO, WANTED
 from .families import has
 from .rule import Call, OpRule

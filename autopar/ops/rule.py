@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..graph import Node, Ref, TensorMeta, overload
-from ..layout import Shape, Split, is_legal, periods_of
+from autopar.ir.graph import Node, Ref, TensorMeta, overload
+from autopar.ir.layout import Shape, Split, is_legal, periods_of
 
 Dims = tuple[int | None, ...]
 

@@ -20,7 +20,8 @@ from functools import cache
 
 import torch
 
-from ..graph import TensorMeta, references
+from autopar.ir.graph import TensorMeta, references
+
 from .rule import Call, Dims, Factor, OpRule, parameters
 
 Name = str | tuple[str, int] | None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .. import randomness, variates
-from ..graph import TensorMeta
-from ..program import Instruction
+from autopar.ir import randomness, variates
+from autopar.ir.graph import TensorMeta
+from autopar.ir.program import Instruction
+
 from .experts import DOT, MM, MM_WEIGHT, SUM
 
 Metas = tuple[TensorMeta, ...]

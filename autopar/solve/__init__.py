@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.problem import Problem, Solution
-from autopar.solve.beam import solve_beam, solve_greedy
-from autopar.solve.budget import Meter
-from autopar.solve.dp import solve_dp
-from autopar.solve.elimination import TooWide
-from autopar.solve.exhaustive import solve_exhaustive
-from autopar.solve.ilp import solve_ilp
+from .beam import solve_beam, solve_greedy
+from .budget import Meter
+from .dp import solve_dp
+from .elimination import TooWide
+from .exhaustive import solve_exhaustive
+from .ilp import solve_ilp
+from .problem import Problem, Solution
 
 SOLVERS: dict[str, Callable[..., Solution]] = {
     "dp": solve_dp,

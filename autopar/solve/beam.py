@@ -12,12 +12,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, Tensor, evaluate
-from autopar.solve.budget import Meter
-from autopar.solve.check import check
-from autopar.solve.elimination import TooWide, united
-from autopar.solve.expand import Expanded, expand
-from autopar.solve.relax import lower_bound
+from .budget import Meter
+from .check import check
+from .elimination import TooWide, united
+from .expand import Expanded, expand
+from .problem import (
+    TIE_BREAK_SECONDS_PER_BYTE,
+    Choice,
+    Infeasible,
+    Problem,
+    Score,
+    Solution,
+    Tensor,
+    evaluate,
+)
+from .relax import lower_bound
 
 WIDTH = 64
 WIDER = (1, 8, 64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.problem import Problem
+from .problem import Problem
 
 
 def check(problem: Problem) -> None:

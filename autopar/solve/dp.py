@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, evaluate
-from autopar.solve.budget import Meter
-from autopar.solve.check import check
-from autopar.solve.elimination import Floats, TooWide
-from autopar.solve.fronts import ProblemFronts, Window
-from autopar.solve.pricing import Library, Pricing
-from autopar.solve.relax import relaxed
+from .budget import Meter
+from .check import check
+from .elimination import Floats, TooWide
+from .fronts import ProblemFronts, Window
+from .pricing import Library, Pricing
+from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, evaluate
+from .relax import relaxed
 
 FRONT_POINTS = (32, 256)
 """Points that a front of (seconds, bytes) may have, in one round after the other."""

@@ -18,8 +18,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.problem import Problem, Tensor
-from autopar.solve.budget import BUDGET
+from .budget import BUDGET
+from .problem import Problem, Tensor
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.problem import (
+from .check import check
+from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
     Choice,
     Infeasible,
@@ -17,7 +18,6 @@ from autopar.problem import (
     evaluate,
     state_of,
 )
-from autopar.solve.check import check
 
 MAX_COMBINATIONS = 2_000_000
 

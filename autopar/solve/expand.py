@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autopar.problem import Choice, Problem, Tensor, Variable
+from .problem import Choice, Problem, Tensor, Variable
 
 T = TypeVar("T")
 

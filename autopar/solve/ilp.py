@@ -13,14 +13,23 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from autopar.problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Repeat, Solution, Tensor, evaluate
-from autopar.solve.budget import BUDGET
-from autopar.solve.check import check
-from autopar.solve.dp import lagrangian, pool_weights, priced, window
-from autopar.solve.elimination import Floats, Row, TooWide, tensor_rows, undominated
-from autopar.solve.expand import expand, expanded_options
-from autopar.solve.fronts import BodyFronts, Window
-from autopar.solve.pricing import Library, Pricing, grid
+from .budget import BUDGET
+from .check import check
+from .dp import lagrangian, pool_weights, priced, window
+from .elimination import Floats, Row, TooWide, tensor_rows, undominated
+from .expand import expand, expanded_options
+from .fronts import BodyFronts, Window
+from .pricing import Library, Pricing, grid
+from .problem import (
+    TIE_BREAK_SECONDS_PER_BYTE,
+    Choice,
+    Infeasible,
+    Problem,
+    Repeat,
+    Solution,
+    Tensor,
+    evaluate,
+)
 
 GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4

@@ -9,21 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.problem import Choice, Problem, Repeat
-from autopar.solve.budget import ELIMINATED_WORK, NODE_WORK, Meter
-from autopar.solve.chain import Powers
-from autopar.solve.elimination import (
-    Bools,
-    Eliminated,
-    Floats,
-    Ints,
-    Network,
-    Schedule,
-    TooWide,
-    eliminate,
-    network,
-    schedule,
-)
+from .budget import ELIMINATED_WORK, NODE_WORK, Meter
+from .chain import Powers
+from .elimination import Bools, Eliminated, Floats, Ints, Network, Schedule, TooWide, eliminate, network, schedule
+from .problem import Choice, Problem, Repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

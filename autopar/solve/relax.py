@@ -15,21 +15,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.problem import Choice, Problem
-from autopar.solve.budget import BUDGET, ELIMINATED_WORK, NODE_WORK, Meter
-from autopar.solve.elimination import (
-    Floats,
-    Ints,
-    TooWide,
-    eliminate,
-    network,
-    reduction,
-    run,
-    schedule,
-    trace_back,
-)
-from autopar.solve.expand import expand
-from autopar.solve.pricing import Library
+from .budget import BUDGET, ELIMINATED_WORK, NODE_WORK, Meter
+from .elimination import Floats, Ints, TooWide, eliminate, network, reduction, run, schedule, trace_back
+from .expand import expand
+from .pricing import Library
+from .problem import Choice, Problem
 
 SWEEPS = (15, 25, 40, 80, 160)
 """Sweeps, there and back, before each elimination of what is near the bound."""

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..given import check_mesh, check_solver
-from ..plan import table
+from autopar.planning.given import check_mesh, check_solver
+from autopar.planning.plan import table
+
 from .locate import Difference
 from .plans import random_assignment
 from .steps import KINDS, relative_error

@@ -18,11 +18,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..graph import JointGraph, Node, Ref, TensorMeta
-from ..lockstep import run
-from ..ops.emit import LocalEmitter
-from ..ops.randomness import draws, seeded
-from ..ops.rule import Call
+from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta
+from autopar.ops.emit import LocalEmitter
+from autopar.ops.lockstep import run
+from autopar.ops.randomness import draws, seeded
+from autopar.ops.rule import Call
 
 FUNCTIONAL: Mapping[str, str] = {
     "aten.bernoulli_.float": "aten.bernoulli.p",

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from ..graph import JointGraph, Node, references
-from ..layout import Layout, Shape, is_routed
-from ..lockstep import Values, run
-from ..program import Instruction, Program
-from ..randomness import keys
-from ..runtime.simulate import assemble, given_to_ranks, simulate
+from autopar.ir.graph import JointGraph, Node, references
+from autopar.ir.layout import Layout, Shape, is_routed
+from autopar.ir.program import Instruction, Program
+from autopar.ir.randomness import keys
+from autopar.ops.lockstep import Values, run
+from autopar.runtime.simulate import assemble, given_to_ranks, simulate
+
 from .steps import NEGLIGIBLE, relative_error
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
 
-from ..layout import Layout
-from ..passes.problem import Assignment
-from ..passes.strategies import (
+from autopar.ir.layout import Layout
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import (
     KEEP,
     REGATHER,
     WHOLE,

@@ -11,12 +11,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import compat
-from ..passes.capture import Captured
-from ..program import Program
-from ..randomness import keys
-from ..runtime.simulate import simulate_step
-from ..tree import flatten
+from autopar import compat
+from autopar.ir.program import Program
+from autopar.ir.randomness import keys
+from autopar.ir.tree import flatten
+from autopar.passes.capture.trace import Captured
+from autopar.runtime.simulate import simulate_step
+
 from .draws import Draws, Readers
 
 LEARNING_RATE = 0.01

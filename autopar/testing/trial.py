@@ -13,12 +13,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import compat
-from ..layout import Layout
-from ..passes.capture import Captured, copied
-from ..passes.codegen import layouts
-from ..planner import Planner
-from ..program import Program
+from autopar import compat
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program
+from autopar.passes.capture.trace import Captured, copied
+from autopar.passes.codegen import layouts
+from autopar.planning.planner import Planner
+
 from .draws import untouched_random_state
 from .locate import Difference, first_difference, whole_values
 from .plans import random_assignment

@@ -1,0 +1,1 @@
+"""Devices, links and what collectives take on them."""

@@ -1,0 +1,410 @@
+"""A cluster from measurements, and how well a cluster says what was measured.
+
+`runtime.measure` measures; here is no process group. Each level is fitted by itself, from the collectives of the axis
+that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, and for the level how
+much of the latencies passes while bytes travel, by the same formula that later prices it; and what operators lose while
+a collective is under way. Axes that span several levels, or a part of one, are not fitted: what is predicted for them
+says how far the formulas are to be believed. What was measured of each axis is kept beside them, and prices those that
+a mesh has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, interpolated, price, together
+from .machine import Cluster, Device, Groups, Level
+
+Axis = TypeVar("Axis", bound=Hashable)
+
+LEVELS = ("racks", "nodes", "ranks")
+"""Names of levels, the last one the innermost."""
+OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Tried for each level; the same for all kinds."""
+SMALLEST_PART = 0.25
+LEAST_BYTES = 1 << 20
+"""What moves as much is bound by rates, not by latencies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Generic[Axis]):
+    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis. `alone`: in one of its
+    groups only."""
+
+    kind: str
+    axis: Axis
+    bytes: int
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Median and quartiles of the seconds of one collective. `axis` are the ranks of a group and how far they are
+    apart, `bytes` the larger of a rank's input and output. `alone`: one group only, and not all of the axis at once."""
+
+    kind: str
+    axis: tuple[int, int]
+    bytes: int
+    alone: bool
+    seconds: float
+    quartiles: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Seconds of products by themselves, of one collective by itself on the axis of these ranks and stride, and of
+    both begun at once."""
+
+    axis: tuple[int, int]
+    compute_seconds: float
+    collective_seconds: float
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """The part of the shorter one that the other did not hide."""
+        alone = self.compute_seconds, self.collective_seconds
+        return min(1.0, max(0.0, (self.seconds - max(alone)) / min(alone)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """A rank's arithmetic while all ranks are busy. `operators` are (op, flops, bytes read and written, seconds),
+    `matmuls` (dtype, rows, features in, features out, seconds)."""
+
+    seconds_per_op: float
+    memory_bytes: float
+    operators: tuple[tuple[str, float, int, float], ...]
+    matmuls: tuple[tuple[str, int, int, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """`levels` are sizes from the outermost in."""
+
+    levels: tuple[int, ...]
+    device: str
+    backend: str
+    rounds: int
+    compute: Compute
+    samples: tuple[Sample, ...]
+    together: tuple[Together, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurements:
+        compute, samples = data["compute"], data["samples"]
+        rows = {key: tuple(tuple(row) for row in compute[key]) for key in ("operators", "matmuls")}
+        return cls(
+            **{
+                **data,
+                "levels": tuple(data["levels"]),
+                "compute": Compute(**{**compute, **rows}),
+                "samples": tuple(
+                    Sample(**{**row, "axis": tuple(row["axis"]), "quartiles": tuple(row["quartiles"])})
+                    for row in samples
+                ),
+                "together": tuple(Together(**{**row, "axis": tuple(row["axis"])}) for row in data.get("together", ())),
+            }
+        )
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper one."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+# --- the fit
+
+
+def fit(measured: Measurements, name: str) -> Cluster:
+    """The cluster that was measured."""
+    algorithms = GLOO if measured.backend == "gloo" else ALGORITHMS
+    levels = tuple(_level(measured, number, algorithms) for number in range(len(measured.levels)))
+    return Cluster(
+        name=name,
+        device=_device(measured),
+        levels=levels,
+        source=f"{measured.backend} on {math.prod(measured.levels)} ranks, measured by autopar calibrate",
+        algorithms=algorithms,
+        groups=_curves(measured),
+    )
+
+
+def _curves(measured: Measurements) -> tuple[Groups, ...]:
+    """What was measured of each axis."""
+    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    for sample in measured.samples:
+        if not sample.alone:
+            curve = found.setdefault(sample.axis, {}).setdefault(sample.kind, {})
+            curve[sample.bytes] = _digits(sample.seconds)
+    return tuple(
+        Groups(
+            ranks=ranks,
+            stride=stride,
+            seconds=tuple((kind, tuple(sorted(curve.items()))) for kind, curve in curves.items()),
+        )
+        for (ranks, stride), curves in found.items()
+    )
+
+
+def level_axes(levels: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranks and the stride of the axis that spans each level alone."""
+    return [(size, math.prod(levels[number + 1 :])) for number, size in enumerate(levels)]
+
+
+def axes(ranks: int) -> list[tuple[int, int]]:
+    """(ranks, stride) of every axis that a mesh of so many ranks may have."""
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    return [(size, stride) for stride in divisors for size in divisors[1:] if ranks % (size * stride) == 0]
+
+
+def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
+    sizes, axis = measured.levels, level_axes(measured.levels)[number]
+    shared = _devices_per_link(measured, number)
+    link = _unit_link(sizes, number, shared, algorithms)
+    fits: dict[float, dict[str, _Line]] = {overlap: {} for overlap in OVERLAPS}
+    for kind in KINDS:
+        samples = [s for s in measured.samples if (s.kind, s.axis, s.alone) == (kind, axis, False)]
+        steps, moving = (price(kind, size, link) for size in (0.0, 1.0))
+        for overlap, lines in fits.items():
+            lines[kind] = _line(samples, steps.fixed, moving.moving, overlap)
+    overlap = min(OVERLAPS, key=lambda overlap: sum(line.error for line in fits[overlap].values()))
+    found = {kind: (line.latency, line.rate) for kind, line in fits[overlap].items()}
+    rate = max(rate for _, rate in found.values())
+    return Level(
+        name=LEVELS[number - len(sizes)] if len(sizes) <= len(LEVELS) else f"level {number}",
+        size=sizes[number],
+        bytes_per_second=_digits(rate),
+        group_bytes_per_second=_digits(rate),
+        latency_seconds=max(_digits(latency) for latency, _ in found.values()),
+        devices_per_link=shared,
+        overlap=overlap,
+        compute_share=max((_digits(both.share) for both in measured.together if both.axis == axis), default=0.0),
+        measured=tuple(
+            Measured(kind=kind, efficiency=min(1.0, _digits(own / rate)), latency_seconds=_digits(latency))
+            for kind, (latency, own) in found.items()
+        ),
+    )
+
+
+def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Names) -> Link:
+    """What the axis of one level sees, if that level had a rate of one byte a second and a latency of a second."""
+    levels = tuple(
+        Level(
+            name="",
+            size=size,
+            bytes_per_second=1.0,
+            group_bytes_per_second=1.0,
+            latency_seconds=1.0,
+            devices_per_link=shared if level == number else 1,
+        )
+        for level, size in enumerate(sizes)
+    )
+    device = Device(
+        name="", flops_per_second={"float32": 1.0}, memory_bytes=1.0, memory_bytes_per_second=1.0, seconds_per_op=0.0
+    )
+    return Cluster(name="", device=device, levels=levels, algorithms=algorithms).links(tuple(sizes))[number]
+
+
+def _devices_per_link(measured: Measurements, number: int) -> int:
+    """How many devices share a link out of a child: as many times as slow all groups at once are."""
+    axis = level_axes(measured.levels)[number]
+    below = axis[1]
+    seconds = {(s.kind, s.bytes, s.alone): s.seconds for s in measured.samples if s.axis == axis}
+    ratios = [
+        together / seconds[kind, size, True]
+        for (kind, size, alone), together in seconds.items()
+        if not alone and size >= LEAST_BYTES and (kind, size, True) in seconds
+    ]
+    return max(1, min(below, round(statistics.median(ratios)))) if ratios else below
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    error: float
+    latency: float
+    rate: float
+
+
+def _line(samples: Sequence[Sample], steps: float, moving: float, overlap: float) -> _Line:
+    """The latency and the rate that fit steps x latency and bytes x moving / rate, added with that overlap, with
+    the least sum of |log(predicted / measured)|: a size that something disturbed does not bend the line.
+
+    Such a line goes through two of the points, or through one and the origin; all of them are tried.
+    """
+    latencies = {0.0, *(s.seconds / steps for s in samples)}
+    for one, other in combinations(samples, 2):
+        if other.bytes != one.bytes and (slope := (other.seconds - one.seconds) / (other.bytes - one.bytes)) > 0:
+            latencies.add(max(0.0, one.seconds - slope * one.bytes) / steps / max(1.0 - overlap, SMALLEST_PART))
+    lines = []
+    for latency in latencies:
+        fixed = steps * latency
+        for through in samples:
+            if (left := through.seconds - fixed * (1.0 - overlap)) > 0:
+                slope = left / through.bytes
+                predicted = [(together(fixed, slope * s.bytes, overlap), s.seconds) for s in samples]
+                error = sum(abs(math.log(one / other)) for one, other in predicted)
+                lines.append(_Line(error, latency, moving / slope))
+    return min(lines, key=lambda line: (line.error, line.latency))
+
+
+def _device(measured: Measurements) -> Device:
+    compute = measured.compute
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for dtype, m, k, n, seconds in compute.matmuls:
+        flops = 2.0 * m * k * n
+        rates.setdefault(dtype, []).append((flops, flops / _work_seconds(compute, seconds)))
+    curves = {dtype: _rising(points) for dtype, points in rates.items()}
+    usual = "float32" if measured.backend == "gloo" else "bfloat16"
+    memory = _memory(compute)
+    device = Device(
+        name=measured.device,
+        flops_per_second={dtype: _digits(curve[-1][1]) for dtype, curve in curves.items()},
+        memory_bytes=_digits(compute.memory_bytes),
+        memory_bytes_per_second=_digits(max(rate for _, rate in memory)),
+        memory_efficiency=_parts(memory),
+        seconds_per_op=_digits(compute.seconds_per_op),
+        efficiency=_parts(curves[usual]),
+    )
+    return replace(device, ratios=_ratios(compute, device))
+
+
+def _work_seconds(compute: Compute, seconds: float) -> float:
+    """What an operator takes for its arithmetic or its bytes: the model adds the cost of an operator to that."""
+    return max(seconds - compute.seconds_per_op, seconds / 10)
+
+
+def _memory(compute: Compute) -> list[tuple[float, float]]:
+    """(bytes, bytes a second) of the operator in the middle, of those that do no arithmetic to speak of: some do more
+    than they move, such as a softmax, and `_ratios` say so."""
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for op, flops, moved, seconds in compute.operators:
+        if not flops:
+            rates.setdefault(op, []).append((float(moved), moved / _work_seconds(compute, seconds)))
+    curves = [sorted(points) for points in rates.values()]
+    sizes = [statistics.median(size for size, _ in points) for points in zip(*curves, strict=True)]
+    return [(size, statistics.median(interpolated(curve, size) for curve in curves)) for size in sizes]
+
+
+def _ratios(compute: Compute, device: Device) -> dict[str, float]:
+    """What operators took over what the device's rates say of them, in the middle of their sizes."""
+    found: dict[str, list[float]] = {}
+    for op, flops, moved, seconds in compute.operators:
+        found.setdefault(op, []).append(seconds / device.roofline_seconds(flops, moved, torch.float32))
+    return {op: _digits(statistics.geometric_mean(ratios)) for op, ratios in found.items()}
+
+
+def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(flops, FLOP/s) that do not fall with size: the nearest such, by the mean of neighbours that do (pool adjacent
+    violators)."""
+    sizes = {flops: [rate for size, rate in points if size == flops] for flops, _ in sorted(points)}
+    pools: list[tuple[float, list[float]]] = []
+    for flops, same in sizes.items():
+        mean = statistics.geometric_mean(same)
+        pool = [flops]
+        while pools and pools[-1][0] >= mean:
+            before, others = pools.pop()
+            mean = math.exp((math.log(before) * len(others) + math.log(mean) * len(pool)) / (len(others) + len(pool)))
+            pool = others + pool
+        pools.append((mean, pool))
+    return [(flops, mean) for mean, pool in pools for flops in pool]
+
+
+def _parts(curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """(size, part of the best rate), with no less time for more. Points within 2% of the one before are left out."""
+    peak = max(rate for _, rate in curve)
+    found: list[tuple[float, float]] = []
+    for size, rate in curve:
+        part = _digits(rate / peak)
+        if found:
+            part = min(part, found[-1][1] * size / found[-1][0])
+        if not found or abs(part / found[-1][1] - 1) > 0.02:
+            found.append((size, min(1.0, part)))
+    return tuple(found)
+
+
+def _digits(value: float) -> float:
+    """Three digits: more would say more than was measured."""
+    return float(f"{value:.3g}")
+
+
+# --- the check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One collective as predicted and as measured. `axis` names the levels that it spans, or its ranks; `fitted` says
+    whether it is one whole level."""
+
+    kind: str
+    axis: str
+    fitted: bool
+    bytes: int
+    predicted_seconds: float
+    measured_seconds: float
+    quartiles: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+def check(measured: Measurements, cluster: Cluster) -> list[Row]:
+    """What a cluster predicts of what was measured, all groups of an axis at once.
+
+    Raises ValueError where the cluster has other levels.
+    """
+    if tuple(level.size for level in cluster.levels) != measured.levels:
+        theirs, ours = (" x ".join(map(str, sizes)) for sizes in ([v.size for v in cluster.levels], measured.levels))
+        raise ValueError(f"cluster {cluster.name} is {theirs}, and {ours} was measured: give the same --levels")
+    rows = []
+    whole = level_axes(measured.levels)
+    for sample in measured.samples:
+        if not sample.alone:
+            ranks, stride = sample.axis
+            link = cluster.links((math.prod(measured.levels) // (ranks * stride), ranks, stride))[1]
+            rows.append(
+                Row(
+                    kind=sample.kind,
+                    axis=_axis_name(cluster, ranks, stride),
+                    fitted=sample.axis in whole,
+                    bytes=sample.bytes,
+                    predicted_seconds=price(sample.kind, sample.bytes, link).seconds(),
+                    measured_seconds=sample.seconds,
+                    quartiles=sample.quartiles,
+                )
+            )
+    return rows
+
+
+def _axis_name(cluster: Cluster, ranks: int, stride: int) -> str:
+    sizes = [level.size for level in cluster.levels]
+    for first, last in combinations(range(len(sizes) + 1), 2):
+        if (ranks, stride) == (math.prod(sizes[first:last]), math.prod(sizes[last:])):
+            return "+".join(level.name for level in cluster.levels[first:last])
+    return f"{ranks} ranks" + (f", {stride} apart" if stride > 1 else "")
+
+
+def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, str, float, float]]:
+    """(dtype, shape, predicted, measured seconds) of each product."""
+    device = cluster.device
+    found = []
+    for dtype, m, k, n, seconds in measured.compute.matmuls:
+        kind = getattr(torch, dtype)
+        moved = device.moving_seconds((m * k + k * n + m * n) * kind.itemsize)
+        predicted = device.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
+        found.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
+    return found

@@ -1,0 +1,308 @@
+"""What a mesh runs on: a device, and the links between devices.
+
+A cluster is a device and levels of links, from the outermost in ("between nodes", "within a node"). A
+mesh of named axes lies on it in row-major order, the last axis innermost (or in an order that the
+caller gives). An axis may span several levels or share one with others; `Cluster.link` says what its
+groups get of each level. `clusters` has the library and reads files, `collectives` prices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from autopar.ir.graph import TensorMeta
+
+from .collectives import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated, price
+
+TOPOLOGIES = ("switch", "full", "ring")
+
+
+def operator_key(op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> str:
+    """An operator on the tensors that one rank has, under which its measured seconds are kept."""
+    return f"{op} {', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """What was measured of a device's operators: `seconds` of each, by `operator_key`. `ratios` say of an op how its
+    seconds, of all that were measured, stand to what the device's rates say of them; that of "" is for ops of which
+    nothing was measured. `seconds_per_byte` is of the steps of optimizers, by name: of what they read and write."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+
+    def ratio(self, op: str) -> float:
+        return self.ratios.get(op, self.ratios.get("", 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """`flops_per_second` by dtype name ("float32", "bfloat16") at its peak; what is not listed counts as
+    the slowest listed. `efficiency` are points (flops of one operator, part of the peak that it
+    reaches), interpolated on logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that
+    one operator reads and writes, part of `memory_bytes_per_second`): caches hold what is small. `seconds_per_op` is
+    the fixed cost of running one operator. `ratios` say of ops by what all that is to be multiplied.
+    `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
+    takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` is what was measured of
+    single ones, and goes before all that.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes: float
+    memory_bytes_per_second: float
+    seconds_per_op: float
+    efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes_per_link_byte: float = 0.0
+    operators: Operators | None = None
+
+    def operator_seconds(
+        self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], flops: float
+    ) -> float:
+        """Seconds of one operator on local shapes: as measured, or by the roofline of its arithmetic and its bytes."""
+        if self.operators is not None:
+            known = self.operators.seconds.get(operator_key(op, inputs, outputs))
+            if known is not None:
+                return known
+        tensors = (*inputs, *outputs)
+        dtype = tensors[0].dtype if tensors else torch.float32
+        return self.roofline_seconds(flops, sum(tensor.bytes for tensor in tensors), dtype) * self.ratio(op)
+
+    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
+        """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
+        arithmetic = self.compute_seconds(flops, dtype) if flops else 0.0
+        return self.seconds_per_op + max(arithmetic, self.moving_seconds(moved_bytes))
+
+    def moving_seconds(self, moved_bytes: float) -> float:
+        """Seconds in which an operator reads and writes so many bytes."""
+        return moved_bytes / self.memory_bytes_per_second / interpolated(self.memory_efficiency, moved_bytes)
+
+    def ratio(self, op: str) -> float:
+        """By what the roofline is multiplied: what that of other operators was off by."""
+        return self.ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)
+
+    def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:
+        """Seconds of an operator that moves nothing."""
+        known = None if self.operators is None else self.operators.seconds.get(operator_key(op, inputs, outputs))
+        return self.seconds_per_op if known is None else known
+
+    def optimizer_seconds(self, name: str, moved_bytes: float) -> float:
+        """Seconds of an optimizer's step that reads and writes so many bytes."""
+        measured = self.operators.seconds_per_byte.get(name) if self.operators is not None else None
+        return self.moving_seconds(moved_bytes) if measured is None else moved_bytes * measured
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s at the peak."""
+        rates = self.flops_per_second
+        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s of the largest operators."""
+        return self.peak_flops(dtype) * self.efficiency[-1][1]
+
+    def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
+        """Seconds of the arithmetic of one operator."""
+        return flops / self.flops(dtype) * self.efficiency[-1][1] / self.reached(flops)
+
+    def reached(self, flops: float) -> float:
+        """The part of its peak that the device reaches on an operator of that size."""
+        return interpolated(self.efficiency, flops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """`size` children, each a device at the innermost level and else a whole level below.
+
+    All rates are one way. `bytes_per_second` is what two children reach between them (ATP's
+    point-to-point matrix: a number, or one for each pair), `group_bytes_per_second` what a child can send
+    out to all others together (ATP's group bandwidth). The links out of a child are shared by
+    `devices_per_link` of its devices each: a device alone cannot use those of others. On a `ring` (a dim of
+    a torus) only neighbours are linked, and a child sends both ways. A collective costs
+    `launch_seconds` once and `latency_seconds` a step; `measured` says what kinds of collectives reach of the
+    rates, and the latency of each, where that is known. The part `overlap` of all that passes while bytes travel: where
+    links are slow, what is waited for is mostly them. A collective under way takes the part `compute_share` of what its
+    ranks compute with: processors that copy what arrives, or a GPU's multiprocessors.
+    """
+
+    name: str
+    size: int
+    bytes_per_second: float | tuple[tuple[float, ...], ...]
+    group_bytes_per_second: float
+    latency_seconds: float
+    launch_seconds: float = 0.0
+    topology: str = "switch"
+    devices_per_link: int = 1
+    measured: tuple[Measured, ...] = ()
+    overlap: float = 0.0
+    compute_share: float = 0.0
+
+
+Curves = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+"""Of kinds of collectives: (bytes of the larger of a rank's input and output, seconds), by size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """What collectives take in groups of `ranks` devices, `stride` apart, all groups at once, as it was measured."""
+
+    ranks: int
+    stride: int
+    seconds: Curves
+
+    def factors(self, link: Link) -> Factors:
+        """What was measured, over what the formulas say."""
+        return tuple(
+            (kind, tuple((size, seconds / price(kind, size, link).seconds()) for size, seconds in points))
+            for kind, points in self.seconds
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first.
+    `algorithms` are those of `collectives` that the communication library has; the cheapest is taken. `groups` are what
+    was measured of axes, which goes before what the levels say. `factors` are those of the links of each axis of
+    meshes (by their sizes) on which the collectives of programs were measured, and go before both."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    source: str = ""
+    algorithms: Names = ALGORITHMS
+    groups: tuple[Groups, ...] = ()
+    factors: Mapping[tuple[int, ...], tuple[Factors, ...]] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:
+        """What each axis of a mesh sees. `order` are the axes from the outermost in, if they do not lie on
+        the cluster in the mesh's own order.
+
+        Raises ValueError if the mesh has more ranks than the cluster devices, or `order` is no order.
+        """
+        order = tuple(range(len(mesh))) if order is None else tuple(order)
+        if sorted(order) != list(range(len(mesh))):
+            raise ValueError(f"order {order} of a mesh of {len(mesh)} axes: give each of 0..{len(mesh) - 1} once")
+        ranks = math.prod(mesh)
+        if ranks > self.devices:
+            sizes = " x ".join(str(level.size) for level in self.levels)
+            raise ValueError(
+                f"a mesh of {' x '.join(map(str, mesh))} = {ranks} ranks does not fit cluster {self.name} of "
+                f"{sizes} = {self.devices} devices: give a smaller mesh, or a cluster with a larger outermost level"
+            )
+        strides = {axis: math.prod(mesh[inner] for inner in order[k + 1 :]) for k, axis in enumerate(order)}
+        links = [self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh))]
+        known = {(groups.ranks, groups.stride): groups for groups in self.groups}
+        own = self.factors.get(tuple(mesh), ((),) * len(mesh))
+        for axis, link in enumerate(links):
+            measured = known.get((mesh[axis], strides[axis]))
+            if factors := own[axis] or (measured.factors(link) if measured is not None else ()):
+                links[axis] = replace(link, factors=factors)
+        return tuple(links)
+
+    def _link(self, ranks: int, stride: int, all_ranks: int) -> Link:
+        """Of groups of `ranks` devices, `stride` apart."""
+        stages = []
+        launch = 0.0
+        below = self.devices
+        for number, level in enumerate(self.levels):
+            above, below = below, below // level.size
+            members, there = _members(ranks, stride, below), _members(ranks, stride, above)
+            width = math.ceil(there / members)
+            sending = members
+            if width == 1 and _straddles(ranks, stride, below, min(above, all_ranks)):
+                width, sending = 2, 1
+            if width > 1:
+                stages.append(_stage(number, level, width, members, sending, stride, below))
+                launch = max(launch, level.launch_seconds)
+        return Link(ranks, tuple(stages), launch, self.algorithms)
+
+
+def _members(ranks: int, stride: int, devices: int) -> int:
+    """How many ranks of a group lie within `devices` devices."""
+    return min(ranks, max(1, devices // stride))
+
+
+def _straddles(ranks: int, stride: int, devices: int, among: int) -> bool:
+    """Whether some group that would fit into that many devices lies across a border between such: three
+    ranks in nodes of four."""
+    span = ranks * stride
+    return 1 < span <= devices < among and devices % span != 0
+
+
+def _stage(number: int, level: Level, width: int, members: int, sending: int, stride: int, below: int) -> Stage:
+    """What one group gets of a level, with the links of `sending` of its devices.
+
+    `min(below, stride)` groups leave each child and share what leaves it (Par4D Eq. 10, ATP Eq. 3).
+    Where the axis jumps over children, the groups in between share the links of a ring.
+    """
+    sharing, apart = min(below, stride), max(1, stride // below)
+    group = level.group_bytes_per_second / sharing
+    of_one = level.group_bytes_per_second * min(1.0, level.devices_per_link / below)
+    if level.topology == "ring":
+        assert not isinstance(level.bytes_per_second, tuple)
+        wrapped = width * apart >= level.size
+        neighbours = level.bytes_per_second / sharing / apart
+        whole = group / apart if wrapped else neighbours
+        alone = min(neighbours, of_one)
+        rate = min(whole, sending * of_one)
+        return Stage(
+            name=level.name,
+            width=width,
+            members=members,
+            bytes_per_second=rate,
+            pair_bytes_per_second=neighbours,
+            rank_bytes_per_second=alone,
+            latency_seconds=level.latency_seconds,
+            measured=level.measured,
+            overlap=level.overlap,
+            compute_share=level.compute_share,
+            ring=True,
+            wrapped=wrapped,
+            level=number,
+            part=min(1.0, rate * sharing * apart / level.group_bytes_per_second),
+        )
+    everyone, pair = _reach(level, width, apart)
+    group = min(group, sending * of_one)
+    rate = min(group, everyone / sharing)
+    return Stage(
+        name=level.name,
+        width=width,
+        members=members,
+        bytes_per_second=rate,
+        pair_bytes_per_second=min(group, pair / sharing),
+        rank_bytes_per_second=min(group, of_one, pair / sharing),
+        latency_seconds=level.latency_seconds,
+        measured=level.measured,
+        overlap=level.overlap,
+        compute_share=level.compute_share,
+        level=number,
+        part=min(1.0, rate * sharing / level.group_bytes_per_second),
+    )
+
+
+def _reach(level: Level, width: int, apart: int) -> tuple[float, float]:
+    """The least that a child reaches of all others of its group together, and of one other, by the
+    point-to-point matrix (ATP 3.4). Children without a link of their own go by way of a third, at half
+    of what is left."""
+    links = level.bytes_per_second
+    if not isinstance(links, tuple):
+        return links * (width - 1), links
+    groups = [
+        [first + apart * k for k in range(width)]
+        for first in range(level.size - apart * (width - 1))
+        if first % (apart * width) < apart
+    ]
+    everyone = min(sum(links[a][b] for b in group) for group in groups for a in group)
+    pair = min(links[a][b] for group in groups for a in group for b in group if a != b)
+    relayed = min(level.group_bytes_per_second, max(max(row) for row in links)) / 2
+    return everyone or relayed, pair or relayed

@@ -1,0 +1,1 @@
+"""Seconds and bytes: redistribution, memory, and the timeline with its simulator."""

@@ -1,0 +1,270 @@
+"""Liveness: when a value of a program is dropped, and which values share memory.
+
+`runtime.execute` writes its source from `lifetimes`, and `memory` counts bytes from it, so that what is
+counted is what runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import TensorMeta, map_references
+from autopar.ir.layout import local_shape
+from autopar.ir.program import Instruction, Program
+from autopar.ops import contract
+from autopar.ops.emit import on_meta
+
+OWN_MEMORY = frozenset(
+    {
+        "aten.add.Tensor",
+        "aten.bmm.default",
+        "aten.cat.default",
+        "aten.clone.default",
+        "aten.div.Tensor",
+        "aten.embedding.default",
+        "aten.embedding_dense_backward.default",
+        "aten.mm.default",
+        "aten.mul.Tensor",
+        "aten.sum.dim_IntList",
+        "collective.all_gather",
+        "collective.all_reduce",
+        "collective.all_to_all",
+        "collective.broadcast",
+        "collective.exchange",
+        "collective.reduce",
+        "collective.reduce_scatter",
+        "collective.rotate",
+        "collective.shift",
+    }
+)
+"""Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An instruction; whether it, if it is an all-reduce, works in its operand; and the values that are dropped right
+    after it: operands read for the last time, and results that nothing reads."""
+
+    instruction: Instruction
+    in_place: bool
+    dead: tuple[str, ...]
+
+
+def lifetimes(
+    arguments: Sequence[str], instructions: Sequence[Instruction], results: Iterable[str | None]
+) -> tuple[tuple[str, ...], list[Line]]:
+    """(arguments that nothing reads, lines) of a function that returns `results`."""
+    last = {used: i for i, instruction in enumerate(instructions) for used in instruction.inputs}
+    kept = {result for result in results if result is not None}
+    unused = tuple(dict.fromkeys(a for a in arguments if a not in last and a not in kept))
+    own: set[str] = set()  # values whose memory nothing else reads any more
+    lines = []
+    for i, instruction in enumerate(instructions):
+        dead = [used for used in dict.fromkeys(instruction.inputs) if last[used] == i and used not in kept]
+        dies = set(dead)
+        in_place = bool(dies & own)
+        if instruction.op in OWN_MEMORY or (len(instruction.inputs) == 1 and in_place):
+            own.update(instruction.outputs)
+        if instruction.op not in OWN_MEMORY:
+            own.difference_update(set(instruction.inputs) - dies)  # a view of it may outlive it
+        dead += [output for output in instruction.outputs if output and output not in last and output not in kept]
+        lines.append(Line(instruction, in_place, tuple(dead)))
+    return unused, lines
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a tensor lies in its memory. Its hash, which is asked for at every operand, is made once."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    hashed: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hashed", hash((self.shape, self.stride, self.offset, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self.hashed
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        step = 1
+        for size, stride in reversed(list(zip(self.shape, self.stride, strict=True))):
+            if size != 1 and stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte, and the byte after the last one."""
+        reach = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        end = self.offset + (1 + reach if math.prod(self.shape) else 0)
+        return self.offset * self.dtype.itemsize, end * self.dtype.itemsize
+
+    def empty(self) -> torch.Tensor:
+        """On the meta device."""
+        extent = self.span[1] // self.dtype.itemsize
+        return torch.empty(extent, dtype=self.dtype, device="meta").as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A result: a view of operand `of`, or, where that is None, memory of its own of so many bytes."""
+
+    placed: Placed
+    of: int | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """What an operator makes of operands that lie in memory as they do. `copies`: any of it lies in memory of its own,
+    and is not only seen in another way."""
+
+    made: tuple[Made | None, ...]
+    copies: bool
+    operands_bytes: int
+    """Of the copies that its kernel needs of operands (`ops.contract`), dropped when it has run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """How values lie in memory, found out once for programs that are much alike."""
+
+    operators: dict[tuple[str, tuple[Placed, ...]], Results] = field(default_factory=dict)
+    """By an instruction's form and its operands."""
+    contiguous: dict[TensorMeta, Placed] = field(default_factory=dict)
+
+    def whole(self, meta: TensorMeta) -> Placed:
+        """A value in memory of its own, contiguous."""
+        if (found := self.contiguous.get(meta)) is None:
+            stride = torch.empty(meta.shape, device="meta").stride()
+            found = self.contiguous[meta] = Placed(meta.shape, stride, 0, meta.dtype)
+        return found
+
+    def results(self, instruction: Instruction, operands: tuple[Placed, ...]) -> Results:
+        key = (instruction.form, operands)
+        if (found := self.operators.get(key)) is None:
+            made, operands_bytes = _run(instruction, operands)
+            found = Results(made, any(m is not None and m.of is None for m in made), operands_bytes)
+            self.operators[key] = found
+        return found
+
+
+@dataclass(eq=False)
+class Memory:
+    """Who shares memory in a program: every value has storages, by number, of so many bytes. A collective under way
+    has that of its result, which comes first, and those that it holds until it is waited for."""
+
+    bytes: list[int] = field(default_factory=list)
+    storages: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    placed: dict[str, Placed] = field(default_factory=dict)
+    unnamed: dict[int, int] = field(default_factory=dict)
+    """Instruction, by its id -> bytes of its results that have no name, and of copies of its operands."""
+    known: Known = field(default_factory=Known)
+
+    @staticmethod
+    def of(program: Program, instructions: Sequence[Instruction], known: Known | None = None) -> Memory:
+        """Of the inputs and the values that these instructions make; no all-reduce works in place. `known` is what
+        other programs showed."""
+        memory = Memory(known=known or Known())
+        for i in program.inputs:
+            memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
+        for instruction in instructions:
+            memory.run(program, Line(instruction, False, ()), by_parts=False)
+        return memory
+
+    def give(self, name: str, meta: TensorMeta) -> None:
+        """A value in memory of its own, contiguous."""
+        self.placed[name] = self.known.whole(meta)
+        self.storages[name] = (self.new(meta.bytes),)
+
+    def new(self, size: int) -> int:
+        self.bytes.append(size)
+        return len(self.bytes) - 1
+
+    def run(self, program: Program, line: Line, *, by_parts: bool) -> None:
+        """What an instruction makes. `by_parts`: a reduce-scatter receives all parts before it adds them up."""
+        instruction = line.instruction
+        if instruction.op == "collective.wait":
+            (name,), (started,) = instruction.outputs, instruction.inputs
+            self.placed[name] = self.placed[started]
+            self.storages[name] = self.storages[started][:1]
+        elif instruction.collective:
+            self._collective(program, line, by_parts)
+        else:
+            self.local(instruction)
+
+    def local(self, instruction: Instruction) -> Results:
+        """What a local op makes."""
+        placed = self.placed
+        results = self.known.results(instruction, tuple([placed[name] for name in instruction.inputs]))
+        inside = results.operands_bytes
+        for name, made in zip(instruction.outputs, results.made, strict=True):
+            if made is None:
+                continue
+            if not name:
+                inside += made.bytes
+            else:
+                placed[name] = made.placed
+                viewed = None if made.of is None else self.storages[instruction.inputs[made.of]]
+                self.storages[name] = viewed or (self.new(made.bytes),)
+        if inside:
+            self.unnamed[id(instruction)] = inside
+        return results
+
+    def _collective(self, program: Program, line: Line, by_parts: bool) -> None:
+        instruction = line.instruction
+        source, (name,) = instruction.inputs[0], instruction.outputs
+        kind, meta = instruction.collective, program.metas[instruction.outputs[0]]
+        if kind == "all_reduce" and line.in_place:
+            self.placed[name], (result, *held) = self.placed[source], self.storages[source]
+        else:
+            self.placed[name], result, held = self.known.whole(meta), self.new(meta.bytes), list(self.storages[source])
+        given = program.metas[source]
+        if kind in ("all_reduce", "reduce_scatter"):
+            if instruction.args[1] != "sum" and given.dtype.is_floating_point:
+                held.append(self.new(given.numel * max(4, given.dtype.itemsize)))  # as numbers in their order
+            elif kind == "reduce_scatter" and by_parts:
+                held.append(self.new(given.bytes))
+        self.storages[name] = (result, *held)
+
+
+def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[tuple[Made | None, ...], int]:
+    """What the op makes of such operands, on the meta device, and bytes of the copies that its kernel needs of them."""
+    given = [placed.empty() for placed in operands]
+    feed = iter(given)
+    args, kwargs = map_references((instruction.args, instruction.kwargs), lambda _: next(feed))
+    storages = {x.untyped_storage()._cdata: i for i, x in enumerate(given)}
+    positional, named = contract.given(instruction.op, list(args), dict(kwargs))
+    outputs = on_meta(instruction.op, tuple(positional), tuple(named.items()))
+    made: list[Made | None] = []
+    for x in outputs:
+        if x is None:
+            made.append(None)
+            continue
+        placed = Placed(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
+        of = storages.get(x.untyped_storage()._cdata)
+        made.append(Made(placed, of, x.untyped_storage().nbytes() if of is None else 0))
+    copied = [x for x in _tensors((positional, named)) if x.untyped_storage()._cdata not in storages]
+    return tuple(made), sum(x.untyped_storage().nbytes() for x in copied)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors among a call's arguments."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [x for item in items for x in _tensors(item)]

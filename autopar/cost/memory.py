@@ -1,0 +1,211 @@
+"""Memory: the most bytes that a rank holds at once during a training step, and what they are.
+
+Counted on the program as it runs: values are dropped right after their last use, views share the memory of their base,
+collectives hold what they send until they are waited for. A step is forward, backward and the optimizer; gradients are
+freed after it (`zero_grad()`), and outputs are held until then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import local_shape
+from autopar.ir.program import Instruction, Program, source_line
+from autopar.ops.workspace import workspace_bytes
+
+from .liveness import Known, Line, Memory, lifetimes
+from .optimizers import Optimizer
+
+KINDS = ("parameters", "gradients", "optimizer", "inputs", "outputs", "activations", "temporaries")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Bytes of a rank at the moment when they are the most. Parameters at rest; gradients that are made by then; what
+    the optimizer keeps; buffers, and the rank's part of the inputs; outputs, which the caller holds; activations, made
+    in forward and kept for backward; temporaries: all else, such as what an operator has just made, gathers and
+    buckets. `at` says when that is."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    inputs: int
+    outputs: int
+    activations: int
+    temporaries: int
+    at: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes of a rank while an instruction runs, or at the end of a step, and those among them that are no temporaries.
+    `phase`: forward, backward, or what else."""
+
+    phase: str
+    instruction: Instruction | None
+    bytes: int
+    lasting_bytes: int
+
+
+def peak(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> Peak:
+    """Of the program as it is run (after `passes.bucket`). `device_type` is that of the mesh: "cpu" or "cuda"; `known`
+    is how results lay in memory in other programs."""
+    return _step(program, optimizer, device_type, known).peak()
+
+
+def moments(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> list[Moment]:
+    """All that `peak` looks at, in their order."""
+    step = _step(program, optimizer, device_type, known)
+    step.peak()
+    return step.moments
+
+
+def _step(program: Program, optimizer: Optimizer, device_type: str, known: Known | None) -> _Step:
+    return _Step(program, optimizer, device_type, Memory(known=known or Known()))
+
+
+@dataclass(eq=False)
+class _Step:
+    program: Program
+    optimizer: Optimizer
+    device_type: str
+    memory: Memory
+    kinds: dict[int, str] = field(default_factory=dict)
+    """Storage -> what it counts as, if not as temporary."""
+    users: Counter[int] = field(default_factory=Counter)
+    """Storage -> how many values of the program, or others outside of it, hold it."""
+    alive: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    most: int = -1
+    found: dict[str, int] = field(default_factory=dict)
+    at: tuple[str, Instruction | None] = ("", None)
+    moments: list[Moment] = field(default_factory=list)
+
+    def peak(self) -> Peak:
+        program, memory = self.program, self.memory
+        given = [i.name for i in program.inputs if i.role != "tangent"]
+        tangents = [i.name for i in program.inputs if i.role == "tangent"]
+        outputs = [o.name for o in program.outputs if o.role == "output" and o.name is not None]
+        made = list(dict.fromkeys(o.name for o in program.outputs if o.role != "gradient" and o.name is not None))
+        gradients = [o.name for o in program.outputs if o.role == "gradient" and o.name is not None]
+        for i in program.inputs:
+            memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
+        unread, forward = lifetimes(given, program.forward, (*made, *program.saved))
+        unread_late, backward = lifetimes([*program.saved, *tangents], program.backward, gradients)
+        for line in (*forward, *backward):
+            memory.run(program, line, by_parts=self.device_type == "cpu")
+        copied = self._copied(gradients)
+        self._sort(outputs, [g for g, is_copied in zip(gradients, copied, strict=True) if not is_copied])
+
+        self.alive["optimizer"] = self._optimizer_bytes()
+        self._hold(i.name for i in program.inputs if i.role != "tangent")  # by the module and the caller
+        self._hold(given)
+        self._drop(unread)
+        self._run(forward, "forward")
+        self._hold(outputs)  # by the caller
+        self._drop(name for name in made if name not in program.saved)
+        self._hold(tangents)  # by autograd
+        self._hold(tangents)
+        self._drop(unread_late)
+        self._run(backward, "backward")
+        left = Counter(gradients)
+        for name, is_copied in zip(gradients, copied, strict=True):
+            if is_copied:
+                size = memory.placed[name]
+                storage = memory.new(TensorMeta(size.shape, size.dtype).bytes)
+                self.kinds[storage] = "gradients"
+                self._use(storage)
+                self._look(f"end of backward, copying the gradient {name}")
+                left[name] -= 1
+                self._drop([name] if not left[name] else [])
+        self._drop(tangents)
+        parameters = [memory.bytes[memory.storages[i.name][0]] for i in program.inputs if i.role == "parameter"]
+        self._look("optimizer step", self.optimizer.copies * max(parameters, default=0))
+        return Peak(**self.found, at=self._place())
+
+    def _optimizer_bytes(self) -> int:
+        metas = [
+            (i.meta.dtype, self.memory.bytes[self.memory.storages[i.name][0]] // i.meta.dtype.itemsize)
+            for i in self.program.inputs
+            if i.role == "parameter" and i.target in self.program.trained
+        ]
+        return sum(self.optimizer.bytes(numel, dtype) for dtype, numel in metas)
+
+    def _copied(self, gradients: Sequence[str]) -> list[bool]:
+        """Which gradients the module copies at the end: those that are not contiguous, or that share memory with what
+        lives on (`runtime.module`)."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        living = [i.name for i in self.program.inputs]
+        living += [o.name for o in self.program.outputs if o.role == "output" and o.name is not None]
+        for name in living:
+            spans.setdefault(self.memory.storages[name][0], []).append(self.memory.placed[name].span)
+        found = []
+        for name in gradients:
+            placed, taken = self.memory.placed[name], spans.setdefault(self.memory.storages[name][0], [])
+            begin, end = placed.span
+            overlaps = any(begin < other_end and other < end for other, other_end in taken)
+            found.append(overlaps or not placed.is_contiguous)
+            taken.append((begin, end))
+        return found
+
+    def _sort(self, outputs: Iterable[str], gradients: Iterable[str]) -> None:
+        program, storages = self.program, self.memory.storages
+        kinds = {"parameter": "parameters", "tangent": "temporaries"}
+        sorts = [
+            *((i.name, kinds.get(i.role, "inputs")) for i in program.inputs),
+            *((name, "gradients") for name in gradients),
+            *((name, "outputs") for name in outputs),
+            *((name, "activations") for name in program.saved),
+        ]
+        for name, kind in sorts:
+            self.kinds.setdefault(storages[name][0], kind)
+
+    def _use(self, storage: int) -> None:
+        self.users[storage] += 1
+        if self.users[storage] == 1:
+            self.alive[self.kinds.get(storage, "temporaries")] += self.memory.bytes[storage]
+
+    def _hold(self, names: Iterable[str]) -> None:
+        for name in names:
+            for storage in self.memory.storages[name]:
+                self._use(storage)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            for storage in self.memory.storages[name]:
+                self.users[storage] -= 1
+                if not self.users[storage]:
+                    self.alive[self.kinds.get(storage, "temporaries")] -= self.memory.bytes[storage]
+
+    def _run(self, lines: Sequence[Line], phase: str) -> None:
+        for line in lines:
+            instruction = line.instruction
+            self._hold(name for name in instruction.outputs if name)
+            inside = workspace_bytes(instruction, self.program.metas, self.device_type) + self.memory.unnamed.get(
+                id(instruction), 0
+            )
+            self._look(phase, inside, instruction)
+            self._drop(line.dead)
+
+    def _look(self, phase: str, inside: int = 0, instruction: Instruction | None = None) -> None:
+        """Remember this moment if it is the peak. `inside` is what lives within an operator."""
+        alive = sum(self.alive.values())
+        total = alive + inside
+        self.moments.append(Moment(phase, instruction, total, alive - self.alive["temporaries"]))
+        if total > self.most:
+            self.most = total
+            self.found = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
+            self.at = phase, instruction
+
+    def _place(self) -> str:
+        phase, instruction = self.at
+        if instruction is None:
+            return phase
+        module = f" of module {instruction.module!r}" if instruction.module else ""
+        return f"{phase}, `{source_line(instruction, self.program.axes)}`{module}"

@@ -1,0 +1,110 @@
+"""All ranks of a mesh in one process: every instruction runs for each rank before the next begins, so
+that a collective finds what all ranks of its group put in. The numbers are right, the timing says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Ref, overload
+from autopar.ir.layout import Shape
+from autopar.ir.program import Instruction, RankIndex, names_no_device
+
+from . import contract
+from .strides import contiguous
+
+Values = dict[str, Any]
+
+
+def run(instruction: Instruction, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
+    """Run one instruction on every rank; `ranks` holds each rank's values by name, and receives the results."""
+    if kind := instruction.collective:
+        _collective(kind, instruction, mesh, ranks)
+        return
+    for coordinate, values in ranks.items():
+        _local(instruction, coordinate, values)
+
+
+def _local(instruction: Instruction, coordinate: Shape, values: Values) -> None:
+    if instruction.op == "collective.wait":
+        values[instruction.outputs[0]] = values[instruction.args[0].name]
+        return
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return values[argument.name]
+        if isinstance(argument, RankIndex):
+            return argument.at(coordinate)
+        if isinstance(argument, (tuple, list)):
+            return [value(item) for item in argument]
+        return argument
+
+    arguments = [value(argument) for argument in instruction.args]
+    named = {key: value(v) for key, v in instruction.kwargs}
+    if names_no_device(instruction):
+        named["device"] = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
+    arguments, named = contract.given(instruction.op, arguments, named)
+    result = overload(instruction.op)(*arguments, **named)
+    made = result if isinstance(result, tuple | list) else (result,)
+    for name, tensor in zip(instruction.outputs, made, strict=True):
+        if name:
+            values[name] = tensor
+
+
+def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
+    axis = instruction.args[-1]
+    source, target = instruction.args[0].name, instruction.outputs[0]
+    groups: dict[Shape, list[Values]] = {}
+    for coordinate in sorted(ranks):
+        groups.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), []).append(ranks[coordinate])
+    n = mesh[axis]
+    for others, group in groups.items():
+        given: list[Any] = [contiguous(values[source]) for values in group]
+        assert len(given) == n > 1, f"{instruction}: mesh axis {axis} has {len(given)} ranks"
+        if kind in ("reduce_scatter", "all_to_all"):
+            assert given[0].shape[0] % n == 0, f"{instruction}: {tuple(given[0].shape)} has no {n} equal chunks"
+        if kind == "all_reduce":
+            whole = _reduce(given, instruction.args[1])
+            made = [whole.clone() for _ in group]
+        elif kind == "all_gather":
+            whole = torch.cat(given)
+            made = [whole.clone() for _ in group]
+        elif kind == "reduce_scatter":
+            made = [chunk.clone() for chunk in _reduce(given, instruction.args[1]).chunk(n)]
+        elif kind == "shift":
+            sources = [i - instruction.args[1] for i in range(n)]
+            made = [given[i].clone() if 0 <= i < n else torch.zeros_like(given[0]) for i in sources]
+        elif kind == "rotate":
+            turn = instruction.args[1]
+            if isinstance(turn, RankIndex):
+                assert all(term != axis for term, _ in turn.terms), f"{instruction}: the offset differs within a group"
+                turn = turn.at((*others[:axis], 0, *others[axis:]))
+            made = [given[(i - turn) % n].clone() for i in range(n)]
+        elif kind == "broadcast":
+            made = [given[instruction.args[1]].clone() for _ in group]
+        elif kind == "reduce":
+            whole, root = _reduce(given, instruction.args[1]), instruction.args[2]
+            made = [whole.clone() if i == root else torch.zeros_like(whole) for i in range(n)]
+        elif kind == "exchange":
+            sizes = [values[instruction.args[1].name].tolist() for values in group]
+            parts = [x.split(put) for x, (put, _) in zip(given, sizes, strict=True)]
+            for i, (_, got) in enumerate(sizes):
+                assert got == [sizes[j][0][i] for j in range(n)], f"{instruction}: the ranks' sizes contradict"
+            made = [torch.cat([parts[j][i] for j in range(n)]) for i in range(n)]
+        else:
+            chunks = [x.chunk(n) for x in given]
+            made = [torch.cat([chunks[j][i] for j in range(n)]) for i in range(n)]
+        for values, x in zip(group, made, strict=True):
+            values[target] = x
+
+
+def _reduce(given: list[torch.Tensor], reduction: str) -> torch.Tensor:
+    combiners: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    combine = combiners[reduction]
+    result = given[0]
+    for x in given[1:]:
+        result = combine(result, x)
+    return result

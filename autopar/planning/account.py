@@ -1,0 +1,268 @@
+"""Account: what an assignment costs, item by item.
+
+The sum of the items is the solver's objective; the collectives listed are those that codegen writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.cluster.collectives import collective_seconds
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.program import COLLECTIVES
+from autopar.ops.emit import Emission, expands, local_program
+from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder, is_bucketed
+from autopar.passes.space.recompute import reacquired, remade
+from autopar.passes.space.strategies import REGATHER, Option, Region, Site, Space, operand_layouts, splits_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """`count` collectives of one kind on one mesh axis, of `bytes` in all: each counts the larger of
+    what a rank puts in and gets out."""
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Seconds of one step and bytes of one rank.
+
+    `compute_seconds` are the local operators, `copy_seconds` local slices and the reordering of
+    chunks, `communication_seconds` the collectives (nothing is assumed to overlap),
+    `optimizer_seconds` the step of the optimizer. Bytes: parameters at rest, their gradients, what the optimizer
+    keeps, and what forward keeps for backward, as if all were there at once: what the search weighs. (What is there
+    at once is `memory.peak`.)
+    """
+
+    compute_seconds: float
+    communication_seconds: float
+    copy_seconds: float
+    optimizer_seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds + self.copy_seconds + self.optimizer_seconds
+
+    @property
+    def bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+def account(space: Space, assignment: Assignment) -> Account:
+    """What the objective is made of."""
+    return _tally(space, assignment).account()
+
+
+def least_seconds(space: Space, assignment: Assignment) -> float:
+    """What overlap does not shorten: operators follow each other, and so do collectives on one axis; what forward moves
+    of activations is waited for, and the optimizer comes last."""
+    return _tally(space, assignment).least_seconds
+
+
+def _tally(space: Space, assignment: Assignment) -> _Tally:
+    total = _Tally(space)
+    total.region(space.rest, assignment.rest, 1)
+    for number, (region, copies) in enumerate(zip(space.bodies, assignment.copies, strict=True)):
+        same: list[tuple[tuple[Decisions, bool], int]] = []
+        for copy in zip(copies, assignment.again(number), strict=True):
+            key = next((k for k, (other, _) in enumerate(same) if other == copy), len(same))
+            same[key:] = [(copy, 1 + (same[key][1] if key < len(same) else 0)), *same[key + 1 :]]
+        for (decisions, again), count in same:
+            total.region(region, decisions, count, again)
+    return total
+
+
+def recomputation(space: Space, region: Region, decisions: Decisions) -> tuple[float, float]:
+    """(seconds that it costs, bytes that it saves) to make a copy of a segment again in backward."""
+    accounts = []
+    for again in (False, True):
+        total = _Tally(space)
+        total.region(region, decisions, 1, again)
+        accounts.append(total.account())
+    kept, remade_ = accounts
+    return remade_.seconds - kept.seconds, float(kept.bytes - remade_.bytes)
+
+
+class _Tally:
+    def __init__(self, space: Space) -> None:
+        self.space, self.builder = space, ProblemBuilder(space)
+        self.compute = self.copies = self.communication = self.optimizer = 0.0
+        self.waited = 0.0
+        """Seconds of collectives of activations in forward."""
+        self.parameters = self.gradients = self.states = self.activations = 0
+        self.kinds: dict[tuple[str, str], list[float]] = {}
+
+    @property
+    def least_seconds(self) -> float:
+        on_axis: dict[str, float] = {}
+        for (_, axis), (_, _, seconds) in self.kinds.items():
+            on_axis[axis] = on_axis.get(axis, 0.0) + seconds
+        return self.optimizer + max(self.compute + self.copies + self.waited, *on_axis.values(), 0.0)
+
+    def region(self, region: Region, decisions: Decisions, count: int, again: bool = False) -> None:
+        twice = remade(region) if again else frozenset()
+        reacquire = reacquired(region) if again else frozenset()
+        shared = {root for site in region.sites.values() if site.kind == "shared" for root in site.makes}
+        options: dict[str, Option] = {}
+        for name, site in region.sites.items():
+            option = self.space.option(site, decisions[name])
+            if option is None:
+                raise ValueError(f"{site.kind} {name} ({site.module}) cannot take {decisions[name]}")
+            options[name] = option
+            self._site(site, option, count * (2 if name in twice else 1))
+        wanted: dict[str, list[tuple[Site, Layout, bool]]] = {}
+        makers: dict[str, tuple[Site, Layout, str]] = {}
+        for name, site in region.sites.items():
+            option = options[name]
+            for root, layout in zip(site.makes, option.makes, strict=True):
+                if root:
+                    policy = option.choice[-1] if site.kind == "parameter" else ""
+                    policy = REGATHER if root in reacquire else policy
+                    makers[root] = (site, layout, policy)
+            for read, layout in zip(site.reads, option.reads, strict=True):
+                readers = wanted.setdefault(read.alias.root, [])
+                readers.append((site, layout, read.backward))
+                if name in twice and read.alias.root not in shared:
+                    readers.append((site, layout, True))
+        for root, readers in wanted.items():
+            self._tensor(root, makers[root], readers, count)
+
+    def _site(self, site: Site, option: Option, count: int) -> None:
+        if site.kind == "parameter":
+            assert site.meta is not None
+            numel, dtype = math.prod(local_shape(site.meta.shape, option.makes[0], self.space.mesh)), site.meta.dtype
+            local = numel * dtype.itemsize
+            self.parameters += count * local
+            self.optimizer += count * option.seconds
+            if site.reads:
+                self.gradients += count * local
+                self.states += count * self.space.optimizer.bytes(numel, dtype)
+            return
+        emission = self._emission(site, option)
+        if emission is None:
+            self.compute += count * option.seconds
+            return
+        inside = 0.0
+        for instruction in emission.instructions:
+            if kind := instruction.collective:
+                size = max(emission.metas[n].bytes for n in (*instruction.inputs, *instruction.outputs))
+                axis = instruction.args[-1]
+                seconds = collective_seconds(kind, size, self.space.redistributor.links[axis])
+                self._collective(kind, axis, count, size, seconds)
+                self.waited += 0.0 if site.backward else count * seconds
+                inside += seconds
+        self.compute += count * (option.seconds - inside)
+
+    def _emission(self, site: Site, option: Option) -> Emission | None:
+        rule, call = site.rule, site.call
+        splits = splits_of(rule, option.choice) if rule is not None else ()
+        if rule is None or call is None or not expands(rule, splits):
+            return None
+        operands = operand_layouts(site, option, self.space)
+        return local_program(call, rule, splits, operands, option.makes, self.space.mesh, site.zeros)
+
+    def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:
+        entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])
+        entry[0] += count
+        entry[1] += count * size
+        entry[2] += count * seconds
+        self.communication += count * seconds
+
+    def _tensor(
+        self, root: str, maker: tuple[Site, Layout, str], readers: list[tuple[Site, Layout, bool]], count: int
+    ) -> None:
+        site, produced, policy = maker
+        meta = self.space.metas[root]
+        is_parameter = site.kind == "parameter"
+        bucketed = is_bucketed(site, [reader for reader, _, _ in readers])
+        redistributor = self.space.redistributor
+        phases: tuple[tuple[bool, ...], ...] = ((False,), (True,)) if policy == REGATHER else ((False, True),)
+        for phase in phases:
+            layouts = frozenset(layout for _, layout, late in readers if late in phase)
+            acquired = redistributor.acquire(meta.shape, meta.dtype, produced, layouts, bucketed)
+            if acquired is None:
+                raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
+            early = {layout for _, layout, late in readers if not late and not (bucketed or site.backward)}
+            for layout, step in ((item.layout, step) for item in acquired for step in item.route.steps):
+                whole = redistributor.step_seconds(step, bucketed)
+                moving = redistributor.link_seconds(step, bucketed)
+                self.copies += count * (whole - moving)
+                if step.kind in COLLECTIVES:
+                    self._collective(step.kind, step.axis, count, step.bytes, moving)
+                    self.waited += count * moving if layout in early else 0.0
+        wanted = [(layout, late and (is_parameter or policy == REGATHER)) for _, layout, late in readers]
+        kept = not site.backward and any(late for _, _, late in readers)
+        cost = self.builder.cost(
+            meta, produced, policy, wanted, kept=kept, is_parameter=is_parameter, bucketed=bucketed
+        )
+        assert cost is not None
+        self.activations += count * int(cost[1])
+        if site.kind == "border" and policy == REGATHER and kept:
+            crossing = math.prod(local_shape(meta.shape, produced, self.space.mesh)) * meta.dtype.itemsize
+            self.activations += count * crossing
+
+    def account(self) -> Account:
+        return Account(
+            compute_seconds=self.compute,
+            communication_seconds=self.communication,
+            copy_seconds=self.copies,
+            optimizer_seconds=self.optimizer,
+            parameter_bytes=self.parameters,
+            gradient_bytes=self.gradients,
+            optimizer_bytes=self.states,
+            activation_bytes=self.activations,
+            collectives=tuple(
+                Collective(kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
+                for (kind, axis), (count, size, seconds) in sorted(self.kinds.items())
+            ),
+        )
+
+
+def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], str]]:
+    """(parameter, at rest, in use, "keep" or "regather") of every parameter, in the graph's order."""
+    found: dict[str, tuple[Layout, tuple[Layout, ...], str]] = {}
+    for region, decisions, rename in _placements(space, assignment):
+        uses: dict[str, dict[Layout, None]] = {}
+        for name, site in region.sites.items():
+            option = space.option(site, decisions[name])
+            assert option is not None
+            for read, layout in zip(site.reads, option.reads, strict=True):
+                uses.setdefault(read.alias.root, {})[layout] = None
+        for name, site in region.sites.items():
+            if site.kind == "parameter":
+                option = space.option(site, decisions[name])
+                assert option is not None
+                found[rename.get(name, name)] = (option.makes[0], tuple(uses.get(name, ())), option.choice[-1])
+    for i in space.graph.inputs:
+        if i.role == "parameter":
+            yield (i.target, *found[i.name])
+
+
+def _placements(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, Mapping[str, str]]]:
+    yield space.rest, assignment.rest, {}
+    for repeat, region, copies in zip(space.repeats, space.bodies, assignment.copies, strict=True):
+        for k, decisions in enumerate(copies):
+            yield region, decisions, dict(zip(repeat.own[0], repeat.own[k], strict=True))
+
+
+def count_collectives(items: list[tuple[str, str, int]]) -> Mapping[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> (count, bytes), from `Program.collectives()`."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for kind, axis, size in items:
+        counts[kind, axis] += 1
+        sizes[kind, axis] += size
+    return {key: (counts[key], sizes[key]) for key in sorted(counts)}

@@ -1,0 +1,218 @@
+"""A lower bound for meshes of several axes, where no solver proves an optimum.
+
+A step costs its local work and, axis by axis, its collectives. For one axis at a time, the bound
+supposes that all other axes split everything (so that the least bytes move, and local copies are
+free) and solves the rest exactly: the axis then pays for its collectives, or for work that it does
+not split. The sum over axes, plus the work when everything is split, is below every assignment:
+
+- a site's seconds s(x) under joint option x are at least min s + c * sum over axes of p_a(x_a), where
+  p_a(o) is the least that choice o on axis a adds, and c <= 1 is the largest factor for which this
+  holds for every x (it is computed, not assumed);
+- what an acquisition does on axis a leads from the layout made to each layout wanted, so it costs at
+  least the dearest of those routes on axis a alone, with the fewest bytes.
+
+The second point needs that an axis's part of a joint layout is the layout that it would choose alone.
+Nested splits can leave the dim that they started in (a batch of 8 split by 64 runs into the
+sequence); what such an option reads and makes there is `ANY` layout, from and to which all is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from autopar.cost.redistribute import Redistributor
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import Layout, Split
+from autopar.passes.space.problem import ProblemBuilder
+from autopar.passes.space.strategies import KEEP, AxisChoice, Option, Site, SiteChoice, Space, strategies
+from autopar.solve import TooWide, solve
+from autopar.solve.budget import Meter
+from autopar.solve.problem import Problem, Variable
+
+JOINT_OPTIONS_MOST = 5000
+"""A site with more joint options than this is not enumerated, and nothing is proved."""
+
+ANY = Split(-1, -1)
+"""In the space of one axis: a layout that is only known jointly with other axes."""
+
+
+def lower_bound_seconds(space: Space, work: float = math.inf) -> float:
+    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved with so much work."""
+    axes = [a for a, ranks in enumerate(space.mesh) if ranks > 1]
+    alone = {axis: _alone(space, axis) for axis in axes}
+    added: dict[int, list[dict[str, list[float]]]] = {axis: [{} for _ in space.regions()] for axis in axes}
+    least = 0.0
+    for number, region in enumerate(space.regions()):
+        count = 1 if number == 0 else len(space.repeats[number - 1].copies)
+        for name, site in region.sites.items():
+            costs = _site(space, site, alone, number)
+            if costs is None:
+                return 0.0
+            base, by_axis = costs
+            least += count * base
+            for axis, values in by_axis.items():
+                added[axis][number][name] = values
+    return least + sum(_axis_bound(alone[axis], added[axis], work / len(axes)) for axis in axes)
+
+
+class _Alone:
+    """The space of one axis, as if the others split everything."""
+
+    def __init__(self, space: Space, sub: Space) -> None:
+        self.space = sub
+        self.regions = list(sub.regions())
+        self.splits: dict[str, set[Split]] = {}
+        """Root -> the splits that some site makes or reads it in."""
+        for region in self.regions:
+            for site in region.sites.values():
+                for choice in site.choices[sub.mesh[0]]:
+                    option = sub.option(site, self.with_policy(site, choice))
+                    if option is None:
+                        continue
+                    roots = [read.alias.root for read in site.reads], site.makes
+                    for root, layout in zip((*roots[0], *roots[1]), (*option.reads, *option.makes), strict=True):
+                        if isinstance(layout[0], Split):
+                            self.splits.setdefault(root, set()).add(layout[0])
+
+    @staticmethod
+    def with_policy(site: Site, *choice: AxisChoice) -> SiteChoice:
+        return (*choice, KEEP) if site.kind == "parameter" else choice
+
+
+def _alone(space: Space, axis: int) -> _Alone:
+    others = math.prod(space.mesh) // space.mesh[axis]
+    link = space.redistributor.links[axis]
+    sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments, space.optimizer)
+    free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
+    sub.redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
+    sub.redistributor.bucket_bytes = (others * link.bucket_bytes,)
+    return _Alone(space, sub)
+
+
+def _site(
+    space: Space, site: Site, alone: Mapping[int, _Alone], region: int
+) -> tuple[float, dict[int, list[float]]] | None:
+    """The least seconds of a site, and per axis what each of its choices adds at least (scaled so that
+    the sum over axes never exceeds the truth); None where there are too many options to look at.
+
+    Marks in the spaces of single axes what does not project on them.
+    """
+    per_axis = [site.choices[ranks] for ranks in space.mesh]
+    if math.prod(map(len, per_axis)) > JOINT_OPTIONS_MOST:
+        return None
+    seconds: dict[tuple[AxisChoice, ...], float] = {}
+    roots = (*(read.alias.root for read in site.reads), *site.makes)
+    unknown: dict[tuple[int, AxisChoice], set[int]] = {}
+    apart: dict[tuple[int, AxisChoice], tuple[Layout, ...]] = {}
+    """What a choice on one axis reads and makes alone."""
+    for axis, single in alone.items():
+        twin = single.regions[region].sites[site.name]
+        for part in per_axis[axis]:
+            projected = single.space.option(twin, _Alone.with_policy(twin, part))
+            apart[axis, part] = ((ANY,),) * len(roots) if projected is None else (*projected.reads, *projected.makes)
+    splits = {axis: [single.splits.get(root, set()) for root in roots] for axis, single in alone.items()}
+    for choice in product(*per_axis):
+        option = space.option(site, _Alone.with_policy(site, *choice))
+        if option is None:
+            continue
+        seconds[choice] = option.seconds
+        joint = (*option.reads, *option.makes)
+        for axis in alone:
+            own = apart[axis, choice[axis]]
+            for position in range(len(roots)):
+                if not _projects(joint[position][axis], own[position][0], splits[axis][position]):
+                    unknown.setdefault((axis, choice[axis]), set()).add(position)
+    for (axis, axis_choice), positions in unknown.items():
+        twin = alone[axis].regions[region].sites[site.name]
+        key = _Alone.with_policy(twin, axis_choice)
+        marked = tuple((ANY,) if i in positions else layout for i, layout in enumerate(apart[axis, axis_choice]))
+        reads, makes = marked[: len(site.reads)], marked[len(site.reads) :]
+        twin.options[key] = Option(choice=key, reads=reads, makes=makes, seconds=0.0, bytes=0.0)
+    least = min(seconds.values())
+    added = {
+        axis: {
+            option: min((s for choice, s in seconds.items() if choice[axis] == option), default=math.inf) - least
+            for option in per_axis[axis]
+        }
+        for axis in alone
+    }
+    scale = 1.0
+    for choice, s in seconds.items():
+        total = sum(added[axis][choice[axis]] for axis in alone)
+        if total > 0:
+            scale = min(scale, (s - least) / total)
+    return least, {axis: [scale * added[axis][option] for option in per_axis[axis]] for axis in alone}
+
+
+def _projects(together: object, apart: object, splits: set[Split]) -> bool:
+    if not isinstance(together, Split):
+        return together == apart
+    if together == apart:
+        return True
+    # nested: in the same dim, and not by chance what another site would choose alone
+    return isinstance(apart, Split) and together.dim == apart.dim and together not in splits
+
+
+class _BoundBuilder(ProblemBuilder):
+    """Problems of one axis with the costs of the bound."""
+
+    def cost(
+        self,
+        meta: TensorMeta,
+        produced: Layout,
+        policy: str,
+        wanted: Sequence[tuple[Layout, bool]],
+        *,
+        kept: bool,
+        is_parameter: bool,
+        bucketed: bool,
+    ) -> tuple[float, float] | None:
+        dearest = 0.0
+        for layout, _ in wanted:
+            if ANY in (*produced, *layout):
+                continue
+            route = self.space.redistributor.route(meta.shape, meta.dtype, produced, layout, bucketed)
+            if route is None:
+                return None
+            dearest = max(dearest, route.seconds)
+        return dearest, 0.0
+
+
+def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], work: float) -> float:
+    """The exact optimum of one axis under the bound's costs. `added` is for each region (their names may be alike)."""
+    space = alone.space
+    allowed = {}
+    for region in alone.regions:
+        for name, site in region.sites.items():
+            allowed[name] = [_Alone.with_policy(site, c) for c in site.choices[space.mesh[0]]]
+    problem, decoder = _BoundBuilder(space).build(allowed)
+
+    def priced(part: Problem, number: int) -> tuple[Variable, ...]:
+        variables = []
+        for variable in part.variables:
+            site = alone.regions[number].sites[variable.name]
+            order = {_Alone.with_policy(site, c): i for i, c in enumerate(site.choices[space.mesh[0]])}
+            values = added[number][variable.name]
+            kept = [order[option.choice] for option in decoder.options[variable.name]]
+            seconds = tuple(values[i] if math.isfinite(values[i]) else 1e30 for i in kept)
+            variables.append(replace(variable, seconds=seconds, bytes=(0.0,) * len(kept)))
+        return tuple(variables)
+
+    repeats = tuple(
+        replace(repeat, body=replace(repeat.body, variables=priced(repeat.body, number)))
+        for number, repeat in enumerate(problem.repeats, 1)
+    )
+    whole = replace(problem, variables=priced(problem, 0), repeats=repeats)
+    try:
+        meter = Meter(most=work)
+        return max(0.0, solve(whole, "dp", meter=meter).lower_bound)
+    except TooWide:  # as the search does
+        if meter.is_cut:
+            return 0.0
+    try:
+        return max(0.0, solve(whole, "ilp").lower_bound)
+    except TooWide:
+        return 0.0  # no collective costs less

@@ -1,0 +1,136 @@
+"""What a person pins: placements of parameters and inputs, and modules kept off a mesh axis.
+
+Constraints are names with placements on mesh axes: `{"lm_head.weight": {"tp": "S(0)"}, "input_ids": {"dp": "S(0)"},
+"model.layers.*.self_attn": {"tp": "R"}}`. A name is that of a parameter, an input or a module, with `*` and `?` as in a
+shell; one that names a module means all that lies in it. `S(d)` on a parameter: its shards at rest split dim d along
+the axis, and so for an input. `R`: whole on that axis, and no operator of the module is split along it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from autopar.passes.space.strategies import WHOLE, AxisChoice, Region, Site, Space
+
+Constraints = Mapping[str, Mapping[str, str]]
+"""Pattern -> mesh axis -> "R" or "S(d)"."""
+
+Pins = Mapping[str, Mapping[int, tuple[AxisChoice, ...]]]
+"""Name of a site -> mesh axis -> the choices that are left there."""
+
+
+def pins(space: Space, constraints: Constraints) -> Pins:
+    """What constraints leave to each site that they name.
+
+    Raises ValueError for a placement that is none, an axis that the mesh does not have, a name that nothing has, or
+    only some of the copies of a repeated layer, a split that is not to be had, and for two that contradict.
+    """
+    named = [(site, list(_names(space, region, site))) for region in space.regions() for site in region.sites.values()]
+    found: dict[str, dict[int, tuple[AxisChoice, ...]]] = {}
+    said: dict[tuple[str, int], str] = {}
+    for pattern, placements in constraints.items():
+        for axis_name, text in placements.items():
+            constraint = _parsed(space, pattern, axis_name, text)
+            sites = [site for site, copies in named if _applies(constraint, site, copies)]
+            if not sites:
+                raise ValueError(f"constraint {constraint} names nothing: {_known(constraint, named)}")
+            axis = space.axes.index(axis_name)
+            for site in sites:
+                left = _left(space, constraint, site, axis)
+                before = found.setdefault(site.name, {}).get(axis)
+                both = left if before is None else tuple(c for c in left if c in before)
+                if not both:
+                    raise ValueError(f"constraints {said[site.name, axis]} and {constraint} contradict: {_of(site)}")
+                found[site.name][axis] = both
+                said[site.name, axis] = str(constraint)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Constraint:
+    pattern: str
+    axis: str
+    dim: int | None
+    """None: whole."""
+
+    def __str__(self) -> str:
+        return f"{self.pattern!r}: {self.axis}={'R' if self.dim is None else f'S({self.dim})'}"
+
+
+def _parsed(space: Space, pattern: str, axis: str, text: str) -> _Constraint:
+    if axis not in space.axes:
+        raise ValueError(
+            f"constraint {pattern!r} is about mesh axis {axis!r}, and the mesh has {', '.join(space.axes)}"
+        )
+    match = re.fullmatch(r"R|S\((\d+)\)", text)
+    if match is None:
+        raise ValueError(
+            f"constraint {pattern!r}: {axis}={text!r} is no placement: give R (whole) or S(d) (dim d split)"
+        )
+    return _Constraint(pattern, axis, None if text == "R" else int(match[1]))
+
+
+def _names(space: Space, region: Region, site: Site) -> Iterator[str]:
+    """What a person may call a site: a name for each copy of a repeated layer."""
+    if site.kind in ("op", "input"):
+        repeat = next((r for r, body in zip(space.repeats, space.bodies, strict=True) if body is region), None)
+        if repeat is None or site.node is None:
+            yield site.module.removeprefix("kwargs.")
+            return
+        position = repeat.copies[0].index(space.graph.producer[site.name])
+        yield from (space.graph.nodes[copy[position]].module for copy in repeat.copies)
+    elif site.kind == "parameter":
+        name_of = {value: name for name, value in space.graph.parameters.items()}
+        copies = next((own for r in space.repeats for own in zip(*r.own, strict=True) if own[0] == site.name), None)
+        yield from (name_of[value] for value in copies or (site.name,))
+
+
+def _applies(constraint: _Constraint, site: Site, names: list[str]) -> bool:
+    if constraint.dim is not None and site.kind == "op":
+        return False
+    hits = [_matches(name, constraint.pattern) for name in names]
+    if any(hits) and not all(hits):
+        some = [name for name, hit in zip(names, hits, strict=True) if hit]
+        raise ValueError(
+            f"constraint {constraint} names {len(some)} of {len(hits)} copies of a repeated layer ({some[0]}), which "
+            f"are planned together: name all of them, as with * for the number"
+        )
+    return any(hits)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: k + 1]), pattern) for k in range(len(parts)))
+
+
+def _left(space: Space, constraint: _Constraint, site: Site, axis: int) -> tuple[AxisChoice, ...]:
+    if constraint.dim is None or space.mesh[axis] == 1:
+        return (WHOLE,)
+    choices = site.choices[space.mesh[axis]]
+    left = tuple(c for c in choices if c[0] == "S" and c[1] == constraint.dim)
+    if not left:
+        dims = sorted({c[1] for c in choices if c[0] == "S"})
+        shape = site.meta.shape if site.meta else ()
+        raise ValueError(
+            f"constraint {constraint}: {_of(site)} of shape {tuple(shape)} can be split along "
+            f"{', '.join(f'S({d})' for d in dims) or 'no dim'} on {space.mesh[axis]} ranks"
+        )
+    return left
+
+
+def _of(site: Site) -> str:
+    return f"{site.kind} {site.module or site.name}"
+
+
+def _known(constraint: _Constraint, named: list[tuple[Site, list[str]]]) -> str:
+    """The names most like a pattern."""
+    from difflib import get_close_matches
+
+    kinds = ("parameter", "input") if constraint.dim is not None else ("parameter", "input", "op")
+    names = sorted({name for site, copies in named if site.kind in kinds for name in copies if name})
+    close = get_close_matches(constraint.pattern, names, n=3, cutoff=0.3) or names[:3]
+    what = "parameters and inputs" if constraint.dim is not None else "parameters, inputs and modules"
+    return f"{what} are called like {', '.join(close)}"

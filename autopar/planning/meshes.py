@@ -1,0 +1,88 @@
+"""The mesh is chosen too: over all ways to write a number of devices as a product of axes.
+
+Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each is searched by one descent,
+and the best few of these thoroughly. (Bounds of several axes are too far below the plans to leave a mesh out, and take
+longer than a descent.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("a", "b", "c", "d")
+"""Names of axes, from the outermost in."""
+
+AXES_MOST = 3
+
+MESHES_MOST = 96
+"""So many meshes are looked at, those without a wide axis first: more take hours, and are hardly better."""
+
+FINALISTS = 3
+"""Meshes that are searched thoroughly."""
+
+T = TypeVar("T")
+
+
+def meshes(devices: int, most: int = AXES_MOST) -> list[dict[str, int]]:
+    """The meshes of so many devices with at most `most` axes of two ranks or more: all of them, or the `MESHES_MOST`
+    with the narrowest axes."""
+    every = list(_products(devices, most))
+    chosen = {axes for _, axes in zip(range(MESHES_MOST), sorted(every, key=max), strict=False)}
+    sizes = [axes for axes in every if axes in chosen]
+    return [dict(zip(AXES, axes, strict=False)) for axes in sizes] or [{AXES[0]: 1}]
+
+
+def _products(number: int, most: int) -> Iterator[tuple[int, ...]]:
+    if number > 1 and most:
+        yield (number,)
+        for first in range(2, number // 2 + 1):
+            if number % first == 0:
+                yield from ((first, *rest) for rest in _products(number // first, most - 1))
+
+
+def best_mesh(
+    candidates: Sequence[Mapping[str, int]],
+    quick: Callable[[Mapping[str, int], float], float],
+    thorough: Callable[[Mapping[str, int]], tuple[float, T]],
+    report: Callable[[str], None],
+) -> T:
+    """The best that `thorough` finds on the `FINALISTS` meshes that `quick` finds best.
+
+    Both say seconds of a step: `quick` (told what it must be below to matter) those of some plan or infinity,
+    `thorough` those of a better one, with it. Raises what `thorough` raises where no mesh has a plan.
+
+    Meshes without a wide axis come first: they are mostly the best, and take the least time.
+    """
+    found: list[tuple[float, Mapping[str, int]]] = []
+    for mesh in sorted(candidates, key=lambda mesh: max(mesh.values())):
+        limit = sorted(seconds for seconds, _ in found)[FINALISTS - 1] if len(found) >= FINALISTS else math.inf
+        found.append((quick(mesh, limit), mesh))
+        report(f"mesh {dict(mesh)}: {found[-1][0] * 1e3:.3f} ms")
+    finalists = sorted(found, key=lambda entry: entry[0])[:FINALISTS]
+    error: ValueError | None = None
+    results: list[tuple[float, T]] = []
+    for _, mesh in finalists:
+        try:
+            results.append(thorough(mesh))
+            report(f"mesh {dict(mesh)}, thoroughly: {results[-1][0] * 1e3:.3f} ms")
+        except ValueError as raised:
+            error = raised
+    if not results:
+        assert error is not None
+        raise error
+    return min(results, key=lambda entry: entry[0])[1]
+
+
+def mesh_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Axis name -> size of a torch mesh. Raises ValueError for a mesh without axis names."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"the mesh of shape {tuple(mesh.shape)} has no axis names: make it with "
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        )
+    return dict(zip(names, mesh.shape, strict=True))

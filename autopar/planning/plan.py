@@ -1,0 +1,309 @@
+"""A plan: where every value lives on the mesh, what that costs, and why.
+
+It is what a solver's choice looks like to people: printable, editable JSON, and enough to make the
+program again for the same model and mesh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.memory import Peak
+from autopar.ir.graph import JointGraph
+
+from .account import Account, Collective
+
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """One parameter: what a rank stores of it, in which layouts it is used, and whether what was
+    gathered for forward is kept for backward or gathered again. Placements are texts, one per mesh
+    axis: R, S(dim), or S(dim%period) for a periodic split."""
+
+    at_rest: tuple[str, ...]
+    in_use: tuple[tuple[str, ...], ...]
+    gather: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`count` consecutive copies of a repeated segment that decide alike. Where they `recompute`, they keep only what
+    crosses from copy to copy, and run forward again in backward."""
+
+    count: int
+    decisions: Mapping[str, str]
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    name: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
+    `passes.problem.str_choice`, one for each mesh axis, and so is `bucket_bytes`, how much of gathers and reductions of
+    parameters travels together (`passes.bucket`). All else describes it. `graph` is the digest
+    of the joint graph that it was made for."""
+
+    model: str
+    graph: str
+    mesh: Mapping[str, int]
+    cluster: str
+    solver: str
+    cost: str
+    decisions: Mapping[str, str]
+    segments: tuple[Segment, ...]
+    parameters: Mapping[str, ParameterPlan]
+    inputs: Mapping[str, tuple[str, ...]]
+    optimizer: str
+    account: Account
+    peak: Peak
+    bucket_bytes: int
+    seconds: float
+    """Predicted, of one training step: the timeline of its program, with what overlaps, and the optimizer."""
+    exposed_seconds: float
+    """What of the communication hides behind nothing."""
+    objective_seconds: float
+    """What the solver minimised: the account's seconds, as if nothing overlapped."""
+    lower_bound_seconds: float
+    solve_seconds: float
+    without_rule: Mapping[str, int] = field(default_factory=dict)
+    constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What a person pinned (`constraints`), and the limit on `bytes` that was given."""
+    memory_limit_bytes: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Predicted peak of the bytes that a rank holds during a training step."""
+        return self.peak.bytes
+
+    @property
+    def gap(self) -> float | None:
+        """Proven relative distance from the optimum of what was searched; None where nothing was proved."""
+        if not self.lower_bound_seconds:
+            return None
+        return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
+
+    @property
+    def digest(self) -> str:
+        """The same for plans that decide alike, for the same model and mesh."""
+        segments = [asdict(segment) for segment in self.segments]
+        decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes)
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Raises ValueError where the file is no plan."""
+        if not isinstance(path, (str, Path)):
+            raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(
+                f"{path} is no plan: it cannot be read ({error.strerror}); give the path of a file that Plan.save wrote"
+            ) from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no plan: it is not JSON ({error})") from error
+        except RecursionError as error:
+            raise ValueError(f"{path} is no plan: its JSON is nested too deep") from error
+        return Plan.from_json(data, str(path))
+
+    @staticmethod
+    def from_json(data: Any, source: str = "the plan") -> Plan:
+        """Raises ValueError where a field is missing or not what it should be."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"{source} is no plan of format {FORMAT} (found {found!r}): make it with Plan.save")
+        try:
+            account = dict(data["account"])
+            account["collectives"] = tuple(Collective(**c) for c in account["collectives"])
+            return Plan(
+                model=_text(data["model"], "model"),
+                graph=_text(data["graph"], "graph"),
+                mesh={axis: _count(size, f"size of mesh axis {axis}") for axis, size in data["mesh"].items()},
+                cluster=_text(data["cluster"], "cluster"),
+                solver=_text(data["solver"], "solver"),
+                cost=_text(data["cost"], "cost"),
+                decisions=_decisions(data["decisions"]),
+                segments=tuple(
+                    Segment(
+                        name=s["name"],
+                        runs=tuple(
+                            Run(
+                                count=_count(r["count"], f"count of a run of {s['name']}"),
+                                decisions=_decisions(r["decisions"]),
+                                recompute=bool(r["recompute"]),
+                            )
+                            for r in s["runs"]
+                        ),
+                    )
+                    for s in data["segments"]
+                ),
+                parameters={
+                    name: ParameterPlan(
+                        at_rest=tuple(p["at_rest"]), in_use=tuple(map(tuple, p["in_use"])), gather=p["gather"]
+                    )
+                    for name, p in data["parameters"].items()
+                },
+                inputs={name: tuple(p) for name, p in data["inputs"].items()},
+                optimizer=_text(data["optimizer"], "optimizer"),
+                account=Account(**account),
+                peak=Peak(**data["peak"]),
+                bucket_bytes=_count(data["bucket_bytes"], "bucket_bytes"),
+                seconds=_number(data["seconds"], "seconds"),
+                exposed_seconds=_number(data["exposed_seconds"], "exposed_seconds"),
+                objective_seconds=_number(data["objective_seconds"], "objective_seconds"),
+                lower_bound_seconds=_number(data["lower_bound_seconds"], "lower_bound_seconds"),
+                solve_seconds=_number(data["solve_seconds"], "solve_seconds"),
+                without_rule=dict(data["without_rule"]),
+                constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
+                memory_limit_bytes=_limit(data.get("memory_limit_bytes")),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _recomputed(self) -> list[str]:
+        """Which copies run forward again in backward."""
+        lines = []
+        for segment in self.segments:
+            total = sum(run.count for run in segment.runs)
+            again = [(first, first + run.count - 1) for first, run in _numbered(segment.runs) if run.recompute]
+            if again:
+                numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in again)
+                lines.append(
+                    f"of {total} copies of {segment.name} (0 to {total - 1}), made again in backward: {numbers}"
+                )
+        return lines
+
+    def _limit(self) -> str:
+        return "" if self.memory_limit_bytes is None else f"; the limit is {bytes_text(self.memory_limit_bytes)}"
+
+    def _pinned(self) -> list[str]:
+        pins = [f"{name} {axis}={text}" for name, axes in self.constraints.items() for axis, text in axes.items()]
+        return [f"pinned: {', '.join(pins)}"] if pins else []
+
+    def _lines(self) -> list[str]:
+        account, peak, axes = self.account, self.peak, list(self.mesh)
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
+        gap = "" if self.gap is None else f", gap {self.gap:.1%}"
+        lines = [
+            f"plan of {self.model} on mesh {mesh} of {self.cluster}, by {self.solver} "
+            f"({self.solve_seconds:.2f} s{gap})",
+            f"predicted step {seconds_text(self.seconds)}, of which communication {seconds_text(self.exposed_seconds)}",
+            f"without overlap {seconds_text(account.seconds)}: compute {seconds_text(account.compute_seconds)}, "
+            f"communication {seconds_text(account.communication_seconds)}, "
+            f"local copies {seconds_text(account.copy_seconds)}, "
+            f"optimizer {seconds_text(account.optimizer_seconds)}",
+            f"predicted peak memory of a rank {bytes_text(peak.bytes)}: "
+            f"parameters {bytes_text(peak.parameters)}, gradients {bytes_text(peak.gradients)}, "
+            f"optimizer ({self.optimizer}) {bytes_text(peak.optimizer)}, "
+            f"buffers and inputs {bytes_text(peak.inputs)}, outputs {bytes_text(peak.outputs)}, "
+            f"kept for backward {bytes_text(peak.activations)}, temporaries {bytes_text(peak.temporaries)}",
+            f"that is in {peak.at}{self._limit()}",
+            *self._recomputed(),
+            *self._pinned(),
+            "",
+        ]
+        rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]
+        rows += [
+            (c.kind, c.axis, str(c.count), bytes_text(c.bytes), seconds_text(c.seconds)) for c in account.collectives
+        ]
+        lines += [*table(rows), ""]
+        rows_ = [("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")]
+        for names, p in _grouped(self.parameters):
+            use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
+            gathered = any(layout != p.at_rest for layout in p.in_use)
+            rows_.append((names, *p.at_rest, *use, p.gather if gathered else ""))
+        lines += table(rows_)
+        lines += ["", *table([("input", *axes), *((name, *p) for name, p in self.inputs.items())])]
+        if self.without_rule:
+            ops = ", ".join(f"{count} x {op}" for op, count in self.without_rule.items())
+            lines += ["", f"replicated, since the op has no rule: {ops}"]
+        return lines
+
+
+def _numbered(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
+    """Each run with the number of its first copy."""
+    starts = accumulate((run.count for run in runs), initial=0)
+    return list(zip(starts, runs, strict=False))
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what} is {value!r}: a whole number, at least 1")
+    return value
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}: a number")
+    return value
+
+
+def _limit(value: Any) -> float | None:
+    return None if value is None else _number(value, "memory_limit_bytes")
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {value!r}: text")
+    return value
+
+
+def _decisions(found: Any) -> dict[str, str]:
+    return {site: _text(choice, f"decision of {site}") for site, choice in found.items()}
+
+
+def graph_digest(graph: JointGraph) -> str:
+    """The same for two captures of the same model with the same input shapes."""
+    return hashlib.sha256(str(graph).encode()).hexdigest()[:16]
+
+
+def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ParameterPlan]]:
+    """Parameters that differ only in numbers of their paths, and are planned alike, in one row."""
+    groups: dict[tuple[str, ParameterPlan], list[str]] = {}
+    for name, plan in parameters.items():
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        groups.setdefault((pattern, plan), []).append(name)
+    rows = []
+    for (pattern, plan), names in groups.items():
+        rows.append((names[0] if len(names) == 1 else f"{pattern} ({len(names)})", plan))
+    return rows
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def seconds_text(value: float) -> str:
+    if value >= 1:
+        return f"{value:.3f} s"
+    return f"{value * 1e3:.3f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def bytes_text(value: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,175 @@
+"""Presets: the plans that people write by hand, and those of papers, as restrictions of the search space.
+
+A preset says, for every site, which of its options it may take; the solver picks among what is left,
+so a preset is never a second implementation of anything.
+
+- `ddp`: every operator that can split the batch does; parameters are replicated.
+- `fsdp`: the same, with parameters sharded at rest, gathered before use, and again in backward.
+- `megatron`: every contraction with a weight splits a dim of it, attention its heads, embedding and
+  head the vocabulary; the residual stream is replicated.
+- `megatron_sp`: the same, with norms and residual stream split by sequence.
+- `atp` (ATP 3.2): on two axes, every product with a weight splits its rows on one and its columns on the other,
+  row-first or column-first; what is between products is split by features on one of them, attention by heads on both.
+- `par4d` (Par4D III): the same on axes x and y, attention by heads on one of them; on an axis z batch and
+  weights at rest are split, which are gathered before use, and kept for backward or gathered again.
+- `meshslice` (MeshSlice 2.3): on two axes, rows and columns, all matrices are split both ways at rest, activations by
+  batch on one and by features on the other. Of the three matrices of a product one stays; of the others,
+  operands are gathered and the result is scattered.
+
+Axes by name, or else by place: `megatron` takes the axis called "tp", "tensor", "model" or "mp", or the last one. The
+three of papers take the axes with a name of `GRID_AXIS_NAMES`, or the last two that are not called as
+`DATA_AXIS_NAMES` are; "z", or without any such name the third last, is z. All other axes are data parallel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+from autopar.passes.blocks import Blocks
+from autopar.passes.space.problem import Allowed
+from autopar.passes.space.strategies import KEEP, REGATHER, WHOLE, AxisChoice, Site, SiteChoice, Space
+
+from .axis import AxisChoices, data, megatron, sharded_data, sharded_matrices
+from .context import Context
+from .grid import Tiers, stationary, tensor
+
+TENSOR_AXIS_NAMES = ("tp", "tensor", "model", "mp")
+GRID_AXIS_NAMES = (*TENSOR_AXIS_NAMES, "tp1", "tp2", "x", "y", "row", "rows", "col", "cols", "column", "columns")
+DATA_AXIS_NAMES = ("dp", "data", "ddp", "fsdp", "batch", "replica")
+Z_AXIS_NAMES = ("z",)
+
+AxisRule = Callable[[Context, Site, int], AxisChoices]
+GridRule = Callable[[Context, Site, tuple[int, ...]], Tiers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What a site may choose on the axes of each role, and what becomes of gathered parameters."""
+
+    data: AxisRule = data
+    tensor: AxisRule | None = None
+    grid: GridRule | None = None
+    z: AxisRule | None = None
+    policies: tuple[str, ...] = (KEEP,)
+
+
+PRESETS: Mapping[str, Preset] = {
+    "ddp": Preset(),
+    "fsdp": Preset(data=sharded_data, policies=(REGATHER,)),
+    "megatron": Preset(tensor=partial(megatron, by_sequence=False)),
+    "megatron_sp": Preset(tensor=partial(megatron, by_sequence=True)),
+    "atp": Preset(grid=partial(tensor, scatters_heads=True)),
+    "par4d": Preset(grid=partial(tensor, scatters_heads=False), z=sharded_matrices, policies=(KEEP, REGATHER)),
+    "meshslice": Preset(grid=stationary, policies=(REGATHER,)),
+}
+
+
+def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
+    """The options that a preset leaves to every site.
+
+    Raises ValueError for a preset that is not known, a mesh that does not fit it, and where the model has no batch
+    to split.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+    chosen = PRESETS[name]
+    context = Context(space, blocks)
+    grid = _grid_axes(space, name) if chosen.grid else ()
+    rules = _axis_rules(space, chosen, grid)
+    _check_batch(context, name, rules)
+    allowed: dict[str, list[SiteChoice]] = {}
+    for site_name, site in context.sites.items():
+        policies = tuple((policy,) for policy in chosen.policies) if site.kind == "parameter" else ((),)
+        found: list[SiteChoice] = []
+        for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, chosen.grid, grid)):
+            every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
+            found = [(*c, *policy) for choices in every for c in choices for policy in policies]
+            found = [c for c in found if space.option(site, c) is not None]
+            if not all(any(part[0] == "P" for part in c) for c in found):
+                break
+        allowed[site_name] = found
+    return allowed
+
+
+def _lines(context: Context, site: Site, rules: Mapping[int, AxisRule]) -> list[dict[int, AxisChoices]]:
+    """What is allowed on axes that are looked at one by one; and, for a dim that is split unevenly and so may not be
+    seen through a view, the same or whole."""
+    first = {axis: rule(context, site, axis) for axis, rule in rules.items()}
+    return [first, {axis: tuple(dict.fromkeys((*choices, WHOLE))) for axis, choices in first.items()}]
+
+
+def _grid(context: Context, site: Site, rule: GridRule | None, axes: tuple[int, ...]) -> Tiers:
+    tiers = rule(context, site, axes) if rule is not None and axes else []
+    return [*tiers, [(WHOLE,) * len(axes)]]
+
+
+def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[SiteChoice]:
+    """Choices for all axes of the mesh; those of one rank are whole."""
+    return list(
+        product(*((joint[axis],) if axis in joint else lines.get(axis, (WHOLE,)) for axis in range(len(space.mesh))))
+    )
+
+
+def _axis_rules(space: Space, chosen: Preset, grid: tuple[int, ...]) -> dict[int, AxisRule]:
+    """The rule of each axis of more than one rank that is not of the grid."""
+    rules = {axis: chosen.data for axis in _wide(space) if axis not in grid}
+    if chosen.tensor is not None:
+        tensor_axis = _tensor_axis(space)
+        rules = {axis: chosen.tensor if axis == tensor_axis else rule for axis, rule in rules.items()}
+    if chosen.z is not None:
+        z = _z_axis(space, grid)
+        rules = {axis: chosen.z if axis == z else rule for axis, rule in rules.items()}
+    return rules
+
+
+def _check_batch(context: Context, name: str, rules: Mapping[int, AxisRule]) -> None:
+    space = context.space
+    split = [axis for axis, rule in rules.items() if rule is not PRESETS[name].tensor]
+    if split and context.batch < 2:
+        axes = ", ".join(f"{space.axes[a]}={space.mesh[a]}" for a in split)
+        raise ValueError(
+            f"preset {name!r} splits the batch by {math.prod(space.mesh[a] for a in split)} ({axes}), and the batch is "
+            f"{context.batch}: give a batch of two or more, or a mesh without data axes"
+        )
+
+
+def _wide(space: Space) -> list[int]:
+    return [axis for axis, ranks in enumerate(space.mesh) if ranks > 1]
+
+
+def _tensor_axis(space: Space) -> int:
+    """The axis with a tensor-parallel name, or the last of more than one rank."""
+    named = [axis for axis, name in enumerate(space.axes) if name in TENSOR_AXIS_NAMES]
+    return named[0] if named else (_wide(space) or [0])[-1]
+
+
+def _grid_axes(space: Space, name: str) -> tuple[int, ...]:
+    """The one or two axes on which products are split. Raises ValueError where there is none, or too many."""
+    wide = _wide(space)
+    named = [axis for axis in wide if space.axes[axis] in GRID_AXIS_NAMES]
+    if len(named) > 2:
+        raise ValueError(
+            f"preset {name!r} splits products on two axes, and {', '.join(space.axes[a] for a in named)} of the mesh "
+            f"are named for that: rename all but two"
+        )
+    free = [axis for axis in wide if space.axes[axis] not in (*DATA_AXIS_NAMES, *Z_AXIS_NAMES)]
+    if wide and not (named or free):
+        raise ValueError(
+            f"preset {name!r} splits products on one or two axes, and all of the mesh "
+            f"({', '.join(space.axes[a] for a in wide)}) are named for data: call two of them "
+            f"{', '.join(GRID_AXIS_NAMES[4:8])} or the like"
+        )
+    return tuple(named or free[-2:])
+
+
+def _z_axis(space: Space, grid: tuple[int, ...]) -> int | None:
+    """The axis called "z"; where no axis has any such name, the last one before the grid that is not for data."""
+    named = [axis for axis, name in enumerate(space.axes) if name in Z_AXIS_NAMES]
+    if named or any(space.axes[axis] in GRID_AXIS_NAMES for axis in grid):
+        return named[0] if named else None
+    free = [axis for axis in _wide(space) if axis not in grid and space.axes[axis] not in DATA_AXIS_NAMES]
+    return free[-1] if free else None

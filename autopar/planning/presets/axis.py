@@ -1,0 +1,96 @@
+"""One mesh axis at a time: data parallel and Megatron."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.ir.layout import Split
+from autopar.passes.space.strategies import WHOLE, AxisChoice, Site
+
+from .context import Context
+
+AxisChoices = tuple[AxisChoice, ...]
+
+
+def linear(site: Site, ranks: int) -> AxisChoices:
+    """The choices of an operator that take and make partial sums."""
+    return tuple(c for c in site.choices[ranks] if c[0] == "P")
+
+
+def data(context: Context, site: Site, axis: int) -> AxisChoices:
+    """Data parallel on one axis, with parameters replicated."""
+    ranks = context.space.mesh[axis]
+    if site.kind == "op":
+        return (*(context.digits(axis, "batch").choices(site) or (WHOLE,)), *linear(site, ranks))
+    if site.kind == "parameter":
+        return (WHOLE,)
+    if site.kind == "output":
+        return site.choices[ranks]
+    kept = tuple(c for c in context.splits(site.makes[0], axis, "batch") if c in site.choices[ranks])
+    if site.kind == "border":
+        return kept or tuple(c for c in site.choices[ranks] if c[0] != "S")
+    return kept or (WHOLE,)
+
+
+def sharded_data(context: Context, site: Site, axis: int) -> AxisChoices:
+    """Data parallel on one axis, with parameters sharded at rest: by a dim that all ranks together divide, or else by
+    the first one, unevenly."""
+    if site.kind != "parameter":
+        return data(context, site, axis)
+    splits = at_rest(context, site, axis)
+    return tuple(c for c in splits if c[1] == splits[0][1]) or (WHOLE,)
+
+
+def sharded_matrices(context: Context, site: Site, axis: int) -> AxisChoices:
+    """The same, but vectors are replicated, and it is any of the dims that all ranks divide."""
+    if site.kind != "parameter":
+        return data(context, site, axis)
+    assert site.meta is not None
+    return (at_rest(context, site, axis) if len(site.meta.shape) > 1 else ()) or (WHOLE,)
+
+
+def at_rest(context: Context, site: Site, axis: int) -> AxisChoices:
+    """Splits of a parameter, of the dims that all ranks together divide first."""
+    assert site.meta is not None
+    ways, ranks = math.prod(context.space.mesh), context.space.mesh[axis]
+    shape = site.meta.shape
+    even = [dim for dim, size in enumerate(shape) if size % ways == 0 and size > 1]
+    order = dict.fromkeys((*even, *range(len(shape))))
+    return tuple(c for dim in order for c in site.choices[ranks] if c[0] == "S" and c[1] == dim)
+
+
+def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> AxisChoices:
+    """Megatron on one axis."""
+    ranks = context.space.mesh[axis]
+    choices = site.choices[ranks]
+    sequence, classes = context.digits(axis, "sequence"), context.digits(axis, "class")
+    if site.kind == "op" and site.rule is not None:
+        by_class = tuple(c for c in classes.choices(site) if c in choices)
+        if by_class:
+            return (*by_class, *linear(site, ranks))
+        weights = context.parameters_of(site)
+        if context.in_block(site) or weights:
+            rows = context.rows(site, axis)
+            allowed = [c for c in choices if c not in rows and c[0] != "X"]
+            if weights and site.rule.flops:
+                allowed = [c for c in allowed if c[0] == "S" and _splits_weight(site, weights, c[1])] or [WHOLE]
+            return tuple(allowed)
+        along = tuple(c for c in sequence.choices(site) if c in choices) if by_sequence else ()
+        return (*(along or (WHOLE,)), *linear(site, ranks))
+    if site.kind == "border":
+        splits = context.splits(site.name, axis, "sequence") if by_sequence else []
+        return tuple(c for c in splits if c in choices) or (WHOLE,)
+    if site.kind == "parameter":
+        by_class = tuple(c for c in choices if c[0] == "S" and Split(c[1], c[2]) in classes.splits.get(site.name, {}))
+        if by_class:
+            return by_class
+        # vectors are replicated, but for the biases of contractions
+        assert site.meta is not None
+        return choices if len(site.meta.shape) > 1 or context.feeds_contraction(site) else (WHOLE,)
+    return choices if site.kind == "output" else (WHOLE,)
+
+
+def _splits_weight(site: Site, weights: list[int], factor: int) -> bool:
+    """Whether a factor lies in a weight operand."""
+    assert site.rule is not None
+    return any(factor in site.rule.inputs[position] for position in weights)

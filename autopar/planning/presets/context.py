@@ -1,0 +1,218 @@
+"""What presets know of a model: where batch, sequence, classes and heads travel in it, and which values are weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import Split, periods_of
+from autopar.passes.blocks import Blocks, ParallelBlock
+from autopar.passes.space.collapse import to_root
+from autopar.passes.space.strategies import AxisChoice, Reached, Site, Space, reached
+from autopar.planning.search import unique_sites
+
+
+@dataclass(frozen=True)
+class Context:
+    """A space, its blocks, and where batch, sequence, classes and heads travel in it."""
+
+    space: Space
+    blocks: Blocks
+
+    @cached_property
+    def sites(self) -> dict[str, Site]:
+        return unique_sites(self.space)
+
+    @cached_property
+    def inputs(self) -> list[Site]:
+        return [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]
+
+    @cached_property
+    def batch(self) -> int:
+        return self.inputs[0].meta.shape[0] if self.inputs and self.inputs[0].meta else 0
+
+    @cached_property
+    def sequence(self) -> int:
+        lengths = [site.meta.shape[1] for site in self.inputs if site.meta and _has_sequence(site.meta)]
+        return lengths[0] if lengths else 0
+
+    def digits(self, axis: int, what: str) -> Reached:
+        """Where the "batch", "sequence", "class", "heads" or "feature" digit travels on an axis."""
+        key = (self.space.mesh[axis], what)
+        if key not in self._digits:
+            ranks = key[0]
+            made = {"class": self._classes, "heads": self._heads, "feature": self._features}
+            starts = made[what](ranks) if what in made else self._rows(what, ranks)
+            self._digits[key] = reached(self.space, ranks, list(starts))
+        return self._digits[key]
+
+    @cached_property
+    def _digits(self) -> dict[tuple[int, str], Reached]:
+        return {}
+
+    def _rows(self, what: str, ranks: int) -> Iterator[tuple[str, Split]]:
+        dim, size = (0, self.batch) if what == "batch" else (1, self.sequence)
+        for site in self.inputs:
+            assert site.meta is not None
+            if (dim == 0 or _has_sequence(site.meta)) and site.meta.shape[dim] == size:
+                yield from ((site.name, Split(dim, p)) for p in periods_of(size, ranks, self.space.mesh))
+
+    def _classes(self, ranks: int) -> Iterator[tuple[str, Split]]:
+        for site in self.sites.values():
+            for number, factor in enumerate(site.rule.factors if site.rule else ()):
+                if not (factor.expands and factor.contiguous and _points_into(site, number)):
+                    continue
+                assert site.rule is not None
+                periods = factor.periods(ranks, self.space.mesh)
+                read = zip(site.reads, site.rule.inputs, strict=True)
+                named = [(r.alias.root, dims) for r, dims in read if not r.alias.steps]
+                for name, dims in (*named, *zip(site.makes, site.rule.outputs, strict=True)):
+                    for dim, carried in enumerate(dims):
+                        if name and carried == number:
+                            yield from ((name, Split(dim, period)) for period in periods)
+
+    def _heads(self, ranks: int) -> Iterator[tuple[str, Split]]:
+        """What a product of two activations does once for each of, but for rows: both have it, and the result."""
+        batch = self.digits(self.space.mesh.index(ranks), "batch")
+        for site in self.sites.values():
+            rule = site.rule
+            if rule is None or not rule.flops or site.backward or len(rule.inputs) < 2 or self.weights_of(site):
+                continue
+            rows = set(batch.choices(site))
+            for choice in site.choices[ranks]:
+                if choice[0] != "S" or choice in rows:
+                    continue
+                if all(choice[1] in dims for dims in (*rule.inputs[:2], rule.outputs[0])):
+                    for split in rule.input_splits(0, choice[1], choice[2]):
+                        root = to_root(site.reads[0].alias.steps, (split,), (ranks,))
+                        if root is not None and isinstance(root[0], Split):
+                            yield site.reads[0].alias.root, root[0]
+
+    def _features(self, ranks: int) -> Iterator[tuple[str, Split]]:
+        """Rows and columns of weights, and with them what weights make of activations."""
+        for site in self.sites.values():
+            rule = site.rule
+            if rule is None or site.backward:
+                continue
+            carried = {factor for position in self.weights_of(site) for factor in rule.inputs[position]}
+            for kind, *split in site.choices[ranks]:
+                if kind != "S" or split[0] not in carried:
+                    continue
+                for position, read in enumerate(site.reads):
+                    for part in rule.input_splits(position, split[0], split[1]):
+                        root = to_root(read.alias.steps, (part,), (ranks,))
+                        if root is not None and isinstance(root[0], Split):
+                            yield read.alias.root, root[0]
+                for position, name in enumerate(site.makes):
+                    yield from ((name, part) for part in rule.output_splits(position, split[0], split[1]) if name)
+
+    def features(self, site: Site, axis: int) -> list[AxisChoice]:
+        """The choices of an operator that split what weights make: hidden sizes, heads, channels, classes."""
+        offered, rows = site.choices[self.space.mesh[axis]], self.rows(site, axis)
+        return [c for c in self.digits(axis, "feature").choices(site) if c in offered and c not in rows]
+
+    def rows(self, site: Site, axis: int) -> set[AxisChoice]:
+        """The choices of an operator that split the batch or the sequence."""
+        return {*self.digits(axis, "batch").choices(site), *self.digits(axis, "sequence").choices(site)}
+
+    def splits(self, name: str, axis: int, what: str) -> list[AxisChoice]:
+        """The splits of a root by the "batch" (or other) digit, as choices of a stored value."""
+        return [("S", s.dim, s.period) for s in self.digits(axis, what).splits.get(name, {})]
+
+    def parameters_of(self, site: Site) -> list[int]:
+        """Operands of an operator that are parameters of two dims or more."""
+        found = []
+        for position, read in enumerate(site.reads):
+            maker = self.sites.get(read.alias.root)
+            if maker is not None and maker.kind == "parameter" and maker.meta and len(maker.meta.shape) > 1:
+                found.append(position)
+        return found
+
+    def weights_of(self, site: Site) -> list[int]:
+        """Operands of an operator that are such parameters, or casts of them."""
+        return [position for position, read in enumerate(site.reads) if self._is_weight(read.alias.root)]
+
+    def _is_weight(self, root: str) -> bool:
+        maker = self.making.get(root)
+        if maker is None:
+            return False
+        if maker.kind == "op":
+            return _keeps_shape(maker) and len(maker.reads) == 1 and self._is_weight(maker.reads[0].alias.root)
+        return maker.kind == "parameter" and maker.meta is not None and len(maker.meta.shape) > 1
+
+    @cached_property
+    def making(self) -> dict[str, Site]:
+        """Root -> the site that makes it."""
+        return {name: site for site in self.sites.values() for name in site.makes if name and site.kind != "shared"}
+
+    @cached_property
+    def weight_gradients(self) -> frozenset[str]:
+        """Roots that are gradients of parameters of two dims or more, and what is added up or cast to such."""
+        found: set[str] = set()
+        parameters = (s for s in self.sites.values() if s.kind == "parameter" and s.meta and len(s.meta.shape) > 1)
+        waiting = [read.alias.root for site in parameters for read in site.reads]
+        while waiting:
+            root = waiting.pop()
+            maker = self.making.get(root)
+            if root in found or maker is None or maker.kind != "op":
+                continue
+            found.add(root)
+            if _keeps_shape(maker):
+                waiting += [read.alias.root for read in maker.reads]
+        return frozenset(found)
+
+    def is_weighted(self, site: Site) -> bool:
+        """Whether an operator depends on a parameter or on an input of numbers: positions and masks do not."""
+        return site.node is not None and any(name in self._weighted for name in site.node.inputs)
+
+    @cached_property
+    def _weighted(self) -> frozenset[str]:
+        graph = self.space.graph
+        found = {
+            value.name
+            for value in graph.inputs
+            if value.role in ("parameter", "tangent")
+            or (value.role == "input" and graph.metas[value.name].dtype.is_floating_point)
+        }
+        for node in self.space.graph.nodes:
+            if any(name in found for name in node.inputs):
+                found.update(name for name in node.outputs if name)
+        return frozenset(found)
+
+    def feeds_contraction(self, parameter: Site) -> bool:
+        return parameter.name in self._contracted
+
+    @cached_property
+    def _contracted(self) -> set[str]:
+        return {
+            read.alias.root
+            for site in self.sites.values()
+            if site.rule is not None and site.rule.contraction
+            for read in site.reads
+        }
+
+    def in_block(self, site: Site) -> bool:
+        index = self.space.graph.producer.get(site.name)
+        return index is not None and isinstance(self.blocks.home.get(index), ParallelBlock)
+
+
+def _has_sequence(meta: TensorMeta) -> bool:
+    """Tokens [batch, sequence], or [batch, sequence, features]."""
+    return len(meta.shape) == 3 or (len(meta.shape) == 2 and not meta.dtype.is_floating_point)
+
+
+def _points_into(site: Site, factor: int) -> bool:
+    """Whether an operand of integers says which of a factor's indices are meant: tokens, labels."""
+    assert site.rule is not None and site.call is not None
+    operands = zip(site.rule.inputs, site.call.inputs, strict=True)
+    return any(factor not in dims and not meta.dtype.is_floating_point for dims, meta in operands)
+
+
+def _keeps_shape(site: Site) -> bool:
+    """Whether an operator works element by element: a cast, an add."""
+    call, rule = site.call, site.rule
+    if call is None or rule is None or rule.flops or len(call.outputs) != 1 or call.outputs[0] is None:
+        return False
+    return all(meta.numel == call.outputs[0].numel for meta in call.inputs)

@@ -1,0 +1,167 @@
+"""Two mesh axes at a time: matrix products whose two axes split two different factors.
+
+On an axis that is alone, or has a mesh of one rank beside it, the same rules are those of one axis. What is allowed
+to a site comes in tiers: where nothing of the first is legal (a dim is too short, or not even), the next is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+
+from autopar.passes.space.strategies import WHOLE, AxisChoice, Site
+
+from .axis import linear
+from .context import Context
+
+Axes = tuple[int, ...]
+Joint = tuple[AxisChoice, ...]
+"""A choice for each of some axes."""
+
+Tiers = list[list[Joint]]
+
+
+def tensor(context: Context, site: Site, axes: Axes, *, scatters_heads: bool) -> Tiers:
+    """2D tensor parallelism: every product with a weight splits its rows on one axis and its columns on the other
+    (row-first or column-first), and what is between products is split on one axis and replicated on the other.
+    `scatters_heads`: attention splits its heads on both."""
+    if site.kind == "op":
+        return _tensor_op(context, site, axes, scatters_heads)
+    choices = [site.choices[context.space.mesh[axis]] for axis in axes]
+    if site.kind == "border":
+        every = _joint([(*_stored(context, site, axis, "feature"), WHOLE) for axis in axes])
+        return [[c for c in every if _splits(c) in _between(axes)], [c for c in every if _splits(c) == 0]]
+    if site.kind == "parameter":
+        return _parameter(context, site, axes)
+    return [_joint(choices)] if site.kind == "output" else [[(WHOLE,) * len(axes)]]
+
+
+def _between(axes: Axes) -> tuple[int, ...]:
+    """On how many axes that is split which is between products: on one of two; on a single one, it may be whole."""
+    return (1,) if len(axes) > 1 else (0, 1)
+
+
+def _tensor_op(context: Context, site: Site, axes: Axes, scatters_heads: bool) -> Tiers:
+    features = [context.features(site, axis) for axis in axes]
+    weighty = _weight_factors(context, site)
+    every = _joint([(*here, *_partial(context, site, axis), WHOLE) for here, axis in zip(features, axes, strict=True)])
+    if weighty is not None:
+        return _with_weight(site, [c for c in every if _factors(c) <= weighty], len(axes))
+    if not context.is_weighted(site):
+        return [[c for c in every if _splits(c) <= 1]]
+    heads = set(_joint([context.digits(axis, "heads").choices(site) for axis in axes])) if scatters_heads else set()
+    one = [c for c in every if _splits(c) in _between(axes)]
+    whole = [c for c in every if _splits(c) == 0]
+    if site.rule is not None and site.rule.flops:
+        return [[c for c in every if c in heads], one, whole]
+    return [[*one, *(c for c in every if c in heads and _splits(c) > 1)], whole]
+
+
+def _with_weight(site: Site, every: list[Joint], axes: int) -> Tiers:
+    """Of a product with a weight, and of what makes a weight's gradient: two factors of the weight on two axes."""
+    every = [c for c in every if len(_factors(c)) == _splits(c)]
+    whole = [c for c in every if _splits(c) == 0]
+    if site.rule is None or not site.rule.flops:
+        return [[c for c in every if _splits(c)], whole]
+    every = [c for c in every if not _takes_partial(c)]
+    return [[c for c in every if _splits(c) == n] for n in range(axes, 0, -1)] + [whole]
+
+
+def stationary(context: Context, site: Site, axes: Axes) -> Tiers:
+    """2D products of matrices that are all split both ways, rows of activations (the batch) on one axis and columns on
+    the other: what an operator's two axes split says which of its three matrices stays, and which are gathered or
+    scattered."""
+    if site.kind == "op":
+        return _stationary_op(context, site, axes)
+    choices = [site.choices[context.space.mesh[axis]] for axis in axes]
+    if site.kind == "parameter":
+        return _parameter(context, site, axes)
+    if site.kind == "output":
+        return [_joint(choices)]
+    batches = [_stored(context, site, axis, "batch") for axis in axes]
+    if site.kind != "border":
+        return [[c for c in _joint([(*b, WHOLE) for b in batches]) if _splits(c) <= 1]]
+    features = [_stored(context, site, axis, "feature") for axis in axes]
+    return _by_both(_joint([(*b, *f, WHOLE) for b, f in zip(batches, features, strict=True)]), batches)
+
+
+def _stationary_op(context: Context, site: Site, axes: Axes) -> Tiers:
+    batches = [context.digits(axis, "batch").choices(site) for axis in axes]
+    if not context.is_weighted(site):
+        return [[c for c in _joint([(*b, WHOLE) for b in batches]) if _splits(c) <= 1]]
+    features = [context.features(site, axis) for axis in axes]
+    weighty = _weight_factors(context, site)
+    if weighty is not None:
+        features = [[c for c in here if c[1] in weighty] for here in features]
+    per_axis = [
+        (*b, *here, *_partial(context, site, axis), WHOLE)
+        for b, here, axis in zip(batches, features, axes, strict=True)
+    ]
+    every = _joint(per_axis)
+    if weighty is not None:
+        return _with_weight(site, every, len(axes))
+    return _by_both([c for c in every if len(_factors(c)) == _splits(c)], batches)
+
+
+def _by_both(every: list[Joint], batches: list[list[AxisChoice]] | list[tuple[AxisChoice, ...]]) -> Tiers:
+    """By batch on one axis and features on the other; else by one of them; else whole."""
+
+    def counts(choice: Joint) -> tuple[int, int]:
+        by_batch = sum(c in here for c, here in zip(choice, batches, strict=True))
+        return by_batch, _splits(choice) - by_batch
+
+    once = [c for c in every if max(counts(c)) <= 1]
+    tiers = [[c for c in once if WHOLE not in c and _splits(c)], [c for c in once if _splits(c)]]
+    return [*tiers, [c for c in once if not _splits(c)]]
+
+
+def _parameter(context: Context, site: Site, axes: Axes) -> Tiers:
+    """A matrix is split on every axis, each by a dim of its own; a vector on one axis at most. Dims are those that
+    products split (of a convolution's weight: its channels), at rest in one piece each."""
+    assert site.meta is not None
+    choices = [site.choices[context.space.mesh[axis]] for axis in axes]
+    used = {c[1] for axis in axes for c in context.splits(site.name, axis, "feature")}
+    used = used or set(range(len(site.meta.shape)))
+    every = _joint([[c for c in here if c[0] != "S" or c[1] in used] for here in choices])
+    every = [c for c in every if len(_factors(c)) == _splits(c)]
+    if len(site.meta.shape) < 2:
+        return [every]
+    return [[c for c in every if _splits(c) == n] for n in range(len(axes), -1, -1)]
+
+
+def _joint(per_axis: Iterable[Iterable[AxisChoice]]) -> list[Joint]:
+    return list(product(*per_axis))
+
+
+def _splits(choice: Joint) -> int:
+    """On how many axes something is split."""
+    return sum(c[0] == "S" for c in choice)
+
+
+def _factors(choice: Joint) -> set[int]:
+    """The factors (of stored values: dims) that are split."""
+    return {c[1] for c in choice if c[0] == "S"}
+
+
+def _takes_partial(choice: Joint) -> bool:
+    return any(c[0] == "P" for c in choice)
+
+
+def _partial(context: Context, site: Site, axis: int) -> tuple[AxisChoice, ...]:
+    return linear(site, context.space.mesh[axis])
+
+
+def _stored(context: Context, site: Site, axis: int, what: str) -> list[AxisChoice]:
+    """The splits of a stored value by a digit, as far as it may take them."""
+    offered = site.choices[context.space.mesh[axis]]
+    return [c for c in context.splits(site.makes[0], axis, what) if c in offered]
+
+
+def _weight_factors(context: Context, site: Site) -> set[int] | None:
+    """The factors in a weight that an operator reads, or in the gradient of one that it makes; None where it does
+    neither."""
+    if site.rule is None:
+        return None
+    dims = [site.rule.inputs[position] for position in context.weights_of(site)]
+    dims += [d for name, d in zip(site.makes, site.rule.outputs, strict=True) if name in context.weight_gradients]
+    return {factor for carried in dims for factor in carried if factor is not None} if dims else None

@@ -1,0 +1,404 @@
+"""Stamping: from the joint graph of a record that was cut, the joint graph of the whole record.
+
+    Cut, its JointGraph --segments--> the repeats --_Plan--> checked copies --_Stamp--> JointGraph of all layers
+
+In the graph of the shorter record the ends of each run must be copies of one repeat of `segments`: isomorphic node by
+node, forward and backward, with all of what crosses between them listed. One copy is then repeated after itself as
+often as periods were taken out. Names of tensors and modules are read off the whole record: a node one period further
+in the record belongs to the module, and reads the tensors, that stand there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.passes.segments import Repeated, segments
+
+from .cut import Cut, Run
+
+Item = TypeVar("Item", GraphInput, GraphOutput)
+
+
+class Unfit(Exception):
+    """The graph cannot be stamped; the message says why."""
+
+
+def stamped(graph: JointGraph, places: Mapping[str, int], found: Cut) -> JointGraph:
+    """The joint graph of the whole record from that of its cut.
+
+    `places` says of nodes, by name, which call of the record made them, or whose gradient they compute. Raises Unfit
+    where the graph does not repeat as the record does.
+    """
+    repeats = segments(graph).repeats
+    plans = [_plan(graph, places, found, run, repeats) for run in found.runs]
+    for plan in plans:
+        graph = _Stamp(graph, plan).graph()
+    return _in_order(graph, found.order)
+
+
+# ---- what a run is in the graph --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """A run of the record as a repeat of the graph. Copy `middle` is repeated `run.count` times after itself; what
+    stands behind it in the record moves by as much. `copies` are nodes by name, which stamping other runs does not
+    change, `middles` the first and the last place of the middle copy; a copy's sequence numbers are `stride` above
+    those of the copy before it."""
+
+    cut: Cut
+    run: Run
+    places: Mapping[str, int]
+    copies: tuple[tuple[str, ...], ...]
+    repeat: Repeated
+    middle: int
+    middles: tuple[int, int]
+    stride: int
+
+    @property
+    def shift(self) -> int:
+        return self.run.count * self.run.period
+
+    def place(self, index: int) -> int:
+        """Where a call of the whole record stands in the shorter one, counted within the run."""
+        return index - self.shift if index >= self.run.stop else index
+
+    def slot(self, target: str) -> tuple[int, int] | None:
+        """The first slot of the shorter record that reads a tensor, if it is in the run."""
+        index, slot = self.cut.readers.get(target, (-1, 0))
+        return (self.place(index), slot) if index in self.run else None
+
+    def is_late(self, place: int) -> bool:
+        return place > self.middles[1]
+
+    def target(self, name: str, periods: int | None = None) -> str:
+        """The tensor that stands a number of periods further than this one; by default, where the tensors of the
+        shorter record belong in the whole one."""
+        found = self.slot(name)
+        if found is None:
+            return name
+        steps = self.run.count * self.is_late(found[0]) if periods is None else periods
+        return self.cut.targets.get((found[0] + steps * self.run.period, found[1]), name)
+
+    def is_own(self, target: str) -> bool:
+        """Whether other tensors stand in its place in other periods."""
+        return self.target(target, 1) != self.target(target, 0)
+
+    def is_in_the_middle(self, target: str) -> bool:
+        slot = self.slot(target)
+        return slot is not None and self.middles[0] <= slot[0] <= self.middles[1] and self.is_own(target)
+
+    def path(self, node: Node, periods: int) -> str:
+        """The module of a node a number of periods further."""
+        index = self.places.get(node.name)
+        if index is None or index not in self.run or not node.module:
+            return node.module
+        return self.cut.paths[self.place(index) + periods * self.run.period]
+
+
+def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, repeats: Sequence[Repeated]) -> _Plan:
+    """The repeat of a run, if everything about it fits."""
+    last: Unfit | None = None
+    for repeat in filter(None, (_within(graph, places, run, repeat) for repeat in repeats)):
+        for middle in range(repeat.count - 1):
+            draft = _draft(graph, places, found, run, repeat, middle)
+            if draft is None:
+                continue
+            try:
+                _check(graph, draft)
+            except Unfit as error:
+                last = error
+            else:
+                return replace(draft, stride=_stride(graph, draft))
+    raise last or Unfit(f"no repeat of the graph is the run of {_shown(found, run)}")
+
+
+def _shown(found: Cut, run: Run) -> str:
+    return f"{found.paths[run.begin] or 'the model'} to {found.paths[run.end - 1] or 'the model'}"
+
+
+def _draft(
+    graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, repeat: Repeated, middle: int
+) -> _Plan | None:
+    """What to check; None where the copies are no periods of the run."""
+    plan = _Plan(
+        cut=found, run=run, places=places, repeat=repeat, middle=middle, middles=(0, 0), stride=0,
+        copies=tuple(tuple(graph.nodes[i].name for i in copy) for copy in repeat.copies),
+    )  # fmt: skip
+    inside = [
+        plan.place(places[name])
+        for name, i in zip(plan.copies[middle], repeat.copies[middle], strict=True)
+        if not graph.nodes[i].backward and places.get(name, -1) in run
+    ]
+    return replace(plan, middles=(min(inside), max(inside))) if inside else None
+
+
+def _within(graph: JointGraph, places: Mapping[str, int], run: Run, repeat: Repeated) -> Repeated | None:
+    """The copies of a repeat that lie in a run."""
+
+    def lies(copy: tuple[int, ...]) -> bool:
+        return all(places.get(graph.nodes[i].name, run.begin) in run for i in copy)
+
+    ranges = [[k for k, _ in group] for inside, group in itertools.groupby(
+        enumerate(repeat.copies), lambda pair: lies(pair[1])) if inside]  # fmt: skip
+    longest = max(ranges, key=len, default=[])
+    if len(longest) < 2:
+        return None
+    low, high = longest[0], longest[-1] + 1
+    return replace(
+        repeat,
+        copies=repeat.copies[low:high],
+        borders=tuple(replace(border, values=border.values[low : high + 1]) for border in repeat.borders),
+        own=repeat.own[low:high],
+        results=repeat.results[low:high],
+    )
+
+
+def _check(graph: JointGraph, plan: _Plan) -> None:
+    _check_order(graph, plan)
+    _check_places(graph, plan)
+    _check_tensors(graph, plan)
+
+
+def _check_order(graph: JointGraph, plan: _Plan) -> None:
+    """Copies are intervals: forward ones side by side, and backward ones in reverse."""
+    for backward in (False, True):
+        parts = [[i for i in copy if graph.nodes[i].backward == backward] for copy in plan.repeat.copies]
+        joined = [i for part in (reversed(parts) if backward else parts) for i in part]
+        if joined and joined != list(range(joined[0], joined[-1] + 1)):
+            raise Unfit(f"the operators of {_shown(plan.cut, plan.run)} are mixed with others")
+
+
+def _check_places(graph: JointGraph, plan: _Plan) -> None:
+    """A copy is one period of the record, each one period behind the copy before it, and all of what the periods
+    between the first and the last copy made is in a copy."""
+    shown = _shown(plan.cut, plan.run)
+    for names, indices in zip(zip(*plan.copies, strict=True), zip(*plan.repeat.copies, strict=True), strict=True):
+        nodes = [graph.nodes[i] for i in indices]
+        found = [plan.places.get(name) for name in names]
+        for (a, one), (b, other) in itertools.pairwise(zip(found, nodes, strict=True)):
+            if a is None or b is None or not (a in plan.run and b in plan.run):
+                if a != b or one.module != other.module:
+                    raise Unfit(f"{one.name} and {other.name} of {shown} do not come from one place of a period")
+            elif plan.place(b) - plan.place(a) != plan.run.period:
+                raise Unfit(f"{one.name} and {other.name} of {shown} are not one period apart")
+    low, high = plan.middles
+    first, last = low - plan.middle * plan.run.period, high + (plan.repeat.count - 1 - plan.middle) * plan.run.period
+    if high - low >= plan.run.period:
+        raise Unfit(f"a copy of {shown} is more than a period")
+    if not first < plan.run.start <= last:
+        raise Unfit(f"the copies of {shown} do not stand where periods were taken out")
+    inside = {name for copy in plan.copies for name in copy}
+    for node in graph.nodes:
+        place = plan.places.get(node.name)
+        if place is not None and place in plan.run and node.name not in inside and first <= plan.place(place) <= last:
+            raise Unfit(f"{node.name} of {shown} is no part of the repeat")
+
+
+def _check_tensors(graph: JointGraph, plan: _Plan) -> None:
+    """A copy's own inputs are tensors of its period, its results belong to those, and it makes no other output of the
+    graph but at the ends of the run."""
+    shown, repeat = _shown(plan.cut, plan.run), plan.repeat
+    targets = {i.name: i.target for i in graph.inputs if i.role in ("parameter", "buffer")}
+
+    def check(names: Sequence[str]) -> None:
+        slots = [plan.slot(name) for name in names]
+        for k, slot in enumerate(slots):
+            ahead = (k - plan.middle) * plan.run.period
+            if slot is None or not plan.middles[0] <= slot[0] - ahead <= plan.middles[1]:
+                raise Unfit(f"{names[k]} of {shown} is no tensor of its period")
+            if slot != (slots[0][0] + k * plan.run.period, slots[0][1]):  # type: ignore[index]
+                raise Unfit(f"{', '.join(names)} of {shown} are not one period apart")
+
+    for names in zip(*repeat.own, strict=True):
+        if any(name not in targets for name in names):
+            raise Unfit(f"{names[0]} of {shown} is no tensor of the model")
+        check([targets[name] for name in names])
+    outputs: dict[str, list[GraphOutput]] = {}
+    for output in graph.outputs:
+        if output.name is not None:
+            outputs.setdefault(output.name, []).append(output)
+    for names in zip(*repeat.results, strict=True):
+        found = [outputs[name] for name in names]
+        if any(len(each) != 1 or each[0].role not in ("gradient", "mutation") for each in found):
+            raise Unfit(f"{names[0]} of {shown} is an output of the model")
+        check([each[0].target for each in found])
+    results = {name for copy in repeat.results for name in copy}
+    leaving = {b.values[0] if b.backward else b.values[-1] for b in repeat.borders}
+    made = {name for copy in repeat.copies for i in copy for name in graph.nodes[i].outputs if name}
+    for name in made & outputs.keys() - results - leaving:
+        raise Unfit(f"{name} of {shown} is an output of the graph: {outputs[name][0].target}")
+    own = {targets[name] for copy in repeat.own for name in copy}
+    first = plan.middles[0] - plan.middle * plan.run.period
+    last = plan.middles[1] + (repeat.count - 1 - plan.middle) * plan.run.period
+    for name, target in targets.items():
+        slot = plan.slot(target)
+        is_inside = slot is not None and first <= slot[0] <= last and plan.is_own(target)
+        if is_inside and target not in own and graph.consumers.get(name):
+            raise Unfit(f"{target} of {shown} is read outside of the repeat")
+    for output in graph.outputs:
+        if output.role in ("gradient", "mutation") and output.name is not None and output.name not in results:
+            slot = plan.slot(output.target)
+            if slot is not None and first <= slot[0] <= last and plan.is_own(output.target):
+                raise Unfit(f"the {output.role} of {output.target} is made outside of the repeat")
+
+
+def _stride(graph: JointGraph, plan: _Plan) -> int:
+    strides: set[int] = set()
+    for position in zip(*plan.repeat.copies, strict=True):
+        numbers = [graph.nodes[i].sequence for i in position]
+        known = [number for number in numbers if number >= 0]
+        if known:
+            strides.update(b - a if len(known) == len(numbers) else -1 for a, b in itertools.pairwise(numbers))
+    if len(strides) != 1 or min(strides) <= 0:
+        raise Unfit(f"the operators of {_shown(plan.cut, plan.run)} are not numbered alike")
+    return strides.pop()
+
+
+# ---- stamping --------------------------------------------------------------------------------------
+
+
+class _Stamp:
+    """Makes the nodes of the periods that are missing. Step s is the period s after the middle copy."""
+
+    def __init__(self, graph: JointGraph, plan: _Plan) -> None:
+        self.whole, self.plan = graph, plan
+        self.metas: dict[str, TensorMeta] = dict(graph.metas)
+        self.copies = [[graph.nodes[graph.producer[name]] for name in copy] for copy in plan.copies]
+        self.steps = range(1, plan.run.count + 1)
+        self.fresh: dict[tuple[str, int], str] = {}
+        tensors = [i for i in graph.inputs if i.role in ("parameter", "buffer")]
+        self.own = {i.name for i in tensors if plan.is_in_the_middle(i.target)}
+        for step in self.steps:
+            for i in graph.inputs:
+                if i.name in self.own:
+                    self._take(i.name, step, re.sub(r"\W", "_", plan.target(i.target, step)))
+            layer = self._layer(step)
+            for node in self.copies[plan.middle]:
+                for name in node.outputs:
+                    if name:
+                        self._take(name, step, f"{name}_layer_{layer}")
+
+    def _layer(self, step: int) -> str:
+        """What tells this period from others: the number in the path of its modules."""
+        for node in self.copies[self.plan.middle]:
+            one, other, wanted = (self.plan.path(node, k).split(".") for k in (0, 1, step))
+            differing = [here for a, b, here in zip(one, other, wanted, strict=False) if a != b]
+            if differing:
+                return differing[0]
+        return str(step)
+
+    def _take(self, name: str, step: int, wanted: str) -> None:
+        wanted = f"_{wanted}" if wanted[0].isdigit() else wanted
+        taken, count = wanted, 0
+        while taken in self.metas:
+            count += 1
+            taken = f"{wanted}_{count}"
+        self.metas[taken] = self.whole.metas[name]
+        self.fresh[name, step] = taken
+
+    def graph(self) -> JointGraph:
+        plan, graph = self.plan, self.whole
+        inputs = [replace(i, target=plan.target(i.target)) if i.role in ("parameter", "buffer") else i
+                  for i in graph.inputs]  # fmt: skip
+        outputs = [replace(o, target=plan.target(o.target)) if o.role in ("gradient", "mutation") else o
+                   for o in graph.outputs]  # fmt: skip
+        for step in self.steps:
+            for i in graph.inputs:
+                if i.name in self.own:
+                    inputs.append(replace(i, name=self.fresh[i.name, step], target=plan.target(i.target, step)))
+            for o in graph.outputs:
+                if o.role in ("gradient", "mutation") and plan.is_in_the_middle(o.target):
+                    name = None if o.name is None else self.fresh[o.name, step]
+                    outputs.append(replace(o, name=name, target=plan.target(o.target, step)))
+        nodes = tuple(self._nodes())
+        names = [*(i.name for i in inputs), *(name for node in nodes for name in node.outputs if name)]
+        metas = {name: self.metas[name] for name in names}
+        return JointGraph(inputs=tuple(inputs), nodes=nodes, outputs=tuple(outputs), metas=metas)
+
+    def _nodes(self) -> Iterator[Node]:
+        plan, middle, last = self.plan, self.plan.middle, self.plan.run.count
+        enters = {b.values[middle]: b.values[middle + 1] for b in plan.repeat.borders if not b.backward}
+        leaves = {b.values[middle + 1]: b.values[middle] for b in plan.repeat.borders if b.backward}
+        home = {node.name: k for k, copy in enumerate(self.copies) for node in copy}
+        numbers = [node.sequence for node in self.copies[middle + 1] if node.sequence >= 0]
+        # the copies before and after the new ones are connected to them
+        after = {name: self.fresh[name, last] for name in enters.values()}
+        before = {name: self.fresh[made, 1] for name, made in leaves.items()}
+        pending = {False: True, True: True}
+        for node in self.whole.nodes:
+            k = home.get(node.name)
+            if pending[node.backward] and k == (middle if node.backward else middle + 1):
+                pending[node.backward] = False
+                for step in reversed(self.steps) if node.backward else self.steps:
+                    for own in self.copies[middle]:
+                        if own.backward == node.backward:
+                            yield self._node(own, step, enters, leaves)
+            renamed = {} if k is None else after if k == middle + 1 else before if k == middle else {}
+            late = k > middle if k is not None else node.sequence >= min(numbers)
+            yield replace(
+                _renamed(node, renamed),
+                module=plan.path(node, last * (k > middle if k is not None else self._is_late(node))),
+                sequence=node.sequence + late * last * plan.stride if node.sequence >= 0 else node.sequence,
+            )
+
+    def _is_late(self, node: Node) -> bool:
+        place = self.plan.places.get(node.name)
+        return place is not None and place in self.plan.run and self.plan.is_late(self.plan.place(place))
+
+    def _node(self, node: Node, step: int, enters: Mapping[str, str], leaves: Mapping[str, str]) -> Node:
+        """A node of the middle copy, in the copy `step` after it."""
+        names: dict[str, str] = {}
+        for name in node.inputs:
+            if name in enters:
+                made = enters[name]
+                names[name] = made if step == 1 else self.fresh[made, step - 1]
+            elif name in leaves:
+                names[name] = name if step == self.plan.run.count else self.fresh[leaves[name], step + 1]
+            else:
+                names[name] = self.fresh.get((name, step), name)
+        return replace(
+            _renamed(node, names),
+            outputs=tuple(self.fresh[name, step] if name else "" for name in node.outputs),
+            module=self.plan.path(node, step),
+            sequence=node.sequence + step * self.plan.stride if node.sequence >= 0 else node.sequence,
+        )
+
+
+def _renamed(node: Node, names: Mapping[str, str]) -> Node:
+    if not any(name in names for name in node.inputs):
+        return node
+
+    def rename(name: str) -> Ref:
+        return Ref(names.get(name, name))
+
+    return replace(
+        node,
+        args=map_references(node.args, rename),
+        kwargs=tuple((key, map_references(value, rename)) for key, value in node.kwargs),
+    )
+
+
+def _in_order(graph: JointGraph, order: Sequence[str]) -> JointGraph:
+    """Inputs and outputs in the order of the whole record: those of a role stand together."""
+    rank = {target: i for i, target in enumerate(dict.fromkeys(order))}
+
+    def sorted_by(items: Sequence[Item], roles: tuple[str, ...]) -> tuple[Item, ...]:
+        first = {role: i for i, role in reversed([*enumerate(item.role for item in items)])}
+        return tuple(
+            sorted(items, key=lambda i: (first[i.role], rank.get(i.target, len(rank)) if i.role in roles else 0))
+        )
+
+    inputs = sorted_by(graph.inputs, ("parameter", "buffer"))
+    names = [*(i.name for i in inputs), *(name for node in graph.nodes for name in node.outputs if name)]
+    return replace(
+        graph,
+        inputs=inputs,
+        outputs=sorted_by(graph.outputs, ("gradient", "mutation")),
+        metas={name: graph.metas[name] for name in names},
+    )

@@ -1,0 +1,378 @@
+"""What a model's Python does besides calling operators, seen while the model is traced.
+
+    Look before --trace, attributes observed--> Look after --_settled--> nothing kept, or CaptureError by name
+
+A graph holds operators alone. State that Python keeps from one call for the next, numbers that it draws and hooks that
+it sets would be frozen in it or lost. So the state that Python can reach (`state`) is looked at before and after the
+trace. Where it is as it was, the graph is the step. Where it is not, the step is run twice more on fakes (`repeat`): if
+the second run computes what the first did and leaves what the first left, each call writes the same and none reads what
+another wrote, and the graph is the step too. Otherwise what was kept is refused by name. In any case all is put back as
+it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar import compat
+
+from .repeat import Numbering
+from .state import Drawn, Look, Reads, Same, is_library, line_of_model, look
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 5
+
+
+class Step(Protocol):
+    """What is looked at while it runs: the model as a module of flat tensors. `outcomes.last` is what it gave."""
+
+    @property
+    def outcomes(self) -> Any: ...
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def buffers(self) -> Iterator[torch.Tensor]: ...
+
+
+class Beside(ValueError):
+    """Python does what a graph cannot hold; the message says what to change."""
+
+
+class Witness:
+    """Sees one model, a copy that capture may trace, and its loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.modules = dict(model.named_modules())
+        self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
+        self.roots |= compat.global_forward_hooks()
+        self.paths = {id(module): path for path, module in self.modules.items()}
+        self.notes = [
+            (module._parameters, key, notes)
+            for module in self.modules.values()
+            for key, tensor in module._parameters.items()
+            if tensor is not None and (notes := compat.notes_of(tensor))
+        ]
+        self.before: Look | None = None
+        self.after: Look | None = None
+        self.repeating = False
+        self.read: set[tuple[str, str]] = set()
+        self.fields: dict[type, set[str]] = {}
+        self.valued: set[int] = set()  # storages of tensors whose numbers became Python's
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(
+            modules=frozenset(self.read),
+            fields={cls: frozenset(names) for cls, names in self.fields.items()},
+            values=frozenset(p for p, tensor in self.seen.tensors if compat.storage_span(tensor)[0] in self.valued),
+        )
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Around all Python of a step."""
+        for parameters, key, notes in self.notes:
+            # export traces with other tensors in the place of parameters
+            vars(parameters[key]).update(notes)
+        if self.repeating:
+            yield
+            self.after = self._look()
+            return
+        self.before, tensors = self._look(), self._tensors()
+        try:
+            with (
+                self._observed(self.before.classes),
+                _Functions(self.valued),
+                compat.saving(_saved),
+                compat.seeding(_seeded),
+            ):
+                yield
+            _check_tensors(tensors, self._tensors())
+            self.after = self._look()
+        finally:
+            self.before.restore()
+
+    def settle(self, step: Step, inputs: Sequence[torch.Tensor]) -> None:
+        """Raises Beside where a call keeps something for the next. Warns of what each call writes and nobody in the
+        model reads: with a program it keeps the value that it had."""
+        before, after = self.before, self.after
+        assert before is not None and after is not None
+        changed = before.differs(after)
+        drawn = [path for path in changed if isinstance(after.facts.get(path), Drawn)]
+        if drawn:
+            raise Beside(
+                f"forward draws from {_listed(drawn)}: each call would draw what the first one drew. Draw "
+                f"with torch's own operators (torch.rand, torch.randint, dropout), or draw outside and pass it in"
+            )
+        asks = sorted(before.names & _ASKS)
+        if not changed and not asks:
+            return
+        kept = self._kept(step, inputs)
+        if kept:
+            raise Beside(
+                f"forward keeps {_listed(kept)} from one call for the next: a program would keep what the first call "
+                f"saw. Register a tensor as a buffer (register_buffer) and write it with copy_(), pass it in as an "
+                f"input and return it as an output, or leave it out of forward"
+            )
+        if not changed:
+            return
+        shown = [path for path in changed if _is_shown(path, self.modules)]
+        (logger.warning if shown else logger.info)(
+            "forward writes %s, which no later call reads: the parallel module does not write it (return it as an "
+            "output to see it)",
+            _listed(shown or changed),
+        )
+
+    @property
+    def seen(self) -> Look:
+        """What Python could reach before the trace."""
+        assert self.before is not None
+        return self.before
+
+    def written(self, tensor: torch.Tensor) -> str:
+        """Why a tensor that Python holds cannot be written in place."""
+        storage = compat.storage_span(tensor)[0]
+        found = [path for path, known in self.seen.tensors if compat.storage_span(known)[0] == storage]
+        name = found[0] if found else f"a tensor {list(tensor.shape)} that is not the model's"
+        return (
+            f"forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program "
+            f"writes buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it)"
+        )
+
+    def _look(self) -> Look:
+        return look(self.modules, self.roots)
+
+    def _kept(self, step: Step, inputs: Sequence[torch.Tensor]) -> list[str]:
+        """What two steps in a row differ in."""
+        assert self.before is not None
+        names = {f"input {i}": tensor for i, tensor in enumerate(inputs)}
+        names |= {**dict(step.named_parameters()), **dict(step.named_buffers())}
+        numbering = Numbering(names)
+        buffers = list(step.buffers())
+        self.repeating = True
+        try:
+            with compat.as_exported(), numbering:
+                first = [numbering.key(t) for t in (*step(*inputs), *buffers)]
+                outcome, left = step.outcomes.last, self.after
+                assert left is not None
+                keys = {id(t): numbering.key(t) for _, t in left.tensors}
+                numbering.again()
+                second = [numbering.key(t) for t in (*step(*inputs), *buffers)]
+                assert self.after is not None
+                moved = left.differs(
+                    self.after,
+                    lambda a, b: _is_tensor(a) and _is_tensor(b) and numbering.same(a.value, b.value, keys),
+                )
+                same = first == second and outcome == step.outcomes.last
+        finally:
+            self.repeating = False
+            self.before.restore()
+        if moved:
+            return moved
+        if same:
+            return []
+        read = {id(tensor) for tensor in numbering.read.values()}
+        by_tensor = [path for path, tensor in left.tensors if id(tensor) in read]
+        asks = sorted(self.before.names & _ASKS)
+        return by_tensor or self.before.differs(left) or [f"something that changes by itself ({_listed(asks)})"]
+
+    def _tensors(self) -> dict[str, tuple[Any, ...]]:
+        """Which memory each parameter and buffer has, and whether it requires a gradient."""
+        with compat.without_modes():
+            return {
+                f"{path}.{key}" if path else key: (
+                    kind,
+                    compat.storage_span(tensor),
+                    tensor.requires_grad,
+                    {key: value for key, value in vars(tensor).items() if not compat.is_torchs(key)},
+                )
+                for path, module in self.modules.items()
+                for kind in ("_parameters", "_buffers")
+                for key, tensor in vars(module)[kind].items()
+                if tensor is not None
+            }
+
+    @contextlib.contextmanager
+    def _observed(self, classes: set[type]) -> Iterator[None]:
+        """Take note of the attributes that are read, of modules and of the objects of these classes."""
+        paths, read, fields = self.paths, self.read, self.fields
+
+        def of_module(module: nn.Module, name: str) -> Any:
+            if name != "__dict__" or not is_library(sys._getframe(1).f_code.co_filename):
+                path = paths.get(id(module))
+                if path is not None:
+                    read.add((path, name))
+            return object.__getattribute__(module, name)
+
+        @contextlib.contextmanager
+        def observing() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_patched(nn.Module, of_module))
+                for cls in classes:
+                    if not issubclass(cls, (nn.Module, type)):
+                        noted = fields.setdefault(cls, set())
+                        try:
+                            stack.enter_context(_patched(cls, _noting(cls, noted)))
+                        except TypeError:
+                            noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
+                yield
+
+        with compat.suspended_in_branches(observing):
+            yield
+
+
+def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
+    known = cls.__getattribute__
+
+    def read(value: Any, name: str) -> Any:
+        if type(value) is cls:
+            noted.add(name)
+        return known(value, name)
+
+    return read
+
+
+@contextlib.contextmanager
+def _patched(cls: Any, read: Callable[[Any, str], Any]) -> Iterator[None]:
+    own = vars(cls).get("__getattribute__")
+    cls.__getattribute__ = read
+    try:
+        yield
+    finally:
+        if own is None:
+            del cls.__getattribute__
+        else:
+            cls.__getattribute__ = own
+
+
+class _Functions(TorchFunctionMode):
+    """Refuses what acts on gradients outside of the graph, and takes note of the storages of real tensors whose numbers
+    Python asks for."""
+
+    def __init__(self, valued: set[int]) -> None:
+        super().__init__()
+        self.valued = valued
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _HOOKS and (name != "retain_grad" or not args[0].is_leaf):
+            raise Beside(
+                f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
+                f"which a program would not run: {_HOOKS[name]}"
+            )
+        if name in _VALUES and compat.is_real(args[0]):
+            self.valued.add(compat.storage_span(args[0])[0])
+        return func(*args, **(kwargs or {}))
+
+
+_VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
+_HOOKS = {
+    "register_hook": "change a gradient with a torch.autograd.Function, or hook the parallel module's parameters",
+    "register_post_accumulate_grad_hook": "register it on the parallel module's parameters",
+    "retain_grad": "return the tensor as an output, or take its gradient outside",
+}
+
+
+def _seeded() -> None:
+    raise Beside(
+        f"forward seeds torch's generator{line_of_model()}: random operators of a program draw by the step's seed. "
+        f"Seed outside of forward"
+    )
+
+
+def _saved() -> None:
+    raise Beside(
+        f"forward sets saved_tensors_hooks{line_of_model()}, which a program would not run: it saves what its plan "
+        f"says. Leave them out"
+    )
+
+
+def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises Beside where forward does to parameters and buffers what no operator does."""
+    for name in {**before, **after}:
+        if name not in before or name not in after:
+            raise Beside(
+                f"forward {'removes' if name in before else 'registers'} {name}: register parameters and buffers in "
+                f"the constructor, and write them in forward"
+            )
+        (kind, span, gradient, attributes), (_, now, gradient_now, attributes_now) = before[name], after[name]
+        if kind == "_parameters" and span != now:
+            raise Beside(f"forward gives parameter {name} other memory (.data = ...): write it outside of forward")
+        if gradient != gradient_now and kind == "_parameters":
+            raise Beside(f"forward calls requires_grad_() on parameter {name}: do so between steps, outside of forward")
+        changed = [
+            key for key in {**attributes, **attributes_now} if attributes.get(key) is not attributes_now.get(key)
+        ]
+        if changed:
+            raise Beside(
+                f"forward keeps {name}.{changed[0]}, an attribute of a {kind[1:-1]}, from one call for the next: a "
+                f"program would keep what the first call saw"
+            )
+
+
+_ASKS = frozenset(
+    {
+        *("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "process_time", "now", "utcnow", "today"),
+        *("urandom", "getrandbits", "token_bytes", "token_hex", "randbits", "uuid1", "uuid4", "SystemRandom"),
+        *("Random", "RandomState", "default_rng", "SeedSequence", "globals"),
+    }
+)
+"""Names of what changes by itself: where code mentions one, a second run decides."""
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises Beside where hooks on gradients would be lost: those of modules and of their parameters."""
+    hooked = [path or type(model).__name__ for path, module in model.named_modules() if compat.hooks_gradients(module)]
+    if hooked:
+        raise Beside(
+            f"{_listed(hooked)} {'has' if len(hooked) == 1 else 'have'} backward hooks, which a program would not run: "
+            f"register them on the parallel module itself, or on its parameters"
+        )
+    parameters = [name for name, p in model.named_parameters() if compat.hooks_gradient(p)]
+    if parameters:
+        raise Beside(
+            f"{_listed(parameters)} {'has a hook' if len(parameters) == 1 else 'have hooks'} on the gradient, and the "
+            f"parallel module has parameters of its own: register it on those, after parallelize"
+        )
+    everywhere = compat.global_backward_hooks()
+    if everywhere:
+        raise Beside(f"torch has {everywhere} for all modules, which a program would not run: remove them")
+
+
+def check_constants(constants: Mapping[str, torch.Tensor], seen: Look) -> None:
+    """Raises Beside where a constant of the graph is to be trained: no parameter of the model, and yet it requires
+    a gradient."""
+    trained = {compat.storage_span(t)[0]: path for path, t in reversed(seen.tensors) if t.requires_grad}
+    found = [trained[s] for t in constants.values() if (s := compat.storage_span(t)[0]) in trained]
+    if found:
+        raise Beside(
+            f"{_listed(found)} {'requires' if len(found) == 1 else 'require'} a gradient and "
+            f"{'is no parameter' if len(found) == 1 else 'are no parameters'} of the model: it would not train. "
+            f"Make it one (an nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a "
+            f"module of the model), or detach() it"
+        )
+
+
+def _is_shown(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether somebody may look for what stands there: a public attribute of a module."""
+    owner, _, name = path.split("[")[0].rpartition(".")
+    return owner in modules and not name.startswith("_")
+
+
+def _is_tensor(token: Any) -> bool:
+    return isinstance(token, Same) and isinstance(token.value, torch.Tensor)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(dict.fromkeys(names[:SHOWN]))
+    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown

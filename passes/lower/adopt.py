@@ -1,0 +1,327 @@
+"""Adopt: a lowering is taken where the simulated step gets shorter, and nowhere else.
+
+A lowering names places of a program, and for each several ways to write it in parts (`passes/lower/parts.py`). A place is
+looked at where the timeline stands still for its collective. Each way is tried on one of the places that are alike (the
+same layer, again and again), in a window of instructions around it; the quickest is then written at all of them, and
+kept if the whole step is quicker, too. What is found on a program of few copies of each layer serves one of many: there
+the same places are written alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.cluster.collectives import collective_seconds
+from autopar.cluster.machine import Cluster
+from autopar.cost.timeline import COMPUTE, Known, Timeline, covered, timeline
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import Split
+from autopar.ir.program import Instruction, Program
+
+from .parts import Metas, Refused, in_parts, spread
+
+logger = logging.getLogger("autopar")
+
+AROUND = 30
+"""Instructions before and after a place that are simulated with it."""
+LEAST_GAIN = 1e-2
+"""What is saved at least, of a window's seconds and of the step's: parts cost what a timeline does not know of."""
+LEAST_SHARE = 2e-3
+"""Of the step's seconds: what the rank stands still for at places that are alike, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A stretch in parts: instructions that may belong to it, by position, and a cut that starts from a value."""
+
+    members: tuple[int, ...]
+    seed: str
+    cut: Split
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.members[0], self.members[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a lowering may be taken: its first collective, by the name of its result, and the ways to write it."""
+
+    collective: str
+    ways: tuple[Way, ...]
+
+
+Key = Hashable
+"""What instructions, or places, that are alike have in common."""
+
+Places = Callable[[Sequence[Instruction], Metas, Container[str] | None], Iterator[Place]]
+"""Those of a half, or of some of its collectives, by the names of their results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """Where places are, the numbers of parts to try at each, and how what is written is marked."""
+
+    places: Places
+    parts: tuple[int, ...]
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The number of a way among those of a place, in how many parts, and what that is worth."""
+
+    way: int
+    parts: int
+    gain: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A lowering as it makes the step of the program `given` shorter, which it leads to `program`. `ways` say how
+    places are written, by what those that are alike have in common; none where it does not."""
+
+    lowering: Lowering
+    given: Program
+    program: Program
+    ways: Mapping[Key, Chosen] = field(default_factory=dict)
+    starts: frozenset[Key] = frozenset()
+    """The first collectives of these places, by what they have in common."""
+
+    def on(self, program: Program) -> Program:
+        """Another program of the same operators, in which the same places are written alike."""
+        if program is self.given:
+            return self.program
+        if not self.ways:
+            return program
+        wanted = {
+            i.outputs[0]: 1.0
+            for i in (*program.forward, *program.backward)
+            if i.collective and _form(i, program.metas) in self.starts
+        }
+        writing = _Lowering(program, self.lowering, wanted, lambda writing, key, place, trial: self.ways.get(key))
+        made = writing.program()
+        logger.info("%s: %d places", self.lowering.label, writing.count)
+        return made
+
+
+def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: Known | None = None) -> Adopted:
+    """The lowering wherever it makes the program's step on `cluster` shorter, in as many parts as are best. `known` is
+    what earlier timelines on the same device found out."""
+    known = known or Known()
+    told = timeline(program, cluster, known)
+    windows = replace(known, latest=[])
+    links = cluster.links(program.mesh)
+    kinds = {i.outputs[0]: i for i in (*program.forward, *program.backward) if i.collective}
+    # one collective more takes its latencies at least: what can be hidden is what lies above them
+    worth = {
+        name: (seconds - least) / told.seconds
+        for name, seconds in stood_still(told).items()
+        if seconds > (least := collective_seconds(kinds[name].collective or "", 0.0, links[kinds[name].args[-1]]))
+    }
+    left = Adopted(lowering=lowering, given=program, program=program)
+    if sum(worth.values()) < LEAST_GAIN:
+        return left
+    ways: dict[Key, Chosen] = {}
+    starts: set[Key] = set()
+
+    def quickest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
+        found = writing.quickest(place, trial, lambda made: timeline(made, cluster, windows).seconds)
+        if found is not None:
+            ways[key] = found
+            starts.add(_form(kinds[place.collective], program.metas))
+        return found
+
+    writing = _Lowering(program, lowering, worth, quickest)
+    made = writing.program()
+    if not writing.count:
+        return left
+    seconds = timeline(made, cluster, known).seconds
+    logger.info(
+        "%s: %d places, step of %.3f -> %.3f ms", lowering.label, writing.count, told.seconds * 1e3, seconds * 1e3
+    )
+    if seconds >= told.seconds * (1 - LEAST_GAIN):
+        return left
+    return replace(left, program=made, ways=ways, starts=frozenset(starts))
+
+
+def everywhere(program: Program, lowering: Lowering, parts: int) -> Program:
+    """The program with the lowering wherever it can be taken, in so many parts, quicker or not: what a user compares.
+    One part is the program as it is."""
+    if parts == 1:
+        return program
+
+    def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
+        """The way that has most collectives in parts."""
+        found = []
+        for number in range(len(place.ways)):
+            made = writing.tried(place, trial, Chosen(number, parts))
+            if made is not None:
+                found.append(Chosen(number, parts, float(len(made.collectives()))))
+        return max(found, key=lambda chosen: chosen.gain, default=None)
+
+    return _Lowering(program, lowering, None, widest).program()
+
+
+def reasons(program: Program, lowering: Lowering, parts: int) -> dict[str, str]:
+    """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
+    found: dict[str, str] = {}
+    for half, _ in halves_of(program):
+        for place in lowering.places(half, program.metas, None):
+            why = []
+            for way in place.ways:
+                first, last = way.span
+                window, metas = half[first : last + 1], dict(program.metas)
+                try:
+                    region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
+                    in_parts(window, metas, region, frozenset(), lowering.label)
+                except Refused as refused:
+                    why.append(str(refused))
+            if len(why) == len(place.ways):
+                found[place.collective] = "; ".join(dict.fromkeys(why))
+    return found
+
+
+def stood_still(told: Timeline) -> dict[str, float]:
+    """Seconds for which the rank stands still for each collective, under way meanwhile on the axis waited for."""
+    communication = [event for event in told.events if event.stream != COMPUTE]
+    return {event.name: seconds for event, seconds in covered(told.stalls, communication) if seconds > 0}
+
+
+def halves_of(program: Program) -> Iterator[tuple[Sequence[Instruction], frozenset[str]]]:
+    """Each half, with what is read after it."""
+    made = [(o.role, o.name) for o in program.outputs if o.name is not None]
+    out = {name for role, name in made if role != "gradient"}
+    yield program.forward, frozenset(out | set(program.saved))
+    yield program.backward, frozenset(name for role, name in made if role == "gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A window of a half, from position `offset`, and what is read after it."""
+
+    window: Sequence[Instruction]
+    offset: int
+    kept: frozenset[str]
+
+
+def _apart(chosen: Sequence[tuple[Place, Chosen]]) -> list[tuple[Place, Chosen]]:
+    """Of places that lie in each other the one that gains most, in the order of the program."""
+    taken: list[tuple[int, int]] = []
+    kept = []
+    for place, best in sorted(chosen, key=lambda item: -item[1].gain):
+        first, last = place.ways[best.way].span
+        at = bisect(taken, (first, last))
+        if (at == 0 or taken[at - 1][1] < first) and (at == len(taken) or last < taken[at][0]):
+            taken.insert(at, (first, last))
+            kept.append((place, best))
+    return sorted(kept, key=lambda item: item[0].ways[item[1].way].span)
+
+
+def _form(instruction: Instruction, metas: Metas) -> Key:
+    """The op, of a collective with its mesh axis, on what."""
+    values = (*instruction.inputs, *instruction.outputs)
+    what = instruction.form if instruction.collective else instruction.op
+    return (what, *[metas[name] for name in values if name])
+
+
+class _Lowering:
+    """`wanted` are the collectives whose places are looked at, with the part of the step that is stood still for each
+    (None: all); `choose` says how a place is written."""
+
+    def __init__(
+        self,
+        program: Program,
+        lowering: Lowering,
+        wanted: Mapping[str, float] | None,
+        choose: Callable[[_Lowering, Key, Place, Trial], Chosen | None],
+    ) -> None:
+        self.given, self.lowering, self.wanted, self.choose = program, lowering, wanted, choose
+        self.metas: dict[str, TensorMeta] = dict(program.metas)
+        self.count = 0
+
+    def program(self) -> Program:
+        forward, backward = (tuple(self._half(half, later)) for half, later in halves_of(self.given))
+        return replace(self.given, forward=forward, backward=backward, metas=self.metas)
+
+    def _half(self, half: Sequence[Instruction], later: frozenset[str]) -> list[Instruction]:
+        last_read = {name: position for position, i in enumerate(half) for name in i.inputs}
+
+        def trial(first: int, last: int) -> Trial:
+            window = half[first : last + 1]
+            made = {name for i in window for name in i.outputs if name}
+            kept = frozenset(name for name in made if name in later or last_read.get(name, -1) > last)
+            return Trial(window, first, kept)
+
+        alike: dict[Key, list[Place]] = {}
+        for place in self.lowering.places(half, self.metas, self.wanted):
+            alike.setdefault(self._key(half, place), []).append(place)
+        chosen: list[tuple[Place, Chosen]] = []
+        for key, group in alike.items():
+            if self.wanted is not None and sum(self.wanted[place.collective] for place in group) < LEAST_SHARE:
+                continue
+            one = group[len(group) // 2]
+            first = max(0, min(way.members[0] for way in one.ways) - AROUND)
+            last = min(len(half), max(way.members[-1] for way in one.ways) + AROUND + 1) - 1
+            best = self.choose(self, key, one, trial(first, last))
+            if best is not None:
+                chosen += [(place, best) for place in group]
+        written = list(half)
+        # from the end, so that positions before stay what they are
+        for place, best in reversed(_apart(chosen)):
+            first, last = place.ways[best.way].span
+            if (made := self.write(place, trial(first, last), best, self.metas)) is not None:
+                written[first : last + 1] = made
+                self.count += 1
+        return written
+
+    def _key(self, half: Sequence[Instruction], place: Place) -> Key:
+        """What places that are alike have in common."""
+        forms = {m: _form(half[m], self.metas) for m in {m for way in place.ways for m in way.members}}
+        return tuple((way.cut, *[forms[m] for m in way.members]) for way in place.ways)
+
+    def write(
+        self, place: Place, trial: Trial, chosen: Chosen, metas: dict[str, TensorMeta]
+    ) -> list[Instruction] | None:
+        """The window of a trial with a place in parts, or None where that cannot be."""
+        way = place.ways[chosen.way]
+        members = [m - trial.offset for m in way.members]
+        try:
+            region = spread(trial.window, metas, members, way.seed, way.cut, chosen.parts)
+            return in_parts(trial.window, metas, region, trial.kept, self.lowering.label)
+        except Refused:
+            return None
+
+    def tried(self, place: Place, trial: Trial, chosen: Chosen) -> Program | None:
+        """The window as a program of its own, in parts."""
+        metas = dict(self.metas)
+        made = self.write(place, trial, chosen, metas)
+        return None if made is None else self._alone(made, trial, metas)
+
+    def _alone(self, window: Sequence[Instruction], trial: Trial, metas: dict[str, TensorMeta]) -> Program:
+        saved = tuple(sorted(trial.kept))
+        return replace(self.given, forward=tuple(window), backward=(), saved=saved, outputs=(), metas=metas)
+
+    def quickest(self, place: Place, trial: Trial, seconds: Callable[[Program], float]) -> Chosen | None:
+        """All ways in the fewest parts that they can, and the best of them in more."""
+        parts = self.lowering.parts
+
+        def priced(chosen: Chosen) -> list[tuple[float, Chosen]]:
+            made = self.tried(place, trial, chosen)
+            return [] if made is None else [(seconds(made), chosen)]
+
+        found: list[tuple[float, Chosen]] = []
+        for number in range(len(place.ways)):
+            found += next(filter(None, (priced(Chosen(number, n)) for n in parts)), [])
+        if not found:
+            return None
+        best = min(found, key=lambda item: item[0])[1]
+        for n in parts:
+            if n > best.parts:
+                found += priced(Chosen(best.way, n))
+        least, best = min(found, key=lambda item: item[0])
+        before = seconds(self._alone(trial.window, trial, self.metas))
+        return replace(best, gain=before - least) if least < before * (1 - LEAST_GAIN) else None

@@ -1,0 +1,93 @@
+"""Chunk: a stretch of a program from one collective through others runs in chunks of the batch, so that the
+communication of one chunk is under way while another one is computed (ATP 4.2, Fig. 8).
+
+What stands between two collectives of a layer is a chain: nothing of it can run while the collective before it travels.
+Where every operator of the stretch acts on a dim index by index (its rule has a factor there), two or four chunks of
+that dim are chains that do not wait for each other. The result is laid side by side again at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+from autopar.cluster.machine import Cluster
+from autopar.cost.timeline import Known
+from autopar.ir.layout import Split
+from autopar.ir.program import Instruction, Program
+
+from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
+from .parts import Metas
+from .slice import Around
+
+CHUNKS = (2, 4)
+THROUGH = (1, 2)
+"""Collectives after the first one that a stretch goes through."""
+LONGEST = 200
+"""Instructions from the first to the last of a stretch."""
+
+
+def chunk(program: Program, cluster: Cluster, known: Known | None = None) -> Program:
+    """The program with stretches between collectives in chunks, where that makes the step on `cluster` shorter."""
+    return adopt(program, cluster, CHUNKING, known).program
+
+
+def chunked(program: Program, chunks: int) -> Program:
+    """The program with stretches between collectives in so many chunks, whether that is quicker or not."""
+    return everywhere(program, CHUNKING, chunks)
+
+
+def why_whole(program: Program, chunks: int) -> dict[str, str]:
+    """Why stretches cannot run in so many chunks, by the name of the result of the collective that they begin with."""
+    return reasons(program, CHUNKING, chunks)
+
+
+def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+    """Stretches from a collective through the next ones, with the ways to cut them; of some collectives, by the names
+    of their results, or of all."""
+    around = Around(half, metas)
+    for position, instruction in enumerate(half):
+        if not instruction.collective or (wanted is not None and instruction.outputs[0] not in wanted):
+            continue
+        if ways := tuple(_ways(around, position)):
+            yield Place(collective=instruction.outputs[0], ways=ways)
+
+
+def _ways(around: Around, position: int) -> Iterator[Way]:
+    start = around.start(position)
+    seed = around.half[min(start)].inputs[0]
+    behind = _behind(around, position)
+    collectives = [m for m in behind if around.half[m].collective]
+    for through in THROUGH:
+        if through <= len(collectives):
+            last = around.wait_of(collectives[through - 1])
+            members = tuple(sorted(start | _between(around, behind, position, last)))
+            if any(around.is_product(m) for m in members):
+                for dim, size in enumerate(around.metas[seed].shape):
+                    if size > 1:
+                        yield Way(members=members, seed=seed, cut=Split(dim, size))
+
+
+def _behind(around: Around, position: int) -> list[int]:
+    """What is made of a collective, in order, as far as a stretch goes."""
+    made = set(around.half[position].outputs)
+    found = [position]
+    for later in range(position + 1, min(len(around.half), position + LONGEST)):
+        instruction = around.half[later]
+        if not made.isdisjoint(instruction.inputs):
+            made.update(name for name in instruction.outputs if name)
+            found.append(later)
+    return found
+
+
+def _between(around: Around, behind: Sequence[int], first: int, last: int) -> set[int]:
+    """Of what is made of the first, what the last depends on."""
+    wanted = {last}
+    reads = set(around.half[last].inputs)
+    for position in reversed(behind):
+        if position < last and not reads.isdisjoint(around.half[position].outputs):
+            wanted.add(position)
+            reads.update(around.half[position].inputs)
+    return wanted if first in wanted else set()
+
+
+CHUNKING = Lowering(places=places, parts=CHUNKS, label="chunk")

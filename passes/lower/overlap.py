@@ -1,0 +1,103 @@
+"""Overlap: what a collective does not wait for runs while it is under way.
+
+A rank issues its operators in one order. In the order of the graph the gradient of a layer's weight is made before the
+gradient of its input, whose all-reduce everything after it waits for. This pass starts such a collective as soon
+as what it needs is made, and lets the operators that stood before it, and that it does not need, run while bytes
+travel (asynchronous gradients: Par4D IV-A, ATP 4.2). No operator moves past the next collective that is waited for, and
+no more of them move than the collective takes, the last ones first: what is put off longer is kept alive longer, and
+with it the reductions that it leads to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.ir.program import Instruction, Program
+
+from .bucket import LAYOUT, WAIT
+
+logger = logging.getLogger("autopar")
+
+
+def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
+    """The program with the same instructions, each half in an order in which collectives that are soon waited for start
+    earlier. Values are the same bit for bit. `seconds` are those of instructions by their first result
+    (`timeline.alone_seconds`); without them, all that may run under a collective does."""
+    parameters = {i.name for i in program.inputs if i.role == "parameter"}
+    forward, backward = (_lifted(half, parameters, seconds) for half in (program.forward, program.backward))
+    moved = sum(a is not b for a, b in zip((*forward, *backward), (*program.forward, *program.backward), strict=True))
+    if moved:
+        logger.info("overlap: %d of %d instructions moved", moved, len(forward) + len(backward))
+    return replace(program, forward=tuple(forward), backward=tuple(backward))
+
+
+def _lifted(
+    instructions: Sequence[Instruction], parameters: set[str], seconds: Mapping[str, float] | None
+) -> list[Instruction]:
+    """In stretches that end with a collective that is soon waited for: what it needs, itself, and the rest."""
+    written: list[Instruction] = []
+    stretch: list[Instruction] = []
+    urgent = _urgent(instructions, parameters)
+    for instruction in instructions:
+        stretch.append(instruction)
+        if instruction.outputs[0] in urgent:
+            needed = _needed(stretch)
+            late = _under(stretch[-1], [i for i in stretch if id(i) not in needed], seconds)
+            put_off = {id(i) for i in late}
+            written += [i for i in stretch if id(i) not in put_off]
+            written += late
+            stretch = []
+    return written + stretch
+
+
+def _under(
+    collective: Instruction, others: Sequence[Instruction], seconds: Mapping[str, float] | None
+) -> list[Instruction]:
+    """Of the operators that a collective does not need, the last that take as long as it does."""
+    if seconds is None:
+        return list(others)
+    left = seconds.get(collective.outputs[0], 0.0)
+    late: list[Instruction] = []
+    for instruction in reversed(others):
+        if left <= 0:
+            break
+        left -= 0.0 if instruction.collective else seconds.get(instruction.outputs[0], 0.0)
+        late.append(instruction)
+    return late[::-1]
+
+
+def _needed(stretch: Sequence[Instruction]) -> set[int]:
+    """By identity: the collective that these instructions end with, and what it depends on. Others stay where they are:
+    a gather that is started ahead of its reader is not started further ahead. Nothing is waited for sooner: where the
+    collective depends on a wait, what stands before it is needed, too."""
+    reads = set(stretch[-1].outputs)
+    needed: set[int] = set()
+    for position in reversed(range(len(stretch))):
+        instruction = stretch[position]
+        if not reads.isdisjoint(instruction.outputs):
+            if instruction.op == WAIT:
+                return needed | {id(i) for i in stretch[: position + 1]}
+            needed.add(id(instruction))
+            reads.update(instruction.inputs)
+    return needed
+
+
+def _urgent(instructions: Sequence[Instruction], parameters: set[str]) -> set[str]:
+    """Results of the collectives that are waited for before another one starts or is waited for. Gathers of parameters,
+    which wait for nothing, start when `bucket` says."""
+    urgent = set()
+    ready = set(parameters)
+    started: str | None = None
+    for instruction in instructions:
+        is_ready = bool(instruction.inputs) and ready.issuperset(instruction.inputs)
+        if is_ready and (instruction.collective or instruction.op == WAIT or instruction.op in LAYOUT):
+            ready.update(instruction.outputs)
+        if instruction.collective:
+            started = None if is_ready else instruction.outputs[0]
+        elif instruction.op == WAIT:
+            if started == instruction.inputs[0]:
+                urgent.add(started)
+            started = None
+    return urgent

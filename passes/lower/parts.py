@@ -1,0 +1,493 @@
+"""Parts: a stretch of a program runs in several parts, so that the communication of one hides behind the computation
+of the others.
+
+A part is a digit of an index, as a rank's share is (`layout`): part s of a value that is cut by `Split(dim, period)`
+has the indices i of `dim` with (i mod period) // (period / parts) == s. So rules, views and collectives say where a cut
+of one value goes, as they do for shards, and an instruction runs on a part as an operator does on a shard. Where a cut
+dim is summed over, the parts add up (`Partial`). Period = size are parts of consecutive indices; a smaller one
+takes every so many-th block, which is MeshSlice's blocked slicing (Algorithm 2).
+
+`passes/lower/slice.py` and `passes/lower/chunk.py` say which stretches; this file says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.ir.graph import Ref, TensorMeta, map_references
+from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Shape, Split, permute_layout, reshape_split
+from autopar.ir.program import Instruction, RankIndex
+from autopar.ops import Call, rule_of
+from autopar.ops.accumulation import adding, factors_of
+from autopar.ops.emit import OPERAND, Emission, call_of, expands, local_program
+from autopar.passes.space.collapse import PERMUTE, RESHAPE
+
+from .bucket import LAYOUT, WAIT
+
+CONTIGUOUS = "aten.contiguous.default"
+DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
+"""Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""
+SAME = ("all_reduce", "shift", "rotate", "broadcast")
+"""Collectives of which an element depends on the same element of all ranks."""
+
+Metas = Mapping[str, TensorMeta]
+
+
+class Refused(ValueError):
+    """Why a stretch is left as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Instructions, by position in their half and in its order, that run in `parts` parts; `cuts` says how each value
+    that they read or make is cut."""
+
+    members: tuple[int, ...]
+    cuts: Mapping[str, Placement]
+    parts: int
+
+
+# --- where a cut goes
+
+
+def spread(
+    half: Sequence[Instruction], metas: Metas, members: Iterable[int], seed: str, cut: Split, parts: int
+) -> Region:
+    """The region of those of `members` that a cut of the value `seed` reaches, along what they read and make.
+
+    Raises Refused where a member cannot run in parts.
+    """
+    cuts: dict[str, Placement] = {}
+    _add(cuts, metas, seed, cut, parts)
+    waiting = sorted(set(members))
+    reached: set[int] = set()
+    going = True
+    while going:
+        going = False
+        for position in waiting:
+            instruction = half[position]
+            values = {name for name in (*instruction.inputs, *instruction.outputs) if name}
+            if position in reached or not any(isinstance(cuts.get(name), Split) for name in values):
+                continue
+            for name, placement in through(instruction, metas, cuts, parts).items():
+                going |= _add(cuts, metas, name, placement, parts)
+            reached.add(position)
+            going = True
+    for position in reached:
+        for name in half[position].inputs:
+            if isinstance(cuts[name], Partial):
+                raise Refused(f"{half[position].op} reads {name}, which is a sum over parts")
+    return Region(members=tuple(sorted(reached)), cuts=cuts, parts=parts)
+
+
+def _add(cuts: dict[str, Placement], metas: Metas, name: str, placement: Placement, parts: int) -> bool:
+    """Whether it is news."""
+    if isinstance(placement, Split):
+        size = metas[name].shape[placement.dim]
+        if placement.period % parts or size % placement.period:
+            raise Refused(f"dim {placement.dim} of {name}, {size} long, is not to be cut in {parts} equal parts")
+    known = cuts.setdefault(name, placement)
+    if known != placement:
+        raise Refused(f"{name} would be cut as {known} and as {placement}")
+    return known is placement
+
+
+def through(instruction: Instruction, metas: Metas, cuts: Mapping[str, Placement], parts: int) -> dict[str, Placement]:
+    """How all values of an instruction are cut where one of them is, as `cuts` says. Raises Refused."""
+    if instruction.op == WAIT or instruction.collective or instruction.op in (CONTIGUOUS, RESHAPE, PERMUTE):
+        source, made = instruction.inputs[0], instruction.outputs[0]
+        if len(instruction.inputs) > 1:
+            raise Refused(f"{instruction.op} has rows of a number that is known at run time only")
+        known = cuts.get(source)
+        if isinstance(known, Split):
+            return {source: known, made: _passed(instruction, metas, known, parts, True)}
+        known = cuts[made]
+        assert isinstance(known, Split)
+        return {made: known, source: _passed(instruction, metas, known, parts, False)}
+    call = _call(instruction, metas)
+    if None in call.outputs:
+        raise Refused(f"{instruction.op} makes some of its results only")
+    rule = rule_of(call)
+    if rule is None or rule.routing is not None:
+        raise Refused(f"{instruction.op} has no rule that says how its dims go together")
+    found = None
+    for i, name in enumerate(instruction.inputs):
+        if found is None and isinstance(known := cuts.get(name), Split):
+            found = rule.input_factor(i, known)
+            if found is None:
+                raise Refused(f"{instruction.op} needs dim {known.dim} of {name} whole")
+    for i, name in enumerate(instruction.outputs):
+        if found is None and isinstance(known := cuts.get(name), Split):
+            found = rule.output_factor(i, known)
+            if found is None:
+                raise Refused(f"{instruction.op} makes dim {known.dim} of {name} whole")
+    assert found is not None
+    factor, period = found
+    known_factor = rule.factors[factor]
+    if not known_factor.may_split(period, parts) or period > known_factor.size:
+        raise Refused(f"{instruction.op} cannot be cut along {known_factor.name} with period {period}")
+    if expands(rule, ((known_factor.name, (0,)),)) and adding(instruction.op) is None:
+        raise Refused(f"{instruction.op} is another operator on a part of {known_factor.name}")
+    placements: dict[str, Placement] = {}
+    for i, name in enumerate(instruction.inputs):
+        _one(placements, instruction, name, rule.input_splits(i, factor, period), REPLICATE)
+    for i, name in enumerate(instruction.outputs):
+        if name:
+            reduction = known_factor.reductions[i]
+            if reduction not in ("", "sum"):
+                raise Refused(f"{instruction.op} takes the {reduction} over {known_factor.name}")
+            splits = rule.output_splits(i, factor, period)
+            if not splits and not reduction:
+                raise Refused(f"{instruction.op} makes {name} of parts, and it is no sum of them")
+            _one(placements, instruction, name, splits, PARTIAL)
+    return placements
+
+
+def _one(
+    placements: dict[str, Placement], instruction: Instruction, name: str, splits: tuple[Split, ...], other: Placement
+) -> None:
+    if len(splits) > 1:
+        raise Refused(f"{instruction.op} has one factor on two dims of {name}")
+    placement = splits[0] if splits else other
+    if placements.setdefault(name, placement) != placement:
+        raise Refused(f"{instruction.op} reads {name} twice, cut in two ways")
+
+
+def _passed(instruction: Instruction, metas: Metas, cut: Split, parts: int, ahead: bool) -> Split:
+    """Where a cut goes through a view or a collective, from operand to result (`ahead`) or back."""
+    before, after = metas[instruction.inputs[0]].shape, metas[instruction.outputs[0]].shape
+    if instruction.op == RESHAPE:
+        found = reshape_split(*((before, after) if ahead else (after, before)), cut, parts)
+        if found is None:
+            raise Refused(f"a view from {before} to {after} takes the digit {cut} apart")
+        return found
+    if instruction.op == PERMUTE:
+        order = instruction.args[1]
+        given = order if ahead else tuple(order.index(d) for d in range(len(order)))
+        moved = permute_layout(given, (cut,), (parts,))
+        assert moved is not None and isinstance(moved[0], Split)
+        return moved[0]
+    kind = instruction.collective
+    if kind in DIM_0 and cut.dim == 0:
+        share = min(before[0], after[0])
+        if kind == "all_to_all":  # it does not say over how many ranks
+            raise Refused(f"{instruction.op} is cut along dim 0")
+        if share % cut.period:
+            raise Refused(f"{kind} sends shares of {share} rows, and a cut of period {cut.period} goes through several")
+    elif kind is not None and kind not in (*DIM_0, *SAME):
+        raise Refused(f"a {kind} does not run in parts")
+    return cut
+
+
+def _call(instruction: Instruction, metas: Metas) -> Call:
+    if _has_rank(instruction.args) or _has_rank(instruction.kwargs):
+        raise Refused(f"{instruction.op} depends on the rank")
+    return call_of(instruction, metas)
+
+
+def _has_rank(value: Any) -> bool:
+    return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(_has_rank, value)))
+
+
+# --- writing the parts
+
+
+def in_parts(
+    window: Sequence[Instruction], metas: dict[str, TensorMeta], region: Region, kept: frozenset[str], label: str
+) -> list[Instruction]:
+    """A window of a half with a region in parts, software-pipelined: part s + 1 is one stage behind part s, where a
+    stage ends with the start of a collective. What others read of it, `kept` after the window, is put together under
+    its old name; `metas` learns of new values, whose names end with `label` and the number of the part.
+
+    Raises Refused where a member waits for what is made of the region outside.
+    """
+    first, last = region.members[0], region.members[-1]
+    writer = PartsWriter(window, metas, region, kept, label)
+    return [*window[:first], *writer.stretch(first, last), *window[last + 1 :]]
+
+
+@dataclass(eq=False)
+class PartsWriter:
+    """Writes the stretch of a window that a region takes, in parts."""
+
+    half: Sequence[Instruction]
+    metas: dict[str, TensorMeta]
+    region: Region
+    kept: frozenset[str]
+    label: str
+    written: list[Instruction] = field(default_factory=list)
+    made: dict[str, int] = field(default_factory=dict)
+    """Value of the region -> the member that makes it."""
+    stage: dict[int, int] = field(default_factory=dict)
+    """Member -> collectives of the region before it."""
+    part_names: dict[tuple[str, int], str] = field(default_factory=dict)
+    """(value, part) -> that part of it, once written."""
+    done: set[tuple[int, int]] = field(default_factory=set)
+    joined: set[str] = field(default_factory=set)
+    forms: dict[int, Emission] = field(default_factory=dict)
+    dropped: frozenset[int] = frozenset()
+    """Instructions that the parts take the place of."""
+
+    def stretch(self, first: int, last: int) -> list[Instruction]:
+        """What stands from the first member to the last one."""
+        assert not self.dropped.intersection(self.region.members)
+        for position in self.region.members:
+            instruction = self.half[position]
+            before = [self.stage[self.made[name]] for name in instruction.inputs if name in self.made]
+            self.stage[position] = max(before, default=0) + (instruction.op == WAIT and bool(before))
+            self.made.update((name, position) for name in instruction.outputs if name)
+        members = set(self.region.members)
+        inside = members | self.dropped
+        read_outside = {n for i, instr in enumerate(self.half) if i not in inside for n in instr.inputs} | self.kept
+        anchor = max((p for p in members if not self._is_light(p)), default=last)
+        late: list[Instruction] = []
+        behind: set[str] = set()  # what is made of the region
+        for position in range(first, last + 1):
+            instruction = self.half[position]
+            if position in members:
+                if not behind.isdisjoint(instruction.inputs):
+                    raise Refused(f"{instruction.op} reads what others make of the stretch: {instruction.inputs}")
+            elif position in self.dropped:
+                pass
+            elif position > anchor:
+                self._outside(instruction)
+            elif behind.isdisjoint(instruction.inputs) and self.made.keys().isdisjoint(instruction.inputs):
+                self.written.append(instruction)
+            else:
+                late.append(instruction)
+                behind.update(name for name in instruction.outputs if name)
+            if position == first:
+                self._head({n for i in range(first + 1, last + 1) if i not in members for n in self.half[i].outputs})
+            if position == anchor:
+                self._body()
+                for waiting in late:
+                    self._outside(waiting)
+                behind.clear()
+        for name in self.made:
+            if name in read_outside:
+                self._join(name)
+        return self.written
+
+    def _outside(self, instruction: Instruction) -> None:
+        for name in instruction.inputs:
+            if name in self.made:
+                self._join(name)
+        self.written.append(instruction)
+
+    def _is_light(self, position: int) -> bool:
+        instruction = self.half[position]
+        return instruction.op == WAIT or instruction.op in LAYOUT
+
+    # --- the order
+
+    def _head(self, later: set[str]) -> None:
+        """What of the first part is only the start of a collective goes where it stood. `later` is not yet there."""
+        for member in self._members(0):
+            is_start = self._is_light(member) or self.half[member].collective is not None
+            inputs = self.half[member].inputs
+            if not is_start or not later.isdisjoint(inputs):
+                return
+            self._write(member, 0)
+
+    def _body(self) -> None:
+        """Everything but what only waits: that is written where it is read."""
+        stages = max(self.stage.values()) + 1
+        light = [all(self._is_light(m) or self.half[m].collective for m in self._members(k)) for k in range(stages)]
+        only_waits = light[-1] and not any(self.half[m].collective for m in self._members(stages - 1))
+        running = stages - only_waits
+        for step in range(self.region.parts + running - 1):
+            for k in range(running):
+                part = step - k
+                if 0 <= part < self.region.parts:
+                    if light[k] and k + 1 < running and part > 0:  # the axis is free when the part before has come
+                        for member in self._members(k + 1):
+                            if self.half[member].op == WAIT:
+                                self._write(member, part - 1)
+                    for member in self._members(k):
+                        self._write(member, part)
+
+    def _members(self, stage: int) -> list[int]:
+        return [m for m in self.region.members if self.stage[m] == stage]
+
+    # --- instructions
+
+    def _name(self, value: str, part: int) -> str:
+        name = f"{value}_{self.label}{part}"
+        while name in self.metas:
+            name += "_"
+        return name
+
+    def _emit(self, like: Instruction, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta) -> str:
+        self.metas[name] = meta
+        self.written.append(Instruction(op=op, args=args, outputs=(name,), module=like.module, node=like.node))
+        return name
+
+    def _write(self, member: int, part: int) -> None:
+        """One member on one part."""
+        if (member, part) in self.done:
+            return
+        self.done.add((member, part))
+        instruction = self.half[member]
+        operands = [self._part(instruction, name, part) for name in instruction.inputs]
+        if instruction.op in (WAIT, RESHAPE, PERMUTE, CONTIGUOUS) or instruction.collective:
+            shape = self._shape(instruction.outputs[0])
+            args = (Ref(operands[0]), *instruction.args[1:])
+            if instruction.op == RESHAPE:
+                args = (Ref(operands[0]), shape)
+            meta = TensorMeta(shape, self.metas[instruction.outputs[0]].dtype)
+            name = self._name(instruction.outputs[0], part)
+            self.part_names[instruction.outputs[0], part] = self._emit(instruction, instruction.op, args, name, meta)
+            return
+        more = adding(instruction.op)
+        if isinstance(self.region.cuts[instruction.outputs[0]], Partial) and more and not instruction.kwargs:
+            self._add(instruction, more, operands, part)
+            return
+        self._local(member, operands, part)
+
+    def _add(self, instruction: Instruction, more: str, operands: list[str], part: int) -> None:
+        """A partial product onto the sum of those before it."""
+        value = instruction.outputs[0]
+        args: tuple[Any, ...] = tuple(map(Ref, operands))
+        if part:
+            args = (Ref(self.part_names[value, part - 1]), *factors_of(instruction.op, args))
+        op = more if part else instruction.op
+        final = part == self.region.parts - 1
+        name = value if final else self._name(value, part)
+        if final:
+            self.joined.add(value)
+        self.part_names[value, part] = self._emit(instruction, op, args, name, self.metas[value])
+
+    def _local(self, member: int, operands: list[str], part: int) -> None:
+        instruction = self.half[member]
+        if member not in self.forms:
+            self.forms[member] = _form(instruction, self.metas, self.region)
+        emission = self.forms[member]
+        names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
+        for made, value in zip(emission.results, instruction.outputs, strict=True):
+            if value:
+                assert made is not None
+                names[made] = self.part_names[value, part] = self._name(value, part)
+        for written in emission.instructions:
+            for output in written.outputs:
+                if output:
+                    names.setdefault(output, self._name(f"{instruction.outputs[0]}_{output}", part))
+                    self.metas[names[output]] = emission.metas[output]
+            self.written.append(
+                Instruction(
+                    op=written.op,
+                    args=map_references(written.args, lambda n: Ref(names[n])),
+                    kwargs=map_references(written.kwargs, lambda n: Ref(names[n])),
+                    outputs=tuple(names[o] if o else "" for o in written.outputs),
+                    module=instruction.module,
+                    node=instruction.node,
+                )
+            )
+
+    def _shape(self, value: str) -> Shape:
+        shape, cut = list(self.metas[value].shape), self.region.cuts[value]
+        if isinstance(cut, Split):
+            shape[cut.dim] //= self.region.parts
+        return tuple(shape)
+
+    def _part(self, reader: Instruction, value: str, part: int) -> str:
+        """The name of a part of a value that a member reads."""
+        cut = self.region.cuts[value]
+        if not isinstance(cut, Split):
+            assert value not in self.made, value
+            return value
+        if (value, part) in self.part_names:
+            return self.part_names[value, part]
+        if value in self.made:
+            self._write(self.made[value], part)
+            return self.part_names[value, part]
+        name = self._cut_out(reader, value, self._source(reader, value, cut), cut, part)
+        if reader.collective:
+            name = self._emit(reader, CONTIGUOUS, (Ref(name),), self._name(value, part), self.metas[name])
+        self.part_names[value, part] = name
+        return name
+
+    def _source(self, reader: Instruction, value: str, cut: Split) -> str:
+        """What parts of a value from outside are cut out of."""
+        return value
+
+    def _cut_out(self, reader: Instruction, value: str, source: str, cut: Split, part: int) -> str:
+        parts, (shape, dtype) = self.region.parts, (self.metas[value].shape, self.metas[value].dtype)
+        each, small = cut.period // parts, TensorMeta(self._shape(value), self.metas[value].dtype)
+        if cut.period == shape[cut.dim]:
+            args = (Ref(source), cut.dim, part * each, (part + 1) * each)
+            return self._emit(reader, "aten.slice.Tensor", args, self._name(value, part), small)
+        above, below = shape[: cut.dim], shape[cut.dim + 1 :]
+        blocks = (*above, shape[cut.dim] // cut.period, parts, each, *below)
+        wide = self._emit(
+            reader, RESHAPE, (Ref(source), blocks), self._name(f"{value}_blocks", part), TensorMeta(blocks, dtype)
+        )
+        taken = (*blocks[: cut.dim + 1], *blocks[cut.dim + 2 :])
+        select = (Ref(wide), cut.dim + 1, part)
+        name = self._name(f"{value}_block", part)
+        one = self._emit(reader, "aten.select.int", select, name, TensorMeta(taken, dtype))
+        return self._emit(reader, RESHAPE, (Ref(one), small.shape), self._name(value, part), small)
+
+    def _join(self, value: str) -> None:
+        """A value of the region, whole, under its name."""
+        if value in self.joined:
+            return
+        self.joined.add(value)
+        member = self.made[value]
+        instruction = self.half[member]
+        source = instruction.inputs[0]
+        if instruction.op in (RESHAPE, PERMUTE) and source in self.joined:
+            self.written.append(instruction)
+            return
+        for part in range(self.region.parts):
+            self._write(member, part)
+        self._together(instruction, value, value)
+
+    def _together(self, instruction: Instruction, value: str, whole: str) -> None:
+        """All parts of a value, under the name `whole`."""
+        cut = self.region.cuts[value]
+        parts = [Ref(self.part_names[value, part]) for part in range(self.region.parts)]
+        meta = self.metas[value]
+        if isinstance(cut, Partial):
+            total = parts[0]
+            for number, more in enumerate(parts[1:], 1):
+                name = whole if number == len(parts) - 1 else self._name(f"{value}_sum", number)
+                total = Ref(self._emit(instruction, "aten.add.Tensor", (total, more), name, meta))
+            return
+        assert isinstance(cut, Split)
+        size = meta.shape[cut.dim]
+        if cut.period == size:
+            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), whole, meta)
+            return
+        above, below = meta.shape[: cut.dim], meta.shape[cut.dim + 1 :]
+        each = (*above, size // cut.period, 1, cut.period // len(parts), *below)
+        one, all_of_them = TensorMeta(each, meta.dtype), (*each[: cut.dim + 1], len(parts), *each[cut.dim + 2 :])
+        blocks = tuple(
+            Ref(self._emit(instruction, RESHAPE, (part, each), self._name(f"{value}_block", n), one))
+            for n, part in enumerate(parts)
+        )
+        together = TensorMeta(all_of_them, meta.dtype)
+        apart = self._name(f"{value}_blocks", 0)
+        self._emit(instruction, "aten.cat.default", (blocks, cut.dim + 1), apart, together)
+        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), whole, meta)
+
+
+def _form(instruction: Instruction, metas: Metas, region: Region) -> Emission:
+    """The local program of an instruction on a part. Raises Refused where it would depend on which part it is."""
+    call = _call(instruction, metas)
+    rule = rule_of(call)
+    assert rule is not None
+    mesh = (region.parts,)
+    operands = tuple((region.cuts[name],) for name in instruction.inputs)
+    results = tuple((region.cuts[name] if name else REPLICATE,) for name in instruction.outputs)
+    factor = next(
+        found[0]
+        for i, (cut,) in enumerate(operands)
+        if isinstance(cut, Split) and (found := rule.input_factor(i, cut)) is not None
+    )
+    emission = local_program(call, rule, ((rule.factors[factor].name, (0,)),), operands, results, mesh)
+    for written in emission.instructions:
+        if written.collective or _has_rank(written.args) or _has_rank(written.kwargs):
+            raise Refused(f"{instruction.op} depends on which part it makes")
+    return emission

@@ -1,0 +1,203 @@
+"""Shorten: an assignment of fewer copies, from whose program the memory of the whole is told.
+
+Of each run of copies that decide alike, a few are kept (`KEPT`, or what is asked for). The middle one stands for those
+that are missing: what it leaves behind in forward and in backward, each of them leaves too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+from autopar.cost.memory import Moment
+from autopar.cost.optimizers import Optimizer
+from autopar.cost.timeline import COMPUTE, Timeline
+from autopar.ir.layout import local_shape
+from autopar.ir.program import Instruction, Program
+from autopar.passes.segments import Repeated
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import Space
+
+KEPT = 5
+"""So many that what stands in the middle, and its neighbours, have like ones on both sides."""
+
+Place = tuple[int, int]
+"""(repeat, kept copy), ascending in forward."""
+
+BEFORE, AFTER = (-1, 0), (1 << 60, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """`count` copies behind a kept one, which are like it; `own` are its parameters and buffers."""
+
+    place: Place
+    count: int
+    own: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Short:
+    """Fewer copies, as a space and an assignment of their own."""
+
+    space: Space
+    assignment: Assignment
+    missing: tuple[Missing, ...]
+
+    def most(self, moments: Sequence[Moment], program: Program, optimizer: Optimizer) -> float:
+        """Bytes at the peak of the whole assignment, from the moments of the short program. Buckets across copies make
+        it differ a little from what the whole program says."""
+        placed = list(self._placed(moments))
+        added = [0.0] * len(placed)
+        for missing in self.missing:
+            static, gradients = _held(program, missing.own, optimizer)
+            left, late = _left(placed, missing.place)
+            for i, (phase, place, _) in enumerate(placed):
+                if phase == "forward":
+                    more = left if place >= missing.place else 0.0
+                elif phase == "backward":
+                    more = left if place > missing.place else late
+                    more = max(left, late) if place == missing.place else more
+                else:
+                    more = gradients
+                added[i] += missing.count * (static + more)
+        return max(moment.bytes + more for (_, _, moment), more in zip(placed, added, strict=True))
+
+    def seconds(self, told: Timeline, program: Program) -> float:
+        """Nearly what a step of the whole assignment takes, from the timeline of the short program: each copy that is
+        missing takes what those around the one that stands for it take."""
+        started: dict[tuple[str, Place], float] = {}
+        starts = {event.name: event.start_seconds for event in reversed(told.events) if event.stream == COMPUTE}
+        for phase, instructions in (("forward", program.forward), ("backward", program.backward)):
+            for place, instruction in zip(self._passed(phase, instructions), instructions, strict=True):
+                if (at := starts.get(instruction.outputs[0])) is not None:
+                    started.setdefault((phase, place), at)
+        total = told.seconds
+        for missing in self.missing:
+            number, k = missing.place
+            forward = started["forward", (number, k + 2)] - started["forward", (number, k - 1)]
+            backward = started["backward", (number, k - 1)] - started["backward", (number, k + 2)]
+            total += missing.count * (forward + backward) / 3
+        return total
+
+    def _placed(self, moments: Sequence[Moment]) -> Iterator[tuple[str, Place, Moment]]:
+        """Each moment with its phase and the copy that the program is at."""
+        for phase, group in groupby(moments, key=lambda moment: moment.phase):
+            same = list(group)
+            for place, moment in zip(self._passed(phase, [m.instruction for m in same]), same, strict=True):
+                yield phase, place, moment
+
+    def _passed(self, phase: str, instructions: Sequence[Instruction | None]) -> Iterator[Place]:
+        """The copy that the program is at, at each of the instructions of a phase."""
+        place = BEFORE if phase == "forward" else AFTER
+        for instruction in instructions:
+            if instruction is not None:  # not what was moved from another place: collectives and their layouts
+                found = self._home.get((instruction.node, instruction.op), place)
+                place = max(place, found) if phase == "forward" else min(place, found)
+            yield place
+
+    @cached_property
+    def _home(self) -> dict[tuple[str, str], Place]:
+        """The copy that a node is of, by what an instruction tells of it."""
+        nodes = self.space.graph.nodes
+        return {
+            (nodes[index].outputs[0], nodes[index].op): (number, k)
+            for number, repeat in enumerate(self.space.repeats)
+            for k, copy in enumerate(repeat.copies)
+            for index in copy
+        }
+
+
+def _left(placed: Sequence[tuple[str, Place, Moment]], place: Place) -> tuple[float, float]:
+    """What a copy leaves behind when its forward is over, and of both phases when its backward is. What is on its way
+    in forward where a copy begins, such as gathers for the next ones, is not left behind, and differs from one copy to
+    the next; in backward that is what travels until the end."""
+    first: dict[tuple[str, Place], Moment] = {}
+    for phase, at, moment in placed:
+        first.setdefault((phase, at), moment)
+    number, k = place
+    left = first["forward", (number, k + 1)].lasting_bytes - first["forward", place].lasting_bytes
+    return left, left + first["backward", (number, k - 1)].bytes - first["backward", place].bytes
+
+
+def _held(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[float, float]:
+    """Bytes of a copy's parameters with their states, and of their gradients."""
+    static = gradients = 0.0
+    for i in program.inputs:
+        if i.name in own:
+            numel = math.prod(local_shape(i.meta.shape, i.layout, program.mesh))
+            static += numel * i.meta.dtype.itemsize
+            if i.target in program.trained:
+                static += optimizer.bytes(numel, i.meta.dtype)
+                gradients += numel * i.meta.dtype.itemsize
+    return static, gradients
+
+
+def shortened(space: Space, assignment: Assignment, most: int = KEPT) -> Short | None:
+    """With at most so many copies of each run of copies alike; None where that leaves none out."""
+    kept: list[list[int]] = []
+    missing: list[Missing] = []
+    for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True)):
+        ids: list[object] = []
+        for copy in zip(copies, assignment.again(number), strict=True):
+            ids.append(copy if not ids or ids[-1] != copy else ids[-1])
+        here: list[int] = []
+        for _, run in groupby(range(repeat.count), key=lambda k: id(ids[k])):
+            same = list(run)
+            if len(same) > most:
+                middle = most // 2
+                missing.append(
+                    Missing((number, len(here) + middle), len(same) - most, frozenset(repeat.own[same[middle]]))
+                )
+                same = [*same[: middle + 1], *same[len(same) - (most - middle - 1) :]]
+            here += same
+        kept.append(here)
+    if not missing:
+        return None
+    return Short(
+        space=_with(space, kept),
+        assignment=Assignment(
+            rest=assignment.rest,
+            copies=tuple(tuple(c[k] for k in here) for c, here in zip(assignment.copies, kept, strict=True)),
+            recompute=tuple(tuple(assignment.again(n)[k] for k in here) for n, here in enumerate(kept)),
+        ),
+        missing=tuple(missing),
+    )
+
+
+def _with(space: Space, kept: Sequence[Sequence[int]]) -> Space:
+    """The space with some of the copies. Those that are not kept make and read nothing."""
+    graph = space.graph
+    gone = {
+        name
+        for repeat, here in zip(space.repeats, kept, strict=True)
+        for k in set(range(repeat.count)).difference(here)
+        for name in (*repeat.own[k], *repeat.results[k])
+    }
+    inputs = tuple(i for i in graph.inputs if i.name not in gone)
+    there = {i.target for i in inputs if i.role == "parameter"}
+    outputs = tuple(
+        replace(o, name=None) if o.name in gone or (o.target in graph.parameters and o.target not in there) else o
+        for o in graph.outputs
+    )
+    repeats = tuple(_of(repeat, here) for repeat, here in zip(space.repeats, kept, strict=True))
+    return replace(
+        space,
+        graph=replace(graph, inputs=inputs, outputs=outputs),
+        segments=replace(space.segments, repeats=repeats),
+    )
+
+
+def _of(repeat: Repeated, kept: Sequence[int]) -> Repeated:
+    return replace(
+        repeat,
+        copies=tuple(repeat.copies[k] for k in kept),
+        own=tuple(repeat.own[k] for k in kept),
+        results=tuple(repeat.results[k] for k in kept),
+        borders=tuple(
+            replace(border, values=(*(border.values[k] for k in kept), border.values[-1])) for border in repeat.borders
+        ),
+    )

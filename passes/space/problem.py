@@ -1,0 +1,336 @@
+"""Problem: the search space under given options, with seconds and bytes, for a solver.
+
+Each site becomes a variable and each root tensor a `problem.Tensor`. Costs of a tensor come from
+`Redistributor.acquire`, the function that codegen emits collectives from. Bytes are what a rank holds
+between forward and backward: parameters with gradients and optimizer states, and every forward value
+in every layout in which backward reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import REPLICATE, Layout, local_shape
+from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
+
+from .strategies import REGATHER, Option, Region, Site, SiteChoice, Space, joined_borders
+
+Allowed = Mapping[str, Sequence[SiteChoice]]
+"""Site name -> the options that it may take."""
+
+Decisions = Mapping[str, SiteChoice]
+"""Site name -> the option that it took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A decision for every site: of the rest, and for each repeat of each of its copies. `recompute` says which of
+    the copies are made again in backward (none given: none)."""
+
+    rest: Decisions
+    copies: tuple[tuple[Decisions, ...], ...] = ()
+    recompute: tuple[tuple[bool, ...], ...] = ()
+
+    def again(self, repeat: int) -> tuple[bool, ...]:
+        """Of each copy of a repeat."""
+        return self.recompute[repeat] if self.recompute else (False,) * len(self.copies[repeat])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """What a `problem.Tensor` is but for its name and its variables."""
+
+    produced: tuple[int, ...]
+    wanted: tuple[tuple[int, ...], ...]
+    costs: dict[tuple[int, int], tuple[float, float]]
+    free: dict[int, int]
+
+
+class ProblemBuilder:
+    """Builds problems over one space. Tables are remembered by what they depend on, so that layers of
+    one structure, and solves that differ on one axis, share them."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.tables: dict[Any, _Table] = {}
+        self.twins = joined_borders(space.repeats)
+
+    def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
+        """The problem in which each site takes one of its allowed options.
+
+        Raises ValueError if a site has no legal option left.
+        """
+        legal = self._legal(allowed)
+        bodies = [self._region(body, legal) for body in self.space.bodies]
+        variables, tensors, names = self._region(self.space.rest, legal)
+        index = {name: i for i, name in enumerate(names)}
+        repeats = []
+        for repeat, region, (left, right), (body_variables, body_tensors, body_names) in zip(
+            self.space.repeats, self.space.bodies, self.space.rest_borders, bodies, strict=True
+        ):
+            body_index = {name: i for i, name in enumerate(body_names)}
+            repeats.append(
+                Repeat(
+                    name=repeat.name,
+                    body=Problem(variables=body_variables, tensors=body_tensors),
+                    count=len(repeat.copies),
+                    left=tuple(index[name] for name in left),
+                    right=tuple(index[name] for name in right),
+                    body_left=tuple(body_index[name] for name in region.left),
+                    body_right=tuple(body_index[name] for name in region.right),
+                )
+            )
+        problem = Problem(variables=variables, tensors=tensors, repeats=tuple(repeats))
+        return problem, _Decoder(
+            rest=names,
+            bodies=tuple(body_names for _, _, body_names in bodies),
+            options={k: list(v) for k, v in legal.items()},
+        )
+
+    def _legal(self, allowed: Allowed) -> dict[str, tuple[Option, ...]]:
+        """Allowed options that mean something; border sites that are one variable agree on theirs."""
+        legal: dict[str, tuple[Option, ...]] = {}
+        sites: dict[str, list[Site]] = {}
+        for region in self.space.regions():
+            for site in region.sites.values():
+                sites.setdefault(site.name, []).append(site)
+        for name, same in sites.items():
+            group = [s for twin in self.twins.get(name, (name,)) for s in sites[twin]]
+            options = []
+            for choice in allowed[name]:
+                found = [self.space.option(site, choice) for site in same]
+                if all(self.space.option(site, choice) is not None for site in group):
+                    options.append(found[0])
+            if not options:
+                raise ValueError(f"site {name} ({same[0].module}): none of {len(allowed[name])} options is legal")
+            legal[name] = tuple(o for o in options if o is not None)
+        return legal
+
+    def _region(
+        self, region: Region, legal: Mapping[str, tuple[Option, ...]]
+    ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
+        variables = []
+        readers: dict[str, list[tuple[int, int]]] = {}
+        makers: dict[str, tuple[int, int]] = {}
+        names = tuple(region.sites)
+        region_options: list[tuple[Option, ...]] = []
+        for number, site in enumerate(region.sites.values()):
+            options = self._site_options(site, legal[site.name])
+            region_options.append(options)
+            variables.append(
+                Variable(
+                    name=site.name,
+                    options=tuple(str_choice(o.choice) for o in options),
+                    seconds=tuple(o.seconds for o in options),
+                    bytes=tuple(o.bytes for o in options),
+                )
+            )
+            for position, root in enumerate(site.makes):
+                if root:
+                    makers[root] = (number, position)
+            for position, read in enumerate(site.reads):
+                readers.setdefault(read.alias.root, []).append((number, position))
+        sites = list(region.sites.values())
+        tensors = []
+        for root, reading in readers.items():
+            maker, result = makers[root]
+            tensors.append(self._tensor(root, sites, region_options, maker, result, reading))
+        return tuple(variables), tuple(tensors), names
+
+    def _site_options(self, site: Site, options: tuple[Option, ...]) -> tuple[Option, ...]:
+        """The options as this very site means them: a border's reads differ between its two sites."""
+        if site.kind != "border":
+            return options
+        found = (self.space.option(site, option.choice) for option in options)
+        return tuple(option for option in found if option is not None)
+
+    def _tensor(
+        self,
+        root: str,
+        sites: list[Site],
+        options: list[tuple[Option, ...]],
+        maker: int,
+        result: int,
+        reading: list[tuple[int, int]],
+    ) -> Tensor:
+        meta = self.space.metas[root]
+        site = sites[maker]
+        produced = tuple((o.makes[result], _policy(site, o)) for o in options[maker])
+        is_parameter = site.kind == "parameter"
+        tells_phase = is_parameter
+        # a forward reader next to its backward twin: solvers take readers in this order, and what
+        # stands together is eliminated together
+        reading = sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
+        positions: dict[int, list[int]] = {}
+        for reader, position in reading:
+            positions.setdefault(reader, []).append(position)
+        wanted = tuple(
+            tuple(
+                tuple((o.reads[p], tells_phase and sites[reader].reads[p].backward) for p in at)
+                for o in options[reader]
+            )
+            for reader, at in positions.items()
+        )
+        kept = not site.backward and any(
+            sites[reader].reads[p].backward for reader, at in positions.items() for p in at
+        )
+        bucketed = is_bucketed(site, [sites[reader] for reader in positions])
+        key = (meta, produced, wanted, kept, is_parameter, bucketed)
+        if key not in self.tables:
+            self.tables[key] = self._table(meta, produced, wanted, kept, is_parameter, bucketed)
+        table = self.tables[key]
+        return Tensor(
+            name=root,
+            producer=maker,
+            produced=table.produced,
+            consumers=tuple(positions),
+            wanted=table.wanted,
+            costs=table.costs,
+            free=table.free,
+        )
+
+    def _table(
+        self,
+        meta: TensorMeta,
+        produced: tuple[tuple[Layout, str], ...],
+        wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
+        kept: bool,
+        is_parameter: bool,
+        bucketed: bool,
+    ) -> _Table:
+        made: dict[tuple[Layout, str], int] = {}
+        items: dict[tuple[Layout, bool], int] = {}
+        codes = tuple(made.setdefault(p, len(made)) for p in produced)
+        masks = tuple(
+            tuple(sum({1 << items.setdefault(item, len(items)) for item in each}) for each in per_option)
+            for per_option in wanted
+        )
+        unions = {0}
+        for per_option in masks:
+            unions = {union | mask for union in unions for mask in set(per_option)}
+        by_bit = list(items)
+        costs = {}
+        for (layout, policy), code in made.items():
+            for union in unions:
+                chosen = [by_bit[bit] for bit in range(len(by_bit)) if union >> bit & 1]
+                cost = self.cost(meta, layout, policy, chosen, kept=kept, is_parameter=is_parameter, bucketed=bucketed)
+                if cost is not None:
+                    costs[code, union] = cost
+        free = {
+            code: sum(1 << bit for bit, (there, _) in enumerate(by_bit) if self._is_free(meta, layout, there))
+            for (layout, _), code in made.items()
+        }
+        return _Table(produced=codes, wanted=masks, costs=costs, free=free)
+
+    def _is_free(self, meta: TensorMeta, produced: Layout, wanted: Layout) -> bool:
+        """Whether a layout is had by local slices alone."""
+        if any(here != there and here != REPLICATE for here, there in zip(produced, wanted, strict=True)):
+            return False
+        route = self.space.redistributor.route(meta.shape, meta.dtype, produced, wanted)
+        return route is not None and all(step.kind == "slice" for step in route.steps)
+
+    def cost(
+        self,
+        meta: TensorMeta,
+        produced: Layout,
+        policy: str,
+        wanted: Sequence[tuple[Layout, bool]],
+        *,
+        kept: bool,
+        is_parameter: bool,
+        bucketed: bool,
+    ) -> tuple[float, float] | None:
+        """Seconds and kept bytes of having a tensor in all layouts wanted; None if one cannot be had.
+
+        `wanted` tells forward and backward readers apart for parameters only (that is what "regather"
+        is about). For another forward tensor that backward reads (`kept`), every layout that is
+        wanted of it counts as kept: a little more than the truth where forward alone wants one.
+        """
+        acquire, shape, mesh = self.space.redistributor.acquire, meta.shape, self.space.mesh
+        if policy == REGATHER:
+            seconds = 0.0
+            for late in (False, True):
+                layouts = frozenset(layout for layout, phase in wanted if phase is late)
+                acquired = acquire(shape, meta.dtype, produced, layouts, bucketed)
+                if acquired is None:
+                    return None
+                seconds += sum(a.route.seconds for a in acquired)
+            return seconds, 0.0
+        layouts = frozenset(layout for layout, _ in wanted)
+        acquired = acquire(shape, meta.dtype, produced, layouts, bucketed)
+        if acquired is None:
+            return None
+        size = 0
+        if kept:
+            held = layouts - {produced} if is_parameter else layouts
+            size = sum(math.prod(local_shape(shape, layout, mesh)) * meta.dtype.itemsize for layout in held)
+        return sum(a.route.seconds for a in acquired), float(size)
+
+
+def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
+    """Whether a tensor travels in a bucket: parameters and gradients do."""
+    return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
+
+
+def _policy(site: Site, option: Option) -> str:
+    return option.choice[-1] if site.kind == "parameter" else ""
+
+
+def str_choice(choice: SiteChoice) -> str:
+    """A choice as text, one word per mesh axis: "R", "S0%512", "X0%512", "P1", and "keep" or "regather"."""
+    words = []
+    for part in choice:
+        if isinstance(part, str):
+            words.append(part)
+        elif part[0] in ("S", "X"):
+            words.append(f"{part[0]}{part[1]}%{part[2]}")
+        else:
+            words.append(part[0] + "".join(map(str, part[1:])))
+    return " ".join(words)
+
+
+_WORD = re.compile(r"R|keep|regather|P\d*|(?P<kind>[SX])(?P<dim>\d+)%(?P<period>\d+)")
+
+
+def parse_choice(text: str) -> SiteChoice:
+    """The inverse of `str_choice`. Raises ValueError for text that is none."""
+    parts: list[Any] = []
+    for word in text.split():
+        found = _WORD.fullmatch(word)
+        if found is None:
+            raise ValueError(
+                f"{word!r} is no choice: expected R, S<dim>%<period>, X<dim>%<period>, P<set>, keep or regather"
+            )
+        if found["dim"]:
+            parts.append((found["kind"], int(found["dim"]), int(found["period"])))
+        elif word[0] == "P":
+            parts.append(("P", int(word[1:])) if word[1:] else ("P",))
+        else:
+            parts.append(("R",) if word == "R" else word)
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decoder:
+    """Reads a solver's choice of option indices as an assignment."""
+
+    rest: tuple[str, ...]
+    bodies: tuple[tuple[str, ...], ...]
+    options: Mapping[str, Sequence[Option]]
+
+    def decode(self, choice: Choice) -> Assignment:
+        def read(names: tuple[str, ...], indices: tuple[int, ...]) -> dict[str, SiteChoice]:
+            return {name: self.options[name][i].choice for name, i in zip(names, indices, strict=True)}
+
+        return Assignment(
+            rest=read(self.rest, choice.options),
+            copies=tuple(
+                tuple(read(names, copy.options) for copy in copies)
+                for names, copies in zip(self.bodies, choice.repeats, strict=True)
+            ),
+        )

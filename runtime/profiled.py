@@ -1,0 +1,86 @@
+"""Plans by what is measured: by the ranks of a mesh, or by this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.ir.garbage import uncollected
+from autopar.planning.candidates import Candidates, Profiled
+from autopar.planning.constraints import Constraints
+from autopar.planning.costs import CostMode, register_cost
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.profile.database import Profiles
+from autopar.profile.programs import Costs, Measure
+
+from .profiler import bench_alone, bench_of, lead
+
+
+def profiled(
+    planner: Planner,
+    mesh: DeviceMesh | None,
+    *,
+    solver: str = "dp",
+    memory_limit_bytes: float | None = None,
+    constraints: Constraints | None = None,
+    report: Callable[[float, str], None] = lambda part, what: None,
+) -> tuple[Plan, Profiled]:
+    """The plan that is best by what the ranks of a mesh measure, and what that took. To be called by all of them.
+    Without a mesh, by operators that this process measures on its device, and links as the cluster says (hybrid).
+
+    The first rank keeps what is measured in the planner's database, and tells `report` the part of the rounds that is
+    done, and what is measured next. Raises ValueError, on every rank, as `plan`, and where the database is none.
+    """
+    optimizer = planner.optimizer.name
+    bench = (
+        bench_alone(planner.kind_of_device, planner.known, optimizer)
+        if mesh is None
+        else bench_of(mesh, planner.known, optimizer)
+    )
+
+    def search(measure: Measure) -> tuple[Plan, Profiled]:
+        profiles = Profiles(planner.profiles)
+        with uncollected():
+            return Candidates(
+                planner=planner,
+                costs=Costs(
+                    profiles=profiles, machine=bench.machine, cluster=planner.cluster, with_links=mesh is not None
+                ),
+                measure=measure,
+                solver=solver,
+                memory_limit_bytes=memory_limit_bytes,
+                constraints=constraints,
+                cost="hybrid" if mesh is None else "profiled",
+                report=report,
+            ).run()
+
+    if mesh is None:
+        return search(bench.measured)
+    found: tuple[Plan, Profiled] = lead(bench, search)
+    return found
+
+
+def _hybrid(planner: Planner, **asked: Any) -> Plan:
+    return profiled(planner, None, **asked)[0]
+
+
+def _of_ranks(planner: Planner, **asked: Any) -> Plan:
+    raise ValueError(
+        "profiled costs are measured by the ranks: give cost='profiled' to parallelize(), or run autopar "
+        "profile under torchrun or autopar lab; on one device, cost='hybrid' measures operators alone"
+    )
+
+
+register_cost(
+    CostMode(name="hybrid", meaning="the analytical one, with operators that this device measured", plan=_hybrid)
+)
+register_cost(
+    CostMode(
+        name="profiled",
+        meaning="the analytical one, with operators, collectives and segment programs that the ranks measured",
+        plan=_of_ranks,
+    )
+)
