@@ -2,9 +2,9 @@
 
 In the lab (two nodes of two ranks at 400 Mbit/s and 6 Gbit/s; needs root), GPT-2 and Llama under several plans, each
 as programs of equal value: *plain* waits for each collective where it starts, *buckets* joins the collectives of
-parameters and gradients and starts them early (`passes/lower/bucket.py`), *overlap* starts the others early, too
-(`passes/lower/overlap.py`), *prefetch* starts gathers further ahead (`passes/lower/prefetch.py`), *slices* and *chunks* run
-products and stretches in parts (`passes/lower/slice.py`, `passes/lower/chunk.py`), each alone on top of overlap, and *all* is what
+parameters and gradients and starts them early (`lower/bucket.py`), *overlap* starts the others early, too
+(`lower/overlap.py`), *prefetch* starts gathers further ahead (`lower/prefetch.py`), *slices* and *chunks* run
+products and stretches in parts (`lower/slice.py`, `lower/chunk.py`), each alone on top of overlap, and *all* is what
 `autopar.parallelize` runs. A lowering that changes nothing of a plan is not measured again ("="). All live in the same
 ranks and take turns (`lab.in_turns`); a step is forward and backward and takes as long as its slowest rank. Printed are
 medians, and what the timeline of each program says; a gain is the part of the plain step that is saved, the median over

@@ -1,6 +1,6 @@
 """Adopt: a lowering is taken where the simulated step gets shorter, and nowhere else.
 
-A lowering names places of a program, and for each several ways to write it in parts (`passes/lower/parts.py`). A place is
+A lowering names places of a program, and for each several ways to write it in parts (`parts.py`). A place is
 looked at where the timeline stands still for its collective. Each way is tried on one of the places that are alike (the
 same layer, again and again), in a window of instructions around it; the quickest is then written at all of them, and
 kept if the whole step is quicker, too. What is found on a program of few copies of each layer serves one of many: there

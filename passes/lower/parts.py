@@ -7,7 +7,7 @@ of one value goes, as they do for shards, and an instruction runs on a part as a
 dim is summed over, the parts add up (`Partial`). Period = size are parts of consecutive indices; a smaller one
 takes every so many-th block, which is MeshSlice's blocked slicing (Algorithm 2).
 
-`passes/lower/slice.py` and `passes/lower/chunk.py` say which stretches; this file says how.
+`slice.py` and `chunk.py` say which stretches; this file says how.
 """
 
 from __future__ import annotations

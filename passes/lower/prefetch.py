@@ -1,6 +1,6 @@
 """Prefetch: how far ahead of their readers the gathers of parameters start (Par4D IV-C).
 
-`passes/lower/bucket.py` starts a gather as early as a bound on the bytes in flight allows, and one gather ahead in any case.
+`bucket.py` starts a gather as early as a bound on the bytes in flight allows, and one gather ahead in any case.
 A larger bound hides more and keeps more in memory. This pass tries bounds and takes the smallest one with which the
 simulated step is as short as with any. (What backward gathers again, or keeps, is an option of each parameter in the
 plan: Par4D IV-D.)
