@@ -28,8 +28,9 @@ from autopar.passes.blocks import blocks
 from autopar.passes.group import Grouped, block_groups, group
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.widen import widened
+from autopar.planning.options import axis_choices, joint, unique_sites
 from autopar.planning.planner import Planner
-from autopar.planning.search import axis_choices, joint, priced, unique_sites
+from autopar.planning.solving import priced
 from autopar.solve import TooWide, solve, solve_ilp
 from autopar.solve.pricing import Library
 from autopar.solve.problem import Problem, Score, Solution, evaluate

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.planning import descent, limit
 from autopar.planning import planner as planning
 from autopar.planning import search as searching
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.search import Search
 from autopar.solve import elimination, ilp, relax
-from autopar.solve.budget import Budget, Meter, SearchBudget
+from autopar.solve.budget import Budget, Meter, Purse, SearchBudget
 from autopar.solve.problem import Infeasible
 
 
@@ -68,7 +69,7 @@ def test_a_spent_budget_still_gives_a_plan(spent: str, solver: str, monkeypatch:
 def spend(monkeypatch: pytest.MonkeyPatch, work: float) -> None:
     """Gives searches so much work in all."""
     budget = SearchBudget(work=work)
-    for module in (planning, searching):
+    for module in (planning, searching, descent, limit):
         monkeypatch.setattr(module, "SEARCH_BUDGET", budget)
 
 
@@ -120,7 +121,7 @@ def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds(monkeyp
             for n, c in whole.items()
         }
         allowed = {n: [c for c in cs if made.space.option(search.sites[n], c) is not None] for n, cs in allowed.items()}
-        solved = [search.solve(allowed, "dp", purse=searching.Purse(left=work)) for work in works]
+        solved = [search.solve(allowed, "dp", purse=Purse(left=work)) for work in works]
         return [(one.score.objective, one.cut_at is not None) for one in solved]
 
     full, none = found(math.inf)[0], found(0.0)[0]

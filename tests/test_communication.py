@@ -21,9 +21,10 @@ from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.strategies import KEEP, AxisChoice, Site, Space
 from autopar.planning.account import account
+from autopar.planning.options import unique_sites
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.search import Search, unique_sites
+from autopar.planning.search import Search
 from autopar.planning.volume import volumes
 
 TOKENS, WIDTH, CLASSES = 24, 8, 48

@@ -19,7 +19,9 @@ from autopar.passes.group import Grouped, block_groups, group
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.strategies import Space
 from autopar.passes.widen import widened
-from autopar.planning.search import Level, Search, axis_choices, joint, priced, unique_sites
+from autopar.planning.options import axis_choices, joint, unique_sites
+from autopar.planning.search import Search
+from autopar.planning.solving import Level, priced
 from autopar.solve import SOLVERS, solve
 from autopar.solve.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
 

@@ -19,8 +19,9 @@ from autopar.cost.memory import Peak, peak
 from autopar.cost.optimizers import OPTIMIZERS, named_optimizer
 from autopar.passes.lower.compact import compact
 from autopar.passes.space.strategies import SiteChoice
+from autopar.planning.options import Axes
 from autopar.planning.planner import Planner
-from autopar.planning.search import Axes, Solved
+from autopar.planning.solving import Solved
 from autopar.runtime.memory import Alive, step_bytes
 from autopar.runtime.simulate import simulate_step
 from autopar.solve.problem import Infeasible
@@ -204,7 +205,7 @@ def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: p
     fastest, smallest = (planner.plan(solver=solver, cost="serial").bytes for solver in ("dp", "fsdp"))
     limit = (fastest + smallest) / 2
     search = planner.search("dp", limit, None)
-    descend = search._descend
+    descend = search.descent.descend
     ends: list[Solved] = []
     starts: list[Start] = []
 
@@ -215,9 +216,9 @@ def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: p
             starts.append(start)
         return found
 
-    monkeypatch.setattr(search, "_descend", noted)
+    monkeypatch.setattr(search.descent, "descend", noted)
     answer = search.run(bounded=False)
-    assert search._whole() in starts
+    assert search.options.whole() in starts
     kept = [found.score.objective for found in ends if planner.peak(found.assignment, limit)[1].bytes <= limit]
     assert kept and answer.score.objective <= min(kept) * (1 + 1e-9)
 

@@ -28,9 +28,10 @@ from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.strategies import Space
 from autopar.planning.account import Account, account, count_collectives
 from autopar.planning.bound import lower_bound_seconds
+from autopar.planning.options import taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.search import Search, taken
+from autopar.planning.search import Search
 from autopar.solve.problem import Choice, Score, evaluate
 
 pytest.importorskip("transformers")

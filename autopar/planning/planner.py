@@ -46,11 +46,14 @@ from .beside import beside
 from .constraints import Constraints, pins
 from .costs import COSTS
 from .given import check_mesh, check_model, check_options, check_profiles
+from .limit import Peaks
 from .meshes import best_mesh
+from .options import unique_sites
 from .phases import Phases
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .presets import PRESETS, preset
-from .search import Found, Peaks, Search, Solved, unique_sites
+from .search import Found, Search
+from .solving import Solved
 from .volume import volumes, with_arithmetic_split
 from .writer import Writer
 
@@ -319,7 +322,7 @@ class Planner:
         space = self.seconds.timed("strategies", volumes, self.space) if cost == "volume" else self.space
         search = self.search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
         if cost == "volume" and solver not in PRESETS:
-            search.pins = with_arithmetic_split(space, search.pins)
+            search = search.pinned(with_arithmetic_split(space, search.options.pins))
         bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
         if solver not in PRESETS and cost == "analytical":
             return self._overlapped(search, solver, memory_limit_bytes, constraints, bounded)

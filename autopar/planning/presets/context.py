@@ -11,7 +11,7 @@ from autopar.ir.layout import Split, periods_of
 from autopar.passes.blocks import Blocks, ParallelBlock
 from autopar.passes.space.collapse import to_root
 from autopar.passes.space.strategies import AxisChoice, Reached, Site, Space, reached
-from autopar.planning.search import unique_sites
+from autopar.planning.options import unique_sites
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""Coordinate descent over the axes of a mesh, from several starts, and the pool of what they end with.
+
+All axes but one are fixed, that one is solved exactly (bytes, shapes and legality conditional on the others), axis
+after axis until nothing improves. All joint options that the descents ended with form a pool, which is solved exactly
+as one problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import cycle
+
+from autopar.passes.space.strategies import SiteChoice
+from autopar.solve import EXACT
+from autopar.solve.budget import SEARCH_BUDGET, Purse
+
+from .beside import together
+from .options import Axes, Options, taken
+from .solving import Solved, Solves
+
+POOL_ROUNDS = 3
+
+GAIN = 1e-6
+"""Relative improvement below which a descent or a pool counts as standing still."""
+
+HOPELESS = 1.3
+"""A descent that is so many times above what matters when every axis was free once is not gone on with."""
+
+DESCENT_SOLVER = "dp"
+"""Steps of a descent are many and small; the solver that was asked for solves the pool."""
+
+
+class Descent:
+    """Descents over one space, whose steps are solved by `steps`, and the pool by `solver`. Each gets a share of
+    `work`."""
+
+    def __init__(
+        self,
+        options: Options,
+        solves: Solves,
+        solver: str,
+        *,
+        work: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self.options, self.solve, self.space, self.log = options, solves, options.space, log
+        self.solver, self.steps = solver, DESCENT_SOLVER if solver in EXACT else solver
+        self.work = work
+
+    def purse(self, share: float) -> Purse:
+        return Purse(left=share * self.work)
+
+    def axes(self) -> list[Axes]:
+        """Axes of more than one rank, each by itself, the slowest first."""
+        return self._slowest_first((axis,) for axis, ranks in enumerate(self.space.mesh) if ranks > 1)
+
+    def _slowest_first(self, groups: Iterable[Axes]) -> list[Axes]:
+        links = self.space.redistributor.links
+        return sorted(groups, key=lambda axes: min(links[axis].bytes_per_second for axis in axes))
+
+    def _coarser(self) -> list[list[Axes]]:
+        """The axes of coarser meshes of several: two neighbours are one axis."""
+        wide = [axis for axis, ranks in enumerate(self.space.mesh) if ranks > 1]
+        if len(wide) < 3:
+            return []
+        found: list[list[Axes]] = []
+        for at in range(len(wide) - 1):
+            found.append([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])])
+        return [self._slowest_first(groups) for groups in found]
+
+    def from_all_starts(self, *, side_by_side: bool) -> Solved:
+        space, axes = self.space, self.axes()
+        whole = self.options.whole()
+        found: list[Solved] = []
+        pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.options.sites}
+
+        def note(solved: Solved) -> None:
+            found.append(solved)
+            for name, choices in taken(space, solved.assignment).items():
+                pool[name].update(dict.fromkeys(choices))
+
+        coarser = self._coarser()
+
+        def one() -> Purse:
+            return self.purse(SEARCH_BUDGET.descents / (3 + len(coarser)))
+
+        descents: dict[str, Callable[[], Solved]] = {
+            "whole, slowest axis first": lambda: self.descend(whole, axes, purse=one()),
+            "whole, fastest axis first": lambda: self.descend(whole, axes[::-1], purse=one()),
+            "batch on every axis": lambda: self.descend(self.options.batch(), axes, purse=one()),
+        }
+        for groups in coarser:
+            name = " ".join("*".join(space.axes[axis] for axis in group) for group in groups)
+            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, one())
+        for name, solved in zip(descents, together([*descents.values()], worthwhile=side_by_side), strict=True):
+            note(solved)
+            score = solved.score
+            self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
+        purse = self.purse(SEARCH_BUDGET.pool)
+        for _ in range(POOL_ROUNDS):
+            previous = min(solved.score.objective for solved in found)
+            size = sum(map(len, pool.values()))
+            note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False, purse=purse))
+            self.log(f"pool of {size} options: {found[-1].score.seconds * 1e3:.3f} ms")
+            if found[-1].score.objective >= previous * (1 - GAIN) or purse.is_empty:
+                break
+            note(self.descend(taken(space, found[-1].assignment), axes, purse=purse))
+        return min(found, key=lambda solved: solved.score.objective)
+
+    def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
+        """From where a coarser mesh ends."""
+        start = self.descend(self.options.whole(), groups, purse=purse)
+        return self.descend(taken(self.space, start.assignment), self.axes(), purse=purse)
+
+    def at_price(self, price: float, start: Solved, purse: Purse) -> Solved:
+        return self.descend(taken(self.space, start.assignment), self.axes(), price, purse=purse)
+
+    def descend(
+        self,
+        start: Mapping[str, Iterable[SiteChoice]],
+        order: list[Axes],
+        price: float = 0.0,
+        below: float = math.inf,
+        *,
+        purse: Purse,
+    ) -> Solved:
+        """Axis after axis until nothing improves, or, where that is `HOPELESS` times `below`, once, as when the purse
+        is empty."""
+        options = self.options
+        current = {name: list(choices) for name, choices in start.items()}
+        best: Solved | None = None
+        unchanged = 0
+
+        def objective(solved: Solved) -> float:
+            return solved.score.objective + price * solved.score.bytes
+
+        for number, axes in enumerate(cycle(order), 1):
+            allowed = {name: options.free(options.sites[name], choices, axes) for name, choices in current.items()}
+            solved = self.solve(allowed, self.steps, price=price, bounded=False, purse=purse)
+            if best is None or objective(solved) <= objective(best):
+                current = taken(self.space, solved.assignment)
+            if best is None or objective(solved) < objective(best) * (1 - GAIN):
+                best, unchanged = solved, 0
+            unchanged += 1
+            if unchanged == len(order):
+                # every other axis was tried since the last gain, from what is now fixed
+                return best
+            if number == len(order) and objective(best) > HOPELESS * below:
+                return best
+            if number >= len(order) and purse.is_empty:
+                return best
+        raise AssertionError("a mesh has axes")

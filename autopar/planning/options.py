@@ -1,0 +1,153 @@
+"""What each site may do: the joint options of all axes that constraints leave, and where a descent starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import chain, product
+
+from autopar.ir.layout import Split
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, joined_borders, reached
+
+from .constraints import Pins
+
+Axes = tuple[int, ...]
+"""An axis, or several that choose alike."""
+
+
+def unique_sites(space: Space) -> dict[str, Site]:
+    """Sites by name; border sites that stand in two regions appear once."""
+    return {name: site for region in space.regions() for name, site in region.sites.items()}
+
+
+def axis_choices(space: Space, site: Site, axis: int) -> tuple[AxisChoice, ...]:
+    return site.choices[space.mesh[axis]]
+
+
+def policies(site: Site, bytes_limit: float | None) -> tuple[tuple[str, ...], ...]:
+    """Gathering again costs time and saves memory: without a limit it never wins."""
+    if site.kind != "parameter":
+        return ((),)
+    return ((KEEP,),) if bytes_limit is None else ((KEEP,), (REGATHER,))
+
+
+def joint(
+    space: Space, site: Site, per_axis: Iterable[Iterable[AxisChoice]], bytes_limit: float | None
+) -> list[SiteChoice]:
+    return [(*choice, *policy) for choice in product(*per_axis) for policy in policies(site, bytes_limit)]
+
+
+def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
+    """Every choice that a site takes somewhere: once for the rest, and over all copies of a body."""
+    found: dict[str, dict[SiteChoice, None]] = {}
+    for name, choice in assignment.rest.items():
+        found.setdefault(name, {})[choice] = None
+    for copies in assignment.copies:
+        for decisions in copies:
+            for name, choice in decisions.items():
+                found.setdefault(name, {})[choice] = None
+    # what is allowed at one end of a run is allowed at the other
+    for joined in dict.fromkeys(joined_borders(space.repeats).values()):
+        union = dict.fromkeys(choice for name in joined for choice in found.get(name, ()))
+        found.update({name: dict(union) for name in joined})
+    return {name: list(choices) for name, choices in found.items()}
+
+
+class Options:
+    """The joint options that constraints leave to the sites of a space. With `bytes_limit`, parameters may be gathered
+    again in backward."""
+
+    def __init__(self, space: Space, pins: Pins, bytes_limit: float | None) -> None:
+        self.space, self.pins, self.bytes_limit = space, pins, bytes_limit
+        self.sites = unique_sites(space)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Of each site, on all axes together."""
+        return {name: math.prod(map(len, per_axis)) for name, per_axis in self.everything().items()}
+
+    def everything(self) -> dict[str, list[tuple[AxisChoice, ...]]]:
+        """The choices of each site, axis by axis."""
+        axes = range(len(self.space.mesh))
+        return {name: [self.offered(site, axis) for axis in axes] for name, site in self.sites.items()}
+
+    def offered(self, site: Site, axis: int) -> tuple[AxisChoice, ...]:
+        """The choices on an axis that constraints leave to a site."""
+        pinned = self.pins.get(site.name, {})
+        return pinned[axis] if axis in pinned else axis_choices(self.space, site, axis)
+
+    def _keeps(self, site: Site, choice: SiteChoice) -> bool:
+        return all(choice[axis] in left for axis, left in self.pins.get(site.name, {}).items())
+
+    def keeping(self, site: Site, choices: Iterable[SiteChoice]) -> list[SiteChoice]:
+        """The choices that keep the constraints on a site."""
+        given = list(choices)
+        kept = [c for c in given if self._keeps(site, c)]
+        if not kept and site.name not in self.pins:
+            raise ValueError(
+                f"the preset leaves {site.kind} {site.module or site.name} none of its choices: take a solver, or "
+                f"another preset"
+            )
+        if not kept:
+            raise ValueError(
+                f"no choice of {site.kind} {site.module or site.name} is both in the preset and in the constraints: "
+                f"take a solver, or drop one of the constraints"
+            )
+        return kept
+
+    def _pinned(self, site: Site, choice: SiteChoice) -> SiteChoice:
+        """The choice with those parts changed that constraints forbid."""
+        if self._keeps(site, choice):
+            return choice
+        pinned = self.pins[site.name]
+        per_axis = [pinned.get(axis, (choice[axis],)) for axis in range(len(self.space.mesh))]
+        wider = [dict.fromkeys((*first, *self.offered(site, axis))) for axis, first in enumerate(per_axis)]
+        rest = choice[len(self.space.mesh) :]
+        for parts in chain(product(*per_axis), product(*wider)):
+            if self.space.option(site, (*parts, *rest)) is not None:
+                return (*parts, *rest)
+        raise ValueError(
+            f"the constraints leave {site.kind} {site.module or site.name} no legal choice: drop one of them"
+        )
+
+    def whole(self) -> dict[str, list[SiteChoice]]:
+        """Every site replicated, as far as constraints let it."""
+        return {name: [self._pinned(site, self.space.whole(site))] for name, site in self.sites.items()}
+
+    def batch(self) -> dict[str, list[SiteChoice]]:
+        """Every site splits by the batch on as many axes as it can, the first ones first."""
+        space = self.space
+        inputs = [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]
+        starts = [(site.name, Split(0, site.meta.shape[0])) for site in inputs if site.meta]
+        by_batch = {ranks: reached(space, ranks, starts) for ranks in set(space.mesh) if ranks > 1}
+        chosen = {}
+        for name, site in self.sites.items():
+            choice = space.whole(site)
+            for axis, ranks in enumerate(space.mesh):
+                if ranks > 1 and site.kind in ("op", "border"):
+                    splits = by_batch[ranks].splits.get(name, {})
+                    along = by_batch[ranks].choices(site) or tuple(("S", s.dim, s.period) for s in splits)
+                    for option in along:
+                        wider = (*choice[:axis], option, *choice[axis + 1 :])
+                        if option in site.choices[ranks] and space.option(site, wider) is not None:
+                            choice = wider
+                            break
+            chosen[name] = [self._pinned(site, choice)]
+        return chosen
+
+    def free(self, site: Site, choices: Iterable[SiteChoice], axes: Axes) -> list[SiteChoice]:
+        """The choices with one axis free, or with several that choose alike, as one axis of a coarser mesh."""
+        found: dict[SiteChoice, None] = {}
+        width = len(self.space.mesh)
+        alike = [c for c in self.offered(site, axes[0]) if all(c in self.offered(site, axis) for axis in axes[1:])]
+        for choice in choices:
+            rest = {axis: choice[axis] for axis in range(width)}
+            for option in alike:
+                parts = {**rest, **dict.fromkeys(axes, option)}
+                for policy in policies(site, self.bytes_limit):
+                    found[(*parts.values(), *policy)] = None
+            if len(axes) > 1:
+                found[choice] = None
+        return [c for c in found if self.space.option(site, c) is not None]
