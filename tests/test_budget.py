@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.planning import descent, limit
-from autopar.planning import planner as planning
+from autopar.planning import choice, descent, limit, searches
 from autopar.planning import search as searching
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
@@ -69,7 +68,7 @@ def test_a_spent_budget_still_gives_a_plan(spent: str, solver: str, monkeypatch:
 def spend(monkeypatch: pytest.MonkeyPatch, work: float) -> None:
     """Gives searches so much work in all."""
     budget = SearchBudget(work=work)
-    for module in (planning, searching, descent, limit):
+    for module in (choice, descent, limit, searches, searching):
         monkeypatch.setattr(module, "SEARCH_BUDGET", budget)
 
 

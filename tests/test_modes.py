@@ -332,3 +332,11 @@ def fickle(meta: bool) -> None:
 @pytest.mark.parametrize("meta", [True, False])
 def test_a_model_that_asks_for_its_mode(meta: bool) -> None:
     run(1, fickle, meta)
+
+
+def test_what_is_best_at_rest_leaves_the_planner_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    planner = Planner(model, {"a": 2, "b": 2}, (torch.randn(32, 64),), loss_fn=torch.sum)
+    before = planner.plan(cost="serial")
+    planner.assignment_at({})
+    assert planner.plan(cost="serial").digest == before.digest

@@ -263,7 +263,7 @@ def test_presets_that_leave_too_much_are_not_looked_at(
 ) -> None:
     made = captured("gpt2 untied").on({"dp": 2, "tp": 2}, "dgx-h100")
     with_them = made.plan()
-    monkeypatch.setattr("autopar.planning.planner.PRESET_OPTIONS", 0)
+    monkeypatch.setattr("autopar.planning.choice.PRESET_OPTIONS", 0)
     with caplog.at_level("INFO", logger="autopar"):
         without = made.plan()
     assert {f"no plan by {name}: it leaves" in caplog.text for name in PRESETS} == {True}

@@ -1,0 +1,59 @@
+"""The best decisions with parameters at rest in given layouts: what another mode of a module, or a checkpoint, starts
+from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.layout import REPLICATE, Layout
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.strategies import Region, SiteChoice, Space, hold
+
+from .options import unique_sites
+from .search import Search
+
+logger = logging.getLogger("autopar")
+
+
+def best_at_rest(space: Space, at_rest: Mapping[str, Layout]) -> Assignment:
+    """The best decisions with parameters in these layouts, by name; those not named are replicated.
+
+    Raises ValueError for a layout that a parameter cannot have.
+    """
+    parameters = space.graph.parameters
+    whole = (REPLICATE,) * len(space.mesh)
+    layouts = {value: at_rest.get(name, whole) for name, value in parameters.items()}
+    copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
+    for name, site in unique_sites(space).items():
+        if site.kind == "parameter":
+            hold(space, site, [layouts[copy] for copy in copies.get(name, (name,))])
+    found = Search(space, "dp", None, logger.info).run(bounded=False)
+    # what is best for all copies of a layer is not where every one of them is
+    held = tuple(
+        tuple(
+            {**decisions, **_held(space, region, decisions, repeat.own[0], [layouts.get(n) for n in own])}
+            for decisions, own in zip(decided, repeat.own, strict=True)
+        )
+        for repeat, region, decided in zip(space.repeats, space.bodies, found.assignment.copies, strict=True)
+    )
+    return Assignment(rest=found.assignment.rest, copies=held)
+
+
+def _held(
+    space: Space,
+    region: Region,
+    decisions: Mapping[str, SiteChoice],
+    names: Sequence[str],
+    layouts: Sequence[Layout | None],
+) -> dict[str, SiteChoice]:
+    """The choices that hold the parameters of a copy in these layouts. `names` are those of the first copy."""
+    found = {}
+    for name, layout in zip(names, layouts, strict=True):
+        site = region.sites[name]
+        if site.kind == "parameter":
+            options = [o for c in site.held if (o := space.option(site, c)) is not None]
+            fits = [o.choice for o in options if o.makes[0] == layout]
+            alike = [c for c in fits if c[-1] == decisions[name][-1]]
+            found[name] = decisions[name] if decisions[name] in fits else [*alike, *fits][0]
+    return found

@@ -1,0 +1,185 @@
+"""Assignments as plans, which people read and edit, and plans as assignments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cost.memory import Peak
+from autopar.cost.optimizers import Optimizer
+from autopar.ir.layout import Layout, Split
+from autopar.passes.space.problem import Assignment, parse_choice, str_choice
+from autopar.passes.space.strategies import KEEP, REGATHER, Region, Site, Space
+
+from .account import account, parameter_layouts
+from .constraints import Constraints
+from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .search import Found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a plan is of: the model, the mesh and the cluster, and the optimizer whose states count."""
+
+    model: str
+    mesh: Mapping[str, int]
+    cluster: str
+    optimizer: Optimizer
+    space: Space
+
+    @property
+    def graph(self) -> str:
+        return graph_digest(self.space.graph)
+
+    def described(
+        self,
+        found: Found,
+        *,
+        solver: str,
+        cost: str,
+        bucket_bytes: int,
+        peak: Peak,
+        seconds: float,
+        exposed_seconds: float,
+    ) -> Plan:
+        """The plan that an assignment is, whose step takes so many seconds and so much memory."""
+        space, assignment = self.space, found.assignment
+        return Plan(
+            model=self.model,
+            graph=self.graph,
+            mesh=dict(self.mesh),
+            cluster=self.cluster,
+            solver=solver,
+            cost=cost,
+            decisions={name: str_choice(choice) for name, choice in assignment.rest.items()},
+            segments=tuple(
+                Segment(name=repeat.name, runs=_runs(copies, assignment.again(number)))
+                for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True))
+            ),
+            parameters={
+                name: ParameterPlan(
+                    at_rest=_placements(space, name, rest),
+                    in_use=tuple(_placements(space, name, u) for u in uses),
+                    gather=gather,
+                )
+                for name, rest, uses, gather in parameter_layouts(space, assignment)
+            },
+            inputs={
+                site.module: _texts(option.makes[0], site.meta.shape, space.mesh)
+                for site in space.rest.sites.values()
+                if site.kind == "input" and site.meta is not None
+                if (option := space.option(site, assignment.rest[site.name])) is not None
+            },
+            optimizer=self.optimizer.name,
+            account=account(space, assignment),
+            peak=peak,
+            bucket_bytes=bucket_bytes,
+            seconds=seconds,
+            exposed_seconds=exposed_seconds,
+            objective_seconds=found.score.objective,
+            lower_bound_seconds=found.lower_bound,
+            solve_seconds=found.seconds,
+            without_rule=dict(space.without_rule),
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Raises ValueError where a plan is for another mesh or another model."""
+        if list(plan.mesh.items()) != list(self.mesh.items()):
+            raise ValueError(
+                f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {dict(self.mesh)}: plan again for it"
+            )
+        if plan.graph != self.graph:
+            raise ValueError(
+                f"the plan is for another model or other input shapes ({plan.model}, graph {plan.graph}); this is "
+                f"{self.model}, graph {self.graph}: plan again for it"
+            )
+
+    def assignment(self, plan: Plan) -> Assignment:
+        """A plan's decisions. Raises ValueError for a site that is missing, unknown or cannot do as told."""
+        self.check(plan)
+        space = self.space
+        if [s.name for s in plan.segments] != [r.name for r in space.repeats]:
+            raise ValueError(
+                f"the plan has segments {[s.name for s in plan.segments]}, the model {[r.name for r in space.repeats]}"
+            )
+        copies = []
+        for segment, region, repeat in zip(plan.segments, space.bodies, space.repeats, strict=True):
+            runs = [(run.count, self._read(region, run.decisions)) for run in segment.runs]
+            if sum(count for count, _ in runs) != repeat.count:
+                raise ValueError(
+                    f"segment {segment.name} has {repeat.count} copies, and the plan's runs do not add up to it"
+                )
+            copies.append(tuple(decisions for count, decisions in runs for _ in range(count)))
+        again = tuple(tuple(run.recompute for run in s.runs for _ in range(run.count)) for s in plan.segments)
+        return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
+
+    def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+        missing, extra = region.sites.keys() - decisions.keys(), decisions.keys() - region.sites.keys()
+        if missing or extra:
+            raise ValueError(
+                f"the plan does not fit {region.name}: missing {sorted(missing)[:3] or 'none'}, "
+                f"unknown {sorted(extra)[:3] or 'none'}"
+            )
+        read = {}
+        for name, site in region.sites.items():
+            try:
+                choice = parse_choice(decisions[name])
+            except ValueError as error:
+                raise ValueError(f"{site.kind} {name} ({site.module}): {error}") from error
+            if not _offered(self.space, site, choice) or self.space.option(site, choice) is None:
+                words = [str_choice(c) for axis in site.choices.values() for c in [axis]]
+                raise ValueError(
+                    f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; "
+                    f"choices on an axis: {', '.join(dict.fromkeys(words))}"
+                )
+            read[name] = choice
+        return read
+
+
+def asked(plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
+    """With what was asked of it."""
+    pinned = {pattern: dict(placements) for pattern, placements in (constraints or {}).items()}
+    return replace(plan, memory_limit_bytes=limit, constraints=pinned)
+
+
+def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:
+    """Whether a choice has a part for each axis that the site offers there, and for a parameter a policy."""
+    width = len(space.mesh)
+    return (
+        len(choice) == len(space.whole(site))
+        and all(part in site.choices[ranks] for part, ranks in zip(choice[:width], space.mesh, strict=True))
+        and all(part in (KEEP, REGATHER) for part in choice[width:])
+    )
+
+
+def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]], recompute: Sequence[bool]) -> tuple[Run, ...]:
+    runs: list[tuple[int, Mapping[str, tuple[Any, ...]], bool]] = []
+    for decisions, again in zip(copies, recompute, strict=True):
+        if runs and runs[-1][1:] == (decisions, again):
+            runs[-1] = (runs[-1][0] + 1, decisions, again)
+        else:
+            runs.append((1, decisions, again))
+    return tuple(
+        Run(count=count, decisions={name: str_choice(c) for name, c in decisions.items()}, recompute=again)
+        for count, decisions, again in runs
+    )
+
+
+def _placements(space: Space, parameter: str, layout: Layout) -> tuple[str, ...]:
+    return _texts(layout, space.graph.metas[space.graph.parameters[parameter]].shape, space.mesh)
+
+
+def _texts(layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[str, ...]:
+    """Placements as people write them: S(0) for contiguous shards."""
+    texts = []
+    owned: dict[int, int] = {}
+    for placement, ranks in zip(layout, mesh, strict=True):
+        if isinstance(placement, Split):
+            left = shape[placement.dim] // owned.get(placement.dim, 1)
+            contiguous = placement.period == left
+            owned[placement.dim] = owned.get(placement.dim, 1) * ranks
+            texts.append(f"S({placement.dim})" if contiguous else f"S({placement.dim}%{placement.period})")
+        else:
+            texts.append(str(placement))
+    return tuple(texts)

@@ -1,0 +1,73 @@
+"""The searches of one space: with pins and a limit, with other prices, and within presets."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from autopar.cost.redistribute import Redistributor
+from autopar.passes.blocks import Blocks, blocks
+from autopar.passes.space.problem import Allowed
+from autopar.passes.space.strategies import Space
+from autopar.solve.budget import SEARCH_BUDGET
+from autopar.solve.problem import Score
+
+from .account import account
+from .constraints import Constraints, pins
+from .presets import preset
+from .search import Found, Search
+from .steps import Steps
+
+logger = logging.getLogger("autopar")
+
+
+class Searches:
+    """Makes searches of a space, whose peaks are those of `steps`."""
+
+    def __init__(self, space: Space, steps: Steps) -> None:
+        self.space, self.steps = space, steps
+        self.presets: dict[str, Allowed] = {}
+        """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
+        self.blocks: list[Blocks] = []
+
+    def search(
+        self,
+        solver: str,
+        memory_limit_bytes: float | None,
+        constraints: Constraints | None,
+        space: Space | None = None,
+        share: float = 1.0,
+    ) -> Search:
+        """A search of the space, or of one with other prices, with a share of the work of a search."""
+        self.steps.forget()
+        return Search(
+            space or self.space,
+            solver,
+            memory_limit_bytes,
+            logger.info,
+            pins=pins(self.space, constraints or {}),
+            peaks=self.steps.told(memory_limit_bytes),
+            work=share * SEARCH_BUDGET.work,
+        )
+
+    def preset(self, name: str) -> Allowed:
+        """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
+        if name not in self.presets:
+            if not self.blocks:
+                self.blocks.append(blocks(self.space.graph, max(self.space.mesh)))
+            self.presets[name] = preset(self.space, self.blocks[0], name)
+        return self.presets[name]
+
+    def hiding(self, part: float) -> Space:
+        """The space with a part of what travels in buckets at no price."""
+        return replace(self.space, redistributor=hidden_buckets(self.space.redistributor, part))
+
+    def priced(self, found: Found) -> Found:
+        """At the prices of the space, in which nothing is hidden."""
+        score = Score(seconds=account(self.space, found.assignment).seconds, bytes=found.score.bytes)
+        return replace(found, score=score)
+
+
+def hidden_buckets(given: Redistributor, part: float, routes: Redistributor | None = None) -> Redistributor:
+    """With a part of what travels in buckets at no price, and the routes of another one."""
+    return Redistributor(given.mesh, given.links, given.device, part, routes=routes or given.routes)
