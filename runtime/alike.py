@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import JointGraph, Ref, map_references
-from autopar.passes.capture.trace import Captured, same_constant
+from autopar.passes.capture.captured import Captured, same_constant
 
 
 def serves(known: Captured, wanted: Captured) -> bool:

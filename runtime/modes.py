@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster.machine import Cluster
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
-from autopar.passes.capture.trace import Captured, NothingTrainedError, skeleton
+from autopar.passes.capture.captured import Captured, NothingTrainedError
+from autopar.passes.capture.fakes import skeleton
 from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner, captured_for_planning
 

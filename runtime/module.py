@@ -21,8 +21,8 @@ from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
 from autopar.ir.layout import Layout, Partial, Replicate, describe, is_chunked, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
+from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.known import Pinned
-from autopar.passes.capture.trace import Captured
 
 from .agree import all_equal, coordinate_of, device_of, digest, exchange, process_groups, raise_together
 from .alike import same_values

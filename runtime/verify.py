@@ -21,7 +21,8 @@ from autopar.ir.graph import JointGraph, Node
 from autopar.ir.program import Instruction
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
-from autopar.passes.capture.trace import Captured, skeleton
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.fakes import skeleton
 
 from .agree import raise_together
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.ir.program import Program
-from autopar.passes.capture.trace import Captured
+from autopar.passes.capture.captured import Captured
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step
 from autopar.testing.steps import NEGLIGIBLE, relative_error

@@ -17,8 +17,9 @@ from torch import nn
 
 from autopar import compat
 from autopar.ir.graph import GraphOutput, JointGraph, TensorMeta, map_references, overload
-from autopar.passes.capture import trace as capture_module
-from autopar.passes.capture.trace import Captured, CaptureError, capture
+from autopar.passes.capture import conversion as capture_module
+from autopar.passes.capture.captured import Captured, CaptureError
+from autopar.passes.capture.trace import capture
 
 transformers = pytest.importorskip("transformers")
 
@@ -452,13 +453,13 @@ def test_parameters_without_a_gradient_are_those_of_the_branch_that_was_traced()
 
 def test_a_gradient_that_the_trace_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph without a gradient that eager has is refused."""
-    convert = capture_module._Conversion._output
+    convert = capture_module.Conversion._output
 
     def lossy(self: Any, result: Any) -> GraphOutput:
         made = convert(self, result)
         return replace(made, name=None) if made.role == "gradient" and made.target.endswith("bias") else made
 
-    monkeypatch.setattr(capture_module._Conversion, "_output", lossy)
+    monkeypatch.setattr(capture_module.Conversion, "_output", lossy)
     with pytest.raises(ValueError, match=r"2 trainable parameters get no gradient from output: 0\.bias, 2\.bias"):
         capture(mlp(), (X,), loss_fn=lambda y: y.sum())
 

@@ -16,7 +16,8 @@ from torch import distributions, nn
 
 from autopar.ir import variates
 from autopar.ir.randomness import keys
-from autopar.passes.capture.trace import CaptureError, capture
+from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner

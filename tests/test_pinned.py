@@ -14,7 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 
 import autopar
 from autopar import testing
-from autopar.passes.capture.trace import CaptureError, capture
+from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.trace import capture
 from autopar.passes.capture.windows import windows
 from tests.models import assert_close
 from tests.ranks import outcomes, run

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from autopar.ir.graph import JointGraph, Node, Ref, map_references, overload
-from autopar.passes.capture.trace import Captured, capture
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.trace import capture
 from autopar.passes.segments import Repeated, segments
 
 transformers = pytest.importorskip("transformers")

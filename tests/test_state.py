@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.state import look
-from autopar.passes.capture.trace import CaptureError, capture
+from autopar.passes.capture.trace import capture
 from autopar.runtime.guard import Guard
 
 WIDTH, BATCH = 4, 6

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.ops.contract import needed_by
 from autopar.ops.oracle import RuleError, laid_out
-from autopar.passes.capture.trace import CaptureError, capture
+from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import chunked

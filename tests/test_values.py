@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.passes.capture.trace import CaptureError, capture, same_constant
+from autopar.passes.capture.captured import CaptureError, same_constant
+from autopar.passes.capture.trace import capture
 from autopar.runtime.agree import digest
 from autopar.runtime.module import ParallelModule
 

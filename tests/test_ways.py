@@ -18,7 +18,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.passes.capture.trace import CaptureError, capture
+from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner

@@ -25,7 +25,8 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Program
 from autopar.ops import rule_of
 from autopar.ops.routing import in_token_order
-from autopar.passes.capture.trace import Captured, capture
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.trace import capture
 from autopar.passes.seeds import seeds
 from autopar.passes.segments import Segments, fingerprint, segments
 from autopar.passes.space.problem import Assignment

@@ -15,7 +15,7 @@ from autopar import compat
 from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ir.tree import flatten
-from autopar.passes.capture.trace import Captured
+from autopar.passes.capture.captured import Captured
 from autopar.runtime.simulate import simulate_step
 
 from .draws import Draws, Readers

@@ -16,7 +16,8 @@ from torch import nn
 from autopar import compat
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
-from autopar.passes.capture.trace import Captured, copied
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.fakes import copied
 from autopar.passes.codegen import layouts
 from autopar.planning.planner import Planner
 

@@ -1,5 +1,6 @@
 """A model and example inputs in, the joint graph of one step out."""
 
-from .trace import Captured, CaptureError, NothingTrainedError, capture
+from .captured import Captured, CaptureError, NothingTrainedError
+from .trace import capture
 
 __all__ = ["CaptureError", "Captured", "NothingTrainedError", "capture"]

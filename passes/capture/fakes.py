@@ -1,0 +1,142 @@
+"""A copy of the model whose tensors are fakes, which share no memory with it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autopar import compat
+
+from .captured import CaptureError
+
+logger = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------------------------------------- fakes
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor."""
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for iterator in (model.named_parameters, model.named_buffers):
+        for name, tensor in iterator(remove_duplicate=False):
+            if nn.parameter.is_lazy(tensor):
+                raise CaptureError(f"parameter {name} has no shape yet: call the model once, before autopar")
+            if not compat.is_plain(tensor):
+                raise CaptureError(
+                    f"{name} is a {type(tensor).__name__} of layout {tensor.layout}: autopar takes the model as it "
+                    f"is on one device, with plain strided tensors"
+                )
+            names[name] = first.setdefault(id(tensor), name)
+            if names[name] == name and tensor.numel():
+                storage, begin, end = compat.storage_span(tensor)
+                for other_begin, other_end, other in spans.setdefault(storage, []):
+                    if begin < other_end and other_begin < end:
+                        raise CaptureError(
+                            f"{other} and {name} are two tensors on the same memory: tie them by making them one "
+                            f"nn.Parameter, or give each its own memory"
+                        )
+                spans[storage].append((begin, end, name))
+    return names
+
+
+class Fakes:
+    """Makes fakes of one mode."""
+
+    def __init__(self, mode: Any, device_type: str | None, grad: bool) -> None:
+        self.mode, self.device_type, self.grad = mode, device_type, grad
+
+    def tensor(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """A fake of the same shape, dtype, stride and device, a leaf of autograd."""
+        if not compat.is_plain(source):
+            raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
+        own = "cpu" if source.device.type == "meta" else str(source.device)
+        device = torch.device(self.device_type or own)
+        if device.type != "cpu" and not torch.get_device_module(device).is_available():
+            # torch aborts the process when autograd meets a fake on a device that it cannot guard
+            raise CaptureError(f"{name} is to be on {device}, which is not available here: capture for device_type cpu")
+        with self.mode:
+            fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+        if isinstance(source, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
+            compat.take_notes(fake, source)
+            return fake
+        return fake.requires_grad_(source.requires_grad and self.grad)
+
+    def alias(self, source: torch.Tensor) -> torch.Tensor:
+        """The same real tensor, a leaf of autograd."""
+        wanted = source.requires_grad and self.grad
+        return source.detach().requires_grad_(wanted) if wanted else source.detach()
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """A copy of the model that shares no tensor with it, and copies no data."""
+        memo: dict[int, Any] = {}
+        for iterator in (model.named_parameters, model.named_buffers):
+            for name, tensor in iterator():
+                memo[id(tensor)] = self.tensor(name, tensor)
+        for module in model.modules():
+            for name, attribute in vars(module).items():
+                if name not in _REGISTRIES:
+                    for tensor in pytree.tree_leaves(attribute):
+                        # neither parameter nor buffer: real ones become constants of the graph
+                        if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                            bare = tensor.device.type == "meta" or compat.is_fake(tensor)
+                            memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
+        return copied(model, memo)
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model with its parameters and buffers on `meta`."""
+    memo: dict[int, Any] = {}
+    for iterator in (model.named_parameters, model.named_buffers):
+        for _, tensor in iterator():
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
+            compat.take_notes(bare, tensor)
+            memo[id(tensor)] = bare
+    for module in model.modules():
+        for name, attribute in vars(module).items():
+            if name not in _REGISTRIES:
+                for tensor in pytree.tree_leaves(attribute):
+                    if isinstance(tensor, torch.Tensor):
+                        memo.setdefault(id(tensor), tensor)
+    return copied(model, memo)
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def copied(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A deep copy of the model with what `memo` says in the place of parts of it. Attributes that cannot be copied
+    (operators of `torch.library.custom_op`, process groups, locks) are shared with it."""
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception as error:
+        shared = dict(memo)
+        names = []
+        for path, module in model.named_modules():
+            for key, attribute in vars(module).items():
+                if key not in _REGISTRIES and not _is_copyable(attribute, memo):
+                    shared[id(attribute)] = attribute
+                    names.append(f"{path}.{key}" if path else key)
+        if not names:
+            raise CaptureError(f"{type(model).__name__} cannot be copied, as capture must: {error}") from error
+        logger.info("shared with the captured copy, since they cannot be copied: %s", ", ".join(names))
+        return copy.deepcopy(model, shared)
+
+
+def _is_copyable(value: Any, memo: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""What a trace that ended says to the person: the cause, the line of the model, and what to do."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from autopar import compat
+
+from . import checks
+from .captured import CaptureError
+
+logger = logging.getLogger(__name__)
+
+
+class OfData(CaptureError):
+    """A number or a shape of the graph depends on data."""
+
+
+class Unlocated(OfData):
+    """An operator is refused whose line in the model is not known."""
+
+
+def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
+    """What a trace that ended says to the person. `unread` are the values that Python asked for, and were not known."""
+    decides = compat.decides_by_data(error)
+    if decides or compat.leaves_numbers(error):
+        told = unread_refusal(model, unread[-1:] if decides else unread)
+        if told is not None:
+            return told
+    known = f"{type(model).__name__} cannot be captured as a graph of static shapes"
+    if decides:
+        line = _line(error)
+        return CaptureError(
+            f"{known}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{line_raised(error)}. A "
+            f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
+        )
+    return CaptureError(f"{known}: {error}{line_raised(error)}")
+
+
+def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
+    """What is said of values that Python asked for and got none of."""
+    told = f"{type(model).__name__} cannot be captured as a graph of static shapes: its code reads"
+    bare = [(line, paths) for line, paths in unread if paths]
+    if bare:
+        line, paths = bare[0]
+        return CaptureError(
+            f"{told} a value of input {', '.join(paths)}{line}, which was given without values (on meta or fake): give "
+            f"a real example of it, and the program will serve inputs of which the same is read"
+        )
+    if unread:
+        return CaptureError(
+            f"{told} a number of a tensor{unread[0][0]} that depends on parameters, buffers or random numbers, and "
+            f"may differ from step to step. A graph has one for all data: compute with all elements and a mask "
+            f"(experts: an implementation that runs each on all tokens, or on padded ones), keep the number in a "
+            f"tensor, or pass it as a Python constant"
+        )
+    return None
+
+
+def line_raised(error: Exception) -> str:
+    """The line of the model at which an error was raised, if its code is in a file."""
+    frame = _frame(error)
+    return f" ({frame.filename}:{frame.lineno} in {frame.name})" if frame else ""
+
+
+def _line(error: Exception) -> str:
+    """What stands there."""
+    frame = _frame(error)
+    return (frame.line or "").strip().rstrip(":") if frame else ""
+
+
+def _frame(error: Exception) -> traceback.FrameSummary | None:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).exists()]
+    lines = [frame for frame in frames if not _is_machinery(Path(frame.filename))]
+    return lines[-1] if lines else None
+
+
+def line_of_node(node: fx.Node) -> str:
+    """The line of the model that made a node, if it is known."""
+    found = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(node.meta.get("stack_trace", "")))
+    lines = [(file, line, name) for file, line, name in found if not _is_machinery(Path(file))]
+    return " at {}:{} in {}".format(*lines[-1]) if lines else ""
+
+
+def _is_machinery(file: Path) -> bool:
+    """Whether code is torch's, ours or Python's own."""
+    if any(file.is_relative_to(Path(known).parent) for known in (str(torch.__file__), __file__, checks.__file__)):
+        return True
+    return file.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in file.parts
