@@ -45,7 +45,7 @@ from .known import Known, Pinned
 from .stamp import Unfit, stamped
 from .state import Reads
 from .ways import Generators, OtherWays
-from .witness import Beside, Witness, check_constants, check_hooks
+from .witness import Beside, Witness, check_constants, check_hooks, check_memory
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -229,6 +229,7 @@ def _capture(
             graph, constants = _joint_graph(record, converted, stamp)
             if grad:
                 check_constants(constants, step.witness.seen)
+            check_memory(constants, step.witness.seen, model)
         except CaptureError as error:
             if isinstance(error, _OfData) and (told := _unread(model, step.outcomes.unread)):
                 raise told from None
