@@ -467,7 +467,7 @@ def recorded(
     the name that stands for it: tied ones are one input of the joint graph, whose gradient is the total. With `lines`,
     nodes say by which lines of code they were made.
     """
-    with torch.library._scoped_library(_CALLS, "FRAGMENT") as library, _lean(lines):
+    with torch.library._scoped_library(_CALLS, "FRAGMENT") as library, _lean(lines), _plain_lstm():
         with _recorded_functions(library), _as_captured():
             exported = torch.export.export(module, inputs, strict=False)
         tensors = (*inputs, *module.parameters(), *module.buffers())
@@ -746,9 +746,15 @@ def _recorded_functions(library: torch.library.Library) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_checkpoints() -> Iterator[None]:
-    """A reentrant checkpoint runs its function twice for memory's sake: a plan decides for itself what is kept. Where
-    no argument requires a gradient, the results have none, as those of the original."""
+    """A checkpoint runs its function twice for memory's sake: a plan decides for itself what is kept. Where no argument
+    of a reentrant one requires a gradient, the results have none, as those of the original. One that is not reentrant
+    packs what is saved in hooks, which run without gradients: the record of a checkpoint in another one would keep that
+    mode for all that follows."""
+    import torch.utils.checkpoint
     from torch.utils.checkpoint import CheckpointFunction
+
+    checkpoints: Any = torch.utils.checkpoint
+    hooks = checkpoints._checkpoint_hook
 
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
@@ -756,10 +762,26 @@ def _plain_checkpoints() -> Iterator[None]:
             return function(*args)
 
     CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    checkpoints._checkpoint_hook = lambda frame: contextlib.nullcontext()
     try:
         yield
     finally:
         del CheckpointFunction.apply
+        checkpoints._checkpoint_hook = hooks
+
+
+@contextlib.contextmanager
+def _plain_lstm() -> Iterator[None]:
+    """An LSTM is its steps, on every device and in every dtype. In float32 on a CPU torch would make one operator of a
+    layer, of which no dim can be split and whose backward has results that are None."""
+    from torch._decomp import decompositions
+
+    known = decompositions.select_one_layer_lstm_function
+    decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
+    try:
+        yield
+    finally:
+        decompositions.select_one_layer_lstm_function = known
 
 
 @contextlib.contextmanager

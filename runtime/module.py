@@ -200,6 +200,20 @@ class ParallelModule(nn.Module):
 
     # -- what makes it a module like the model
 
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As on the model, whose class may keep parts of it as they are (a frozen BatchNorm in evaluation)."""
+        root = vars(self)["_root"]
+        root.train(mode)
+        self.training = root.training
+        return self
+
+    def eval(self) -> ParallelModule:
+        """As on the model, whose class may write its own."""
+        root = vars(self)["_root"]
+        root.eval()
+        self.training = root.training
+        return self
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -261,6 +261,47 @@ def test_modes_that_are_refused(what: str, message: str) -> None:
         assert message in str(outcome.error)
 
 
+class Frozen(nn.Module):
+    """Its batch norm stays in evaluation, as its class says."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__()
+        self.verb, self.layer, self.norm = verb, nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.norm.train(mode and self.verb != "train")
+        return self
+
+    def eval(self) -> Frozen:
+        super().eval()
+        self.norm.train(self.verb == "eval")
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x)).square().mean()
+
+
+def frozen() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+    for verb in ("train", "eval"):
+        torch.manual_seed(0)
+        made, beside = Frozen(verb), Frozen(verb)
+        beside.load_state_dict(made.state_dict())
+        parallel = autopar.parallelize(made, mesh, (batch(0),))
+        for training in (True, False, True):
+            for module in (parallel, beside):
+                assert (module.train() if training else module.eval()) is module
+            assert [m.training for m in parallel.modules()] == [m.training for m in beside.modules()]
+            torch.testing.assert_close(parallel(batch(0)), beside(batch(0)))
+            torch.testing.assert_close(parallel.norm.running_mean, beside.norm.running_mean)
+
+
+def test_a_model_with_its_own_train_and_eval() -> None:
+    (outcome,) = outcomes(1, frozen)
+    assert outcome.error is None, outcome.traceback
+
+
 class Fickle(nn.Module):
     """What it computes, returns and closes over depends on the mode, in one way."""
 

@@ -13,6 +13,7 @@ import itertools
 import random
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ class ByProperty(Base):
 
 
 STATE: Any = None
+KEPT: list[Config] = []
 HOLDER = types.SimpleNamespace(state=None)
 VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE")
 
@@ -200,6 +202,12 @@ def _context(model: Any, start: Any) -> Access:
     return lambda: VARIABLE.get(), lambda value: VARIABLE.set(value) and None
 
 
+def _weak(model: Any, start: Any) -> Access:
+    KEPT.append(Config(start))
+    owner = weakref.ref(KEPT[-1])
+    return lambda: owner().state, lambda value: setattr(owner(), "state", value)
+
+
 PLACES: dict[str, Callable[[Any, Any], Access]] = {
     "an attribute": _attribute,
     "the module's dictionary": _dictionary,
@@ -217,6 +225,7 @@ PLACES: dict[str, Callable[[Any, Any], Access]] = {
     "a global": _global,
     "a global object": _global_object,
     "a context variable": _context,
+    "a weak reference": _weak,
 }
 
 Use = Callable[[Callable[[], Any], Callable[[Any], None], torch.Tensor], torch.Tensor]
@@ -550,6 +559,24 @@ def test_a_parameter_that_no_module_registers_is_refused_by_name(kind: str) -> N
     assert "held" in message and "requires a gradient and is no parameter of the model" in message
     with torch.no_grad():
         capture(Unregistered(), (batch(),))
+
+
+@pytest.mark.parametrize("kind", ["data", "transposed", "part of a buffer", "closure"])
+def test_a_view_of_a_parameter_that_python_keeps_is_refused_by_name(kind: str) -> None:
+    class Views(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(WIDTH, WIDTH, dtype=torch.float64))
+            weight = self.layer.weight
+            kept = {"transposed": weight.detach().T, "part of a buffer": self.average[1:]}.get(kind, weight.data)
+            self.kept = (lambda: kept) if kind == "closure" else kept
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h @ (self.kept() if kind == "closure" else self.kept).sum(0, keepdim=True).T
+
+    name = "average" if kind == "part of a buffer" else "layer.weight"
+    message = refusal(Views())
+    assert "kept is on the memory of " + name in message and "would not change with it" in message
 
 
 def test_capture_writes_no_tensor_of_the_users() -> None:

@@ -50,6 +50,20 @@ class Counting(nn.Module):
         return self.layer(x) * self.calls[0]
 
 
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(self.layer(x))
+
+
+def test_gradients_go_into_complex_outputs() -> None:
+    found = check(Spectrum(), {"a": 2}, (torch.randn(4, 6),))
+    assert found.equal, str(found)
+
+
 def test_two_steps_with_random_numbers_buffers_and_a_checkpoint_are_equal() -> None:
     model = Block()
     found = check(model, MESH, (torch.randn(5, 6),), plans=2, steps=2)

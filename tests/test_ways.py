@@ -23,6 +23,7 @@ from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
+from autopar.testing import check
 
 Forward = Callable[["Net", torch.Tensor], torch.Tensor]
 
@@ -89,6 +90,32 @@ def test_a_reentrant_checkpoint_of_what_needs_no_gradient_has_none() -> None:
         assert "a.weight" not in eager(made).gradients
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
         assert_equal_to_eager(made)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_checkpoint_in_a_checkpoint_is_what_it_runs(last: bool) -> None:
+    """The inner one saves its inputs in the outer one's hooks, which run without gradients."""
+
+    def nested(m: Net, h: torch.Tensor, reentrant: bool) -> torch.Tensor:
+        inner = lambda u: checkpoint(lambda v: m.b(v).tanh(), u, use_reentrant=False) + u  # noqa: E731
+        made: torch.Tensor = checkpoint(inner, h, use_reentrant=reentrant)
+        return made
+
+    assert_equal_to_eager(net(lambda m, x: m.b(nested(m, nested(m, m.a(x), False), last))))
+
+
+def test_an_lstm_in_float32_is_its_steps() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[0].square().mean()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    found = check(Recurrent(), {"a": 2}, (torch.randn(2, 4, 4),), dtype=None)
+    assert found.equal, str(found)
 
 
 def test_dropout_in_a_reentrant_checkpoint_has_the_mask_that_it_has_outside() -> None:

@@ -107,7 +107,8 @@ def _error(found: Any, expected: Any, floor: float) -> float:
 def tangent(meta: torch.Tensor, number: int) -> torch.Tensor:
     """The gradient that is put into an output that is not a loss."""
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(meta.shape, dtype=torch.float64, generator=generator).to(meta.dtype)
+    wide = torch.complex128 if meta.is_complex() else torch.float64
+    return torch.randn(meta.shape, dtype=wide, generator=generator).to(meta.dtype)
 
 
 def eager_steps(
@@ -210,7 +211,7 @@ def _differentiated(
     floating = [
         (path, leaf)
         for path, leaf in pairs
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point() and loss in (None, path)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and loss in (None, path)
     ]
     given = [None if path == loss else tangent(leaf, place_of(path)) for path, leaf in floating]
     return [leaf for _, leaf in floating], given

@@ -24,6 +24,7 @@ import random
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -453,6 +454,12 @@ class _Walk:
             held = value.get(None)
             self.value(f"{path}.get()", held)
             self.look.undo.append(lambda: None if value.get(None) is held else value.set(held) and None)
+        elif isinstance(value, weakref.ref):
+            held = value()
+            facts[path] = (type(value), Same(held))
+            if not isinstance(held, (torch.Tensor, nn.Module)):  # those are reached where they are registered
+                self.look.others.append((value, held))
+                self.value(f"{path}()", held)
         elif isinstance(value, types.GeneratorType):
             frame = value.gi_frame
             facts[path] = Drawn(("generator", frame.f_lasti if frame else None, repr(frame and frame.f_locals)))

@@ -28,7 +28,7 @@ from .fakes import Fakes, canonical_names
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
 from .stamp import Unfit, stamped
 from .step import Replaced, Step
-from .witness import Beside, check_constants, check_hooks
+from .witness import Beside, check_constants, check_hooks, check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ def _capture(
             graph, constants = _joint_graph(record, converted, stamp)
             if grad:
                 check_constants(constants, step.witness.seen)
+            check_memory(constants, step.witness.seen, model)
         except CaptureError as error:
             if isinstance(error, OfData) and (told := unread_refusal(model, step.outcomes.unread)):
                 raise told from None

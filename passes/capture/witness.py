@@ -349,6 +349,21 @@ def check_hooks(model: nn.Module) -> None:
         raise Beside(f"torch has {everywhere} for all modules, which a program would not run: remove them")
 
 
+def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Module) -> None:
+    """Raises Beside where a constant of the graph views a parameter or buffer, with which it would not change."""
+    held = [(name, *compat.storage_span(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    for name, tensor in constants.items():
+        storage, begin, end = compat.storage_span(tensor)
+        shared = [other for other, memory, first, last in held if memory == storage and first < end and begin < last]
+        if shared:
+            paths = [path for path, known in seen.tensors if compat.storage_span(known) == (storage, begin, end)]
+            raise Beside(
+                f"{paths[0] if paths else name} is on the memory of {shared[0]}, and would not change with it: a "
+                f"program keeps parameters and buffers in memory of their own. Take it of {shared[0]} in forward "
+                f"({shared[0]}.detach()), or give it memory of its own (clone())"
+            )
+
+
 def check_constants(constants: Mapping[str, torch.Tensor], seen: Look) -> None:
     """Raises Beside where a constant of the graph is to be trained: no parameter of the model, and yet it requires
     a gradient."""
