@@ -701,6 +701,21 @@ def test_a_change_counts_in_other_modes_too(mesh: DeviceMesh) -> None:
             assert parallel(batch()).item() == pytest.approx(model(batch()).item(), rel=1e-12)
 
 
+def test_a_recurrent_layer_in_another_mode_changes_nothing(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    class Recurrent(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(WIDTH, WIDTH, dtype=torch.float64)
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return self.cells(h)[0]  # type: ignore[no-any-return]
+
+    parallel = autopar.parallelize(Recurrent(), mesh, (batch(),))
+    for training in (True, False, True):
+        parallel.train(training)(batch())
+    assert "changed since" not in caplog.text
+
+
 def test_what_forward_does_not_read_is_not_looked_at(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     class Trainer:
         step, weight = 0, 2.0

@@ -43,6 +43,7 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 _OTHERWISE = REGISTRIES | {
     "__dict__", "__class__", "training",
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_flat_weights", "_flat_weight_refs",  # the parameters of torch's recurrent layers, once more
 }  # fmt: skip
 """Attributes of modules that are compared in other ways."""
 
