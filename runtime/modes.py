@@ -28,7 +28,7 @@ from autopar.planning.planner import Planner, captured_for_planning
 
 from .agree import all_equal, on_first_rank, raise_together
 from .alike import serves
-from .module import Mode
+from .mode import Mode
 from .verify import whole
 
 logger = logging.getLogger("autopar")

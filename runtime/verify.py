@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,9 +25,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import skeleton
 
 from .agree import raise_together
-
-if TYPE_CHECKING:
-    from .module import _State
+from .held import State as _State
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,

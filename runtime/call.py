@@ -1,0 +1,262 @@
+"""One call of a parallel module: its inputs, forward, and backward as autograd asks for it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar import compat
+from autopar.compat import is_real, local_tensor, storage_span
+from autopar.ir.program import ProgramInput
+
+from .agree import digest, exchange, raise_together
+from .held import State
+from .placements import local_slice
+from .sharing import Shared, overlapping
+from .verify import Check
+
+logger = logging.getLogger("autopar")
+
+
+def prepared_call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    if not state.called:
+        _agree_on_first(state, args, kwargs)
+    return _prepared(state, args, kwargs)
+
+
+def _agree_on_first(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What is wrong with the first call of any rank is raised on all of them."""
+    error: Exception | None = None
+    digests: dict[str, int] = {}
+    try:
+        _prepared(state, args, kwargs)
+        bound = state.captured.bind(args, kwargs)
+        digests = {path: digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
+    except Exception as caught:
+        error = caught
+    raise_together(error, state.mesh)
+    everyone = exchange(digests, state.mesh)
+    for path, own in digests.items():
+        if any(other.get(path) != own for other in everyone):
+            raise ValueError(
+                f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
+                f"every rank. Give a DTensor if each rank has its own slice (see input_placements)"
+            )
+    state.called = True
+
+
+def _prepared(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    bound = state.captured.bind(args, kwargs)
+    values: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    differentiable: list[torch.Tensor] = []
+    sources: list[ProgramInput] = []
+    for i in state.inputs:
+        if i.role == "input":
+            whole = bound[i.target]
+            local = _local_input(state, i, whole)
+            _refuse_buffer(state, i, whole)
+        elif i.target in state.constants and i.role == "buffer":
+            whole = local = state.constants[i.target]
+            local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
+        else:
+            whole = state.refuse_replaced(i.target)
+            local = state.padded(local_tensor(whole), i) if isinstance(whole, DTensor) else whole.detach()
+            if i.role == "buffer":
+                local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
+        if local.device != state.device:
+            raise ValueError(_misplaced(state, i, local))
+        values.append(local)
+        given.append(whole)
+        if i.role == "input" and whole.requires_grad and torch.is_grad_enabled() and i.target not in state.gradients:
+            raise ValueError(
+                f"input {i.target} requires a gradient, and the model was captured without: give parallelize an "
+                f"example input that requires one, or detach() this one"
+            )
+        if whole.requires_grad and i.target in state.trained:
+            differentiable.append(whole)
+            sources.append(i)
+    return _Call(state=state, values=values, given=given, differentiable=tuple(differentiable), sources=tuple(sources))
+
+
+def _local_input(state: State, i: ProgramInput, whole: torch.Tensor) -> torch.Tensor:
+    if not isinstance(whole, DTensor):
+        return local_slice(whole.detach(), i.layout, state.program.mesh, state.coordinate)
+    if whole.device_mesh != state.mesh:
+        raise ValueError(f"input {i.target} is a DTensor on {whole.device_mesh}; the module is on {state.mesh}")
+    with torch.no_grad():
+        return state.padded(state.placed(whole, i.layout), i)
+
+
+def _refuse_buffer(state: State, i: ProgramInput, whole: torch.Tensor) -> None:
+    """Where forward writes a buffer that it is given as an input too, eager sees the new values in both."""
+    if not state.mutations or not is_real(whole):
+        return
+    place = storage_of(whole)
+    for _, o in state.mutations:
+        if storage_of(state.value(o.target)) == place:
+            raise ValueError(
+                f"input {i.target} lies in the memory of buffer {o.target}, which forward writes: give a clone() of it"
+            )
+
+
+def _misplaced(state: State, i: ProgramInput, local: torch.Tensor) -> str:
+    if local.device.type == "meta" and i.role != "input":
+        return f"{i.role} {i.target} is on meta: call materialize(init_fn or state_dict) before the first step"
+    return f"{i.role} {i.target} is on {local.device} and the mesh on {state.device}: move it there"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Call:
+    """One call: this rank's values of the inputs, and the tensors outside that take gradients."""
+
+    state: State
+    values: list[torch.Tensor]
+    given: list[torch.Tensor]
+    """What the values are parts of."""
+    differentiable: tuple[torch.Tensor, ...]
+    sources: tuple[ProgramInput, ...]
+    returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """The outputs, once the caller has them."""
+    keys: tuple[torch.Tensor, ...] = ()
+    """Of the random operators, once they are drawn."""
+    check: Check | None = None
+
+    def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
+        state = self.state
+        self.keys = state.keys()
+        self.values += self.keys
+        seen = [*self.values] if state.shared is None else []
+        with compat.without_autocast(state.device.type):
+            made, saved = state.executable.forward(self.values)
+        if state.shared is None:
+            state.shared = Shared.of(seen, state.mutated, made, saved)
+        with torch.no_grad():
+            made, saved = state.shared.apart(made, saved)
+            state.write_back(made)
+        return made, saved
+
+
+class ProgramStep(torch.autograd.Function):
+    """The compiled forward and backward as one operator of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        state = call.state
+        made, saved = call.forward()
+        outputs = state.outputs(made)
+        ctx.mark_non_differentiable(
+            *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in state.differentiable)
+        )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
+        ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
+        ctx.check = call.check
+        assert state.shared is not None
+        read = [(state.inputs[k], call.given[k]) for k in state.shared.kept if k < len(call.given)]
+        ctx.read = [(i, whole, compat.version(whole)) for i, whole in read if isinstance(whole, DTensor)]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            results = ProgramStep.gradients(ctx, gradients)
+        if not torch.is_grad_enabled():
+            return results
+        # the caller asked for a graph of the gradients
+        found = [index for index, value in enumerate(results) if value is not None]
+        marked = _Once.apply(*(results[index].detach().requires_grad_() for index in found))  # type: ignore
+        by_index = dict(zip(found, marked, strict=True))
+        return tuple(by_index.get(index) for index in range(len(results)))
+
+    @staticmethod
+    def gradients(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        state: State = ctx.state
+        by_path = dict(zip(state.output_paths, gradients, strict=True))
+        _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
+        _refuse_written(ctx.read)
+        arguments = [*ctx.saved_tensors]
+        ctx.maybe_clear_saved_tensors()
+        arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
+        # what backward drops is not kept for the look at it; tangents are, since the caller may hold other ones
+        look = state.overlapping is None
+        kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
+        held = arguments[len(arguments) - len(state.tangents) :] if look else []
+        with compat.without_autocast(state.device.type):
+            made = list(state.executable.backward(arguments))
+        if state.overlapping is None:
+            state.overlapping = overlapping(made, kept)
+            held.clear()
+        # an optimizer writes into gradients: no two may share memory
+        for index in state.overlapping:
+            value = made[index]
+            assert value is not None
+            made[index] = value.clone(memory_format=torch.contiguous_format)
+        results: list[torch.Tensor | None] = [None]
+        for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
+            local = made[state.gradients[i.target]] if needed else None
+            results.append(None if local is None else state.gradient(i, form, local))
+        if ctx.check is not None:
+            made_for = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
+            ctx.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, made_for)
+        return tuple(results)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that are not differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        raise ValueError(
+            "the gradients of a parallel module cannot be differentiated again: compute a penalty on gradients inside "
+            "of the model's forward or of loss_fn=, by torch.autograd.grad(..., create_graph=True)"
+        )
+
+
+def _refuse_written(read: Sequence[tuple[ProgramInput, torch.Tensor, int]]) -> None:
+    """As autograd does for plain tensors."""
+    for i, whole, version in read:
+        if compat.version(whole) != version:
+            raise ValueError(
+                f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "
+                f"and other writes after backward(), or call the module again first"
+            )
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+def _refuse_lost(
+    state: State, by_path: Mapping[str, torch.Tensor | None], returned: Mapping[str, weakref.ref[torch.Tensor]]
+) -> None:
+    """A gradient that the program has no place for is an error, not a loss."""
+    others = [path for path in by_path if path not in state.carriers]
+    for path in others:
+        output = returned[path]()
+        if output is not None and compat.is_observed(output):
+            raise ValueError(
+                f"{path} has a hook or retain_grad(), and its gradient is not computed where {state.captured.loss} "
+                f"is differentiated: have the model return what you look for, or leave the hook out"
+            )
+    lost = [path for path in others if by_path[path] is not None]
+    if lost:
+        raise ValueError(
+            f"a gradient reaches {', '.join(lost)}, and the program differentiates {state.captured.loss} alone: "
+            f"pass parallelize a loss_fn= that takes the model's output and returns all of the loss, or detach() "
+            f"what is not to be differentiated"
+        )

@@ -1,0 +1,284 @@
+"""What a parallel module holds beside its parameters: the program, its compiled form, and where values live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import compat
+from autopar.compat import is_real, local_tensor, make_dtensor
+from autopar.ir.layout import Layout, Replicate, is_chunked, local_shape, pad, valid_shape
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.ir.randomness import keys
+from autopar.passes.capture.captured import Captured
+
+from .agree import all_equal, coordinate_of, device_of, digest, exchange, process_groups, raise_together
+from .execute import compile
+from .fit import is_replicated, mismatch
+from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
+from .seeds import step_seed
+from .sharing import Shared
+from .submodules import empty_submodule
+
+logger = logging.getLogger("autopar")
+
+
+class State:
+    """What the module knows beside its parameters: the program, its compiled form, and where values live."""
+
+    def __init__(self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+        self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
+        self.coordinate = coordinate_of(mesh)
+        self.device = device_of(mesh)
+        self.groups = process_groups(mesh)
+        self.executable = compile(program, self.groups, device=self.device)
+        self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
+        self.seeds = sum(i.role == "seed" for i in program.inputs)
+        order = [i.role for i in program.inputs if i.role != "tangent"]
+        assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
+        self.tangents = tuple(i for i in program.inputs if i.role == "tangent")
+        self.carriers = frozenset(i.target for i in self.tangents)
+        """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
+        self.differentiable = self.carriers | {leaf.path for leaf in captured.output_leaves if leaf.requires_grad}
+        self.made = tuple(o for o in program.outputs if o.role != "gradient")
+        self.gradients = {o.target: i for i, o in enumerate(o for o in program.outputs if o.role == "gradient")}
+        self.gradient_outputs = tuple(o for o in program.outputs if o.role == "gradient")
+        self.trained = frozenset(o.target for o in self.gradient_outputs if o.name is not None)
+        outputs = [(i, o) for i, o in enumerate(self.made) if o.role == "output" and o.name is not None]
+        self.output_indices = tuple(i for i, _ in outputs)
+        self.output_paths = tuple(o.target for _, o in outputs)
+        self.mutations = tuple((i, o) for i, o in enumerate(self.made) if o.role == "mutation" and o.name is not None)
+        self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
+        self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
+        self.owners: dict[str, tuple[dict[str, Any], str]] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.mirrors: dict[int, nn.Module] = {}
+        self.shells: dict[str, tuple[DTensor, int]] = {}
+        """Parameters as they were seen first, with what `.data = ...` replaces of them."""
+        self.called = False
+        self.whole_outputs = False
+        """Whether the caller gets split outputs gathered, as plain tensors."""
+        self.overlapping: tuple[int, ...] | None = None
+        mutated = {o.target for _, o in self.mutations}
+        held = ("buffer", "parameter")
+        self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
+        """Which inputs the program writes."""
+        self.shared: Shared | None = None
+
+    # -- modules and values
+
+    def mirror(self, module: nn.Module) -> nn.Module:
+        """A module of the same class and attributes, with tensors of its own to come."""
+        if id(module) not in self.mirrors:
+            made = empty_submodule(type(module))
+            vars(made).update(vars(module))
+            vars(made).update(
+                _parameters=dict(module._parameters),
+                _buffers=dict(module._buffers),
+                _modules={},
+                _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
+            )
+            self.mirrors[id(module)] = made
+            made._modules.update({n: None if m is None else self.mirror(m) for n, m in module._modules.items()})
+        return self.mirrors[id(module)]
+
+    def own(self, parallel: nn.Module, model: nn.Module) -> None:
+        """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
+        first: dict[int, str] = {}
+        for prefix, module in parallel.named_modules(remove_duplicate=False):
+            for registry in (module._parameters, module._buffers):
+                for key, tensor in registry.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{key}" if prefix else key
+                        self.owners[name] = (registry, key)
+                        canonical = first.setdefault(id(tensor), self.captured.tied.get(name, name))
+                        self.aliases.setdefault(canonical, []).append(name)
+
+    def with_program(self, captured: Captured, program: Program) -> State:
+        """The same values with another program."""
+        raise_together(mismatch(program, self.mesh), self.mesh)
+        all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
+        for i in program.inputs:
+            assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
+        made = State(captured, program, self.plan, self.mesh)
+        made.at_rest, made.owners, made.aliases, made.mirrors = self.at_rest, self.owners, self.aliases, self.mirrors
+        made.whole_outputs, made.shells = self.whole_outputs, self.shells
+        return made
+
+    def value(self, name: str) -> torch.Tensor:
+        registry, key = self.owners[name]
+        tensor: torch.Tensor = registry[key]
+        return tensor
+
+    def layout(self, name: str) -> Layout:
+        """At rest. A parameter that the graph does not read is replicated."""
+        for alias in (name, self.captured.tied.get(name, name)):
+            if alias in self.at_rest:
+                return self.at_rest[alias]
+        return (Replicate(),) * len(self.program.mesh)
+
+    def placements(self, value: ProgramInput | ProgramOutput) -> tuple[Placement, ...]:
+        assert value.meta is not None
+        return placements_of(value.layout, value.meta.shape, self.program.mesh)
+
+    def input_placements(self, i: ProgramInput) -> tuple[Placement, ...]:
+        """Uneven shards that are not those of torch are cut from the whole."""
+        if is_chunked(i.meta.shape, i.layout, self.program.mesh):
+            return self.placements(i)
+        return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
+
+    def shard(self, name: str, whole: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """The parameter of this name as a DTensor, from its whole value, in memory of its own."""
+        layout, mesh = self.layout(name), self.program.mesh
+        if not is_real(whole):
+            held = valid_shape(tuple(whole.shape), layout, mesh, self.coordinate)
+            local = torch.empty(held, dtype=whole.dtype, device="meta")
+        else:
+            padded = local_slice(whole.detach(), layout, mesh, self.coordinate)
+            local = unpadded(padded, tuple(whole.shape), layout, mesh, self.coordinate).to(self.device)
+            storage = local.untyped_storage()
+            if storage.data_ptr() == whole.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
+                local = local.clone(memory_format=torch.contiguous_format)
+        placements = placements_of(layout, tuple(whole.shape), mesh)
+        stride = contiguous_stride(tuple(whole.shape))
+        return make_dtensor(local, self.mesh, placements, whole.shape, stride).requires_grad_(requires_grad)
+
+    def distribute(self, model: nn.Module | None, values: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take this rank's part of each value, and compare the whole values with the other ranks'.
+
+        One value is held whole at a time. Nothing is changed if any rank finds something wrong.
+        """
+        made: dict[str, torch.Tensor] = {}
+        digests: dict[str, int] = {}
+        error: Exception | None = None
+        try:
+            for name, value in values:
+                made[name] = self.part(name, value)
+                if not isinstance(value, DTensor) and is_real(value):
+                    digests[name] = digest(value)
+        except Exception as caught:
+            error = caught
+        raise_together(error, self.mesh)
+        everyone = exchange(digests, self.mesh)
+        for name in digests:
+            if any(other.get(name) != digests[name] for other in everyone):
+                raise ValueError(
+                    f"the ranks have different values for {name!r}: seed every rank equally before the model is made, "
+                    f"or build it on meta and call materialize(state_dict)"
+                )
+        for name, tensor in made.items():
+            is_parameter = isinstance(self.value(name), nn.Parameter)
+            new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
+            compat.take_notes(new, self.value(name))
+            for alias in self.aliases[name]:
+                registry, key = self.owners[alias]
+                registry[key] = new
+            self.refuse_replaced(name)
+
+    def part(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a value, in memory of its own."""
+        present = self.value(name)
+        if isinstance(value, DTensor):
+            return self._redistributed(name, value, present.requires_grad)
+        if isinstance(present, nn.Parameter):
+            return self.shard(name, value, present.requires_grad)
+        if is_real(value):
+            return value.detach().to(self.device, copy=True)
+        return torch.empty_like(value, device="meta")
+
+    def _redistributed(self, name: str, value: DTensor, requires_grad: bool) -> torch.Tensor:
+        if not isinstance(self.value(name), nn.Parameter):
+            return value.full_tensor().to(self.device)
+        shape = tuple(value.shape)
+        wanted = placements_of(self.layout(name), shape, self.program.mesh)
+        with torch.no_grad():
+            local = self.placed(value, self.layout(name)).clone(memory_format=torch.contiguous_format)
+        made = make_dtensor(local, self.mesh, wanted, value.shape, contiguous_stride(shape))
+        return made.requires_grad_(requires_grad)
+
+    def placed(self, value: DTensor, layout: Layout) -> torch.Tensor:
+        """This rank's part of a DTensor in `layout`, contiguous and without padding; communicates unless it is
+        there already."""
+        shape = tuple(value.shape)
+        wanted = placements_of(layout, shape, self.program.mesh)
+        as_in_torch = is_chunked(shape, layout, self.program.mesh)
+        if value.device_mesh == self.mesh and value.placements == wanted and as_in_torch:
+            return local_tensor(value).contiguous()
+        if value.device_mesh != self.mesh or is_strided(wanted) or not as_in_torch:
+            # torch's redistribution to strided shards is not to be relied on
+            part = local_slice(value.full_tensor(), layout, self.program.mesh, self.coordinate)
+            return unpadded(part, shape, layout, self.program.mesh, self.coordinate)
+        return local_tensor(value.redistribute(self.mesh, wanted)).contiguous()
+
+    def padded(self, local: torch.Tensor, i: ProgramInput) -> torch.Tensor:
+        """What the program is given, from what a DTensor's rank holds."""
+        return pad(local, local_shape(i.meta.shape, i.layout, self.program.mesh))
+
+    def refuse_replaced(self, name: str) -> torch.Tensor:
+        """The value of this name. DTensor forgets `parameter.data = ...`."""
+        value = self.value(name)
+        if isinstance(value, DTensor):
+            known, shell = self.shells.get(name, (None, 0))
+            if known is not value:
+                self.shells[name] = value, compat.shell(value)
+            elif shell != compat.shell(value):
+                raise ValueError(
+                    f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
+                    f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
+                )
+        return value
+
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        """The keys of this step's random operators."""
+        return keys(step_seed(self.program.axes, self.groups, self.device), self.seeds) if self.seeds else ()
+
+    def write_back(self, made: tuple[torch.Tensor | None, ...]) -> None:
+        for index, o in self.mutations:
+            value = made[index]
+            assert value is not None
+            held = self.value(o.target)
+            if isinstance(held, DTensor):  # a parameter, of which each rank keeps its part
+                shape, layout, mesh = tuple(held.shape), self.layout(o.target), self.program.mesh
+                part = local_slice(value, layout, mesh, self.coordinate)
+                value, held = unpadded(part, shape, layout, mesh, self.coordinate), local_tensor(held)
+            held.copy_(value)
+
+    def outputs(self, made: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
+        """What the caller sees of each output: whole ones as they are, split ones as DTensors, or gathered."""
+        results: list[torch.Tensor] = []
+        for index in self.output_indices:
+            local, output = made[index], self.made[index]
+            assert local is not None
+            split = None if is_replicated(output.layout) else self._dtensor(local, output)
+            results.append(local if split is None else split.full_tensor() if self.whole_outputs else split)
+        return tuple(results)
+
+    def _dtensor(self, local: torch.Tensor, value: ProgramInput | ProgramOutput) -> DTensor:
+        assert value.meta is not None
+        shape = value.meta.shape
+        local = unpadded(local, shape, value.layout, self.program.mesh, self.coordinate)
+        return make_dtensor(local, self.mesh, self.placements(value), torch.Size(shape), contiguous_stride(shape))
+
+    def tangent(self, i: ProgramInput, gradient: torch.Tensor | None) -> torch.Tensor:
+        """What the backward half reads, from what autograd brings."""
+        if gradient is None:
+            shape = local_shape(i.meta.shape, i.layout, self.program.mesh)
+            return torch.zeros(shape, dtype=i.meta.dtype, device=self.device)
+        if isinstance(gradient, DTensor):
+            return self.padded(self.placed(gradient, i.layout), i)
+        return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
+
+    def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
+        """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
+        output = self.gradient_outputs[self.gradients[i.target]]
+        if form is not None:
+            made = self._dtensor(local.contiguous(), output)
+            return made if made.placements == form else made.redistribute(self.mesh, form)
+        return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()

@@ -1,0 +1,176 @@
+"""The programs of a parallel module, one for each mode, state of Python and values read of inputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import compat
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.known import Pinned
+
+from .agree import all_equal, raise_together
+from .alike import same_values
+from .guard import Guard, report_changed
+from .held import State
+from .mode import Again, Mode
+from .verify import whole as gathered
+
+logger = logging.getLogger("autopar")
+
+
+PINNED_MOST = 8
+"""Programs that are kept for a mode, by what they read of inputs; those that were called last."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Version:
+    """A program, and what it is right for."""
+
+    mode: Mode
+    guard: Guard
+    pinned: Pinned
+    state: State
+
+
+class Versions:
+    """The program for each mode that the module is called in."""
+
+    def __init__(self, parallel: nn.Module, model: nn.Module, state: State, again: Again | None) -> None:
+        self.base, self.again = state, again
+        # the parallel module stands for the model; submodules are its mirrors, in the same order
+        self.modules = tuple(parallel.modules())
+        self.parameters = tuple(
+            (name, *state.owners[name]) for name in state.aliases if isinstance(state.value(name), nn.Parameter)
+        )
+        captured = state.captured
+        trained = {o.target for o in state.gradient_outputs if o.name is not None}
+        mode = Mode(
+            training=tuple(m.training for m in model.modules()),
+            trainable=frozenset({name for name, *_ in self.parameters} & trained | set(captured.without_gradient)),
+            gradients=bool(state.tangents)
+            or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
+            autocast=captured.autocast,
+        )
+        self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
+        self.versions: list[_Version] = [self._version(mode, captured, state)]
+        self.chosen: dict[tuple[Any, ...], _Version] = {}
+        self.device_type = state.device.type
+
+    def state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        """That of the mode which the module is in now, and of these inputs."""
+        gradients = torch.is_grad_enabled()
+        flags: list[Any] = [compat.autocast_dtype(self.device_type), gradients, *[m.training for m in self.modules]]
+        if gradients:
+            flags += [registry[key].requires_grad for _, registry, key in self.parameters]
+        key = tuple(flags)
+        chosen = self.chosen.get(key)
+        if chosen is None or not chosen.guard.holds() or (chosen.pinned and not self._reads(chosen, args, kwargs)):
+            self.chosen[key] = chosen = self._found(gradients, args, kwargs)
+        return chosen.state
+
+    def guard_again(self) -> None:
+        """Guard the modules that these modes are of now, and no others."""
+        for version in self.versions:
+            version.guard = self._guard(version.state.captured)
+        self.chosen = {}
+
+    def _guard(self, captured: Captured) -> Guard:
+        return Guard(self.root, self.loss_fn, captured.reads)
+
+    def _version(self, mode: Mode, captured: Captured, state: State) -> _Version:
+        return _Version(mode=mode, guard=self._guard(captured), pinned=captured.pinned, state=state)
+
+    def _reads(self, version: _Version, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a program's numbers are those of these inputs, on all ranks alike."""
+        error: Exception | None = None
+        differs = None
+        bound = self._bound(args, kwargs)
+        inputs = {path: gathered(bound[path]) for path in version.pinned.slots}
+        try:
+            differs = version.pinned.differs(inputs)
+        except Exception as caught:
+            error = caught
+        raise_together(error, self.base.mesh)
+        all_equal(
+            differs is None,
+            self.base.mesh,
+            f"the ranks read different {version.pinned}: a plain tensor is the global batch and must be the same on "
+            f"every rank",
+        )
+        return differs is None
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The inputs by path; what is wrong with those of any rank is raised on all of them."""
+        bound: dict[str, torch.Tensor] = {}
+        error: Exception | None = None
+        try:
+            bound = self.base.captured.bind(args, kwargs)
+        except ValueError as caught:
+            error = caught
+        raise_together(error, self.base.mesh)
+        return bound
+
+    def _found(self, gradients: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Version:
+        wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
+        cast = compat.autocast_dtype(self.device_type)
+        mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
+        changed: list[str] = []
+        others: list[_Version] = []
+        for version in self.versions:
+            if version.mode == mode or (self.again is None and version.mode.covers(mode)):
+                if not version.guard.holds():
+                    changed = version.guard.changed
+                elif version.pinned and not self._reads(version, args, kwargs):
+                    others.append(version)
+                else:
+                    self.versions.append(self.versions.pop(self.versions.index(version)))
+                    return version
+        if others:
+            self._report_read(others)
+        elif changed:
+            report_changed(changed, possible=self.again is not None)
+        if self.again is None:
+            raise ValueError(
+                f"the module has a program for {self.versions[0].mode}, and is called for {mode}: call train(), eval() "
+                f"and requires_grad_() as when it was captured, or make it with autopar.parallelize"
+            )
+        states = [version.state for version in self.versions]
+        inputs = self._bound(args, kwargs)
+        captured, program = self.again(mode, self.root, [state.captured for state in states], inputs)
+        if isinstance(program, int):
+            served = [state for state in states if state.program is states[program].program]
+            same = [state for state in served if same_values(state.captured, captured)]
+            state = same[0] if same else self.base.with_program(captured, states[program].program)
+        else:
+            state = self.base.with_program(captured, program)
+        made = self._version(mode, captured, state)
+        self.versions.append(made)
+        return made
+
+    def _report_read(self, others: Sequence[_Version]) -> None:
+        """Say that the programs of a mode read other numbers; the one that was called longest ago is dropped if there
+        are too many. Raises ValueError where another cannot be had."""
+        pinned = others[0].pinned
+        if self.again is None:
+            raise ValueError(
+                f"the program is right for other {pinned}: give the inputs that it was captured with, or make the "
+                f"module with autopar.parallelize, which captures again"
+            )
+        logger.warning(
+            "the model's Python reads %s, and these differ from those of the %s: it is captured and planned again, "
+            "which takes long, and %d programs are kept. What differs from batch to batch should be computed with "
+            "tensors (a mask, torch.where), not read",
+            pinned,
+            "program" if len(others) == 1 else f"{len(others)} programs",
+            PINNED_MOST,
+        )
+        if len(others) >= PINNED_MOST:
+            dropped = others[0]
+            self.versions.remove(dropped)
+            self.chosen = {key: version for key, version in self.chosen.items() if version is not dropped}
