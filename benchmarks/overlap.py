@@ -50,7 +50,7 @@ HAND = {"ddp": "DDP", "fsdp": "FSDP2"}
 
 def programs(planner: Any, plan: Any) -> dict[str, Any]:
     """A plan's program under each lowering."""
-    from autopar.cost.timeline import alone_seconds
+    from autopar.cost.streams import alone_seconds
     from autopar.passes.codegen import codegen
     from autopar.passes.lower.bucket import bucket
     from autopar.passes.lower.chunk import chunk
@@ -127,7 +127,8 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.cost.timeline import COMPUTE, timeline
+    from autopar.cost.streams import timeline
+    from autopar.cost.timeline import COMPUTE
     from autopar.planning.planner import Planner
     from autopar.runtime.module import ParallelModule
 

@@ -18,7 +18,7 @@ from paper_figures import PEAK, PRODUCTS, Product, cluster, dataflows, largest
 from autopar.cluster.collectives import Link, loads, prices
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.cost.simulator import Task, simulate
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.slice import sliced

@@ -1,4 +1,4 @@
-"""Places along a split dim: names for the dims of what is indexed, and global indices as indices of what a rank holds."""
+"""Places along a split dim: how the dims of an indexed tensor are named, and which places a rank holds."""
 
 from __future__ import annotations
 

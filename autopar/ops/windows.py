@@ -99,10 +99,8 @@ def windowed(kind: str) -> Rule:
         part: Named = names
         if unit == 1:
             few = 2 * len(range(start, end, call.argument("step"))) <= size
-            whole, part = (
-                with_dim(names, dim, place_of(meta) if few or kind != "slice" else None),
-                with_dim(names, dim, None),
-            )
+            whole = with_dim(names, dim, place_of(meta) if few or kind != "slice" else None)
+            part = with_dim(names, dim, None)
         inputs = [part] if kind == "backward" else [whole, part][: len(call.inputs)]
         sizes = {names[dim]: unit} if unit > 1 else {}
         output = part if kind == "slice" else whole

@@ -22,7 +22,8 @@ from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments, peak
 from autopar.cost.optimizers import Optimizer, named_optimizer
 from autopar.cost.redistribute import Redistributor
-from autopar.cost.timeline import Known, Timeline, timeline
+from autopar.cost.streams import Known, timeline
+from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
 from autopar.ir.layout import REPLICATE, Layout, Split, local_shape
 from autopar.ir.program import Program
