@@ -332,7 +332,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
 
 def cases_of(module: Any) -> dict[Any, int]:
     """Each kind, axis and size of a program's collectives, and how many there are."""
-    from autopar.cluster.calibration import Case
+    from autopar.cluster.measurements import Case
 
     counts = Counter(module.program.collectives())
     return {Case(kind=kind, axis=axis, bytes=size): n for (kind, axis, size), n in counts.items()}

@@ -21,7 +21,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.cluster.calibration import Axis, Case, Compute, Measurements, Sample, Together, axes, level_axes, quartiles
+from autopar.cluster.measurements import (
+    Axis,
+    Case,
+    Compute,
+    Measurements,
+    Sample,
+    Together,
+    axes,
+    level_axes,
+    quartiles,
+)
 from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
 
 from .execute import (

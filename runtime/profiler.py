@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.cluster.calibration import Case
+from autopar.cluster.measurements import Case
 from autopar.compat import make_dtensor
 from autopar.ir import randomness
 from autopar.ir.layout import Shape, local_shape

@@ -17,17 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster.collectives import (
-    ALGORITHMS,
-    KINDS,
     LARGEST_BUCKET_BYTES,
     LATENCY_PART,
     SMALLEST_BUCKET_BYTES,
-    Link,
     collective_seconds,
     price,
     prices,
 )
 from autopar.cluster.library import CLUSTERS, named_cluster, parse_cluster, read_cluster
+from autopar.cluster.links import ALGORITHMS, KINDS, Link
 from autopar.cluster.machine import Cluster, Device, Level, Operators
 from autopar.ir.graph import TensorMeta
 

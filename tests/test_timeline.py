@@ -11,8 +11,9 @@ import models
 import pytest
 import torch
 
-from autopar.cluster.collectives import ALGORITHMS, KINDS, collective_seconds, loads, prices
+from autopar.cluster.collectives import collective_seconds, loads, prices
 from autopar.cluster.library import CLUSTERS
+from autopar.cluster.links import ALGORITHMS, KINDS
 from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_key
 from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE, Timeline

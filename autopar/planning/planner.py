@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.cluster.collectives import are_of_gloo
 from autopar.cluster.library import named_cluster
+from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments, peak
