@@ -304,7 +304,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     """On one rank: seconds of every step of every plan, and what was predicted."""
     import torch
 
-    from autopar.runtime.measure import collectives_seconds
+    from autopar.runtime.measure.collectives import collectives_seconds
 
     cell = Cell(**cell_fields)
     torch.set_num_threads(1)

@@ -33,7 +33,7 @@ from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 from .agree import axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups
 from .execute import Executable, Writer
 from .failures import Groups, watched
-from .measure import collectives_seconds
+from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
 from .placements import contiguous_stride, local_slice, placements_of, unpadded
 

@@ -27,7 +27,15 @@ from autopar.cluster.validation import check, compute_check
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ops import Call, rule_of
 from autopar.ops.registry import RULES
-from autopar.runtime.measure import MOVERS, RING_BYTES, RING_MOST, RING_NEAR, arithmetic, copies_beyond_caches, in_turn
+from autopar.runtime.measure.operators import (
+    MOVERS,
+    RING_BYTES,
+    RING_MOST,
+    RING_NEAR,
+    arithmetic,
+    copies_beyond_caches,
+    in_turn,
+)
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -24,7 +24,8 @@ from autopar.cluster.machine import Cluster
 from autopar.cluster.measurements import Measurements
 from autopar.cluster.validation import Row, check, compute_check
 from autopar.planning.plan import bytes_text, seconds_text
-from autopar.runtime.measure import matmul_flops_per_second, measured_here
+from autopar.runtime.measure import measured_here
+from autopar.runtime.measure.operators import matmul_flops_per_second
 
 from .common import notes, out, progress, reports_bad_input, whole_numbers
 

@@ -29,7 +29,7 @@ GLOO = tuple(
         "exchange": ("pairwise",),
     }.items()
 )
-"""What runs on gloo for each kind. (Its own reduce-scatter is an all-reduce; `runtime.execute` sends parts instead.)"""
+"""What runs on gloo for each kind. (Its own reduce-scatter is an all-reduce: `runtime.collectives` sends parts.)"""
 
 Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
 """Names of algorithms, or names for each kind of collective."""
