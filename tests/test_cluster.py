@@ -20,6 +20,7 @@ from autopar.cluster.collectives import (
     LARGEST_BUCKET_BYTES,
     LATENCY_PART,
     SMALLEST_BUCKET_BYTES,
+    bucket_bytes,
     collective_seconds,
     price,
     prices,
