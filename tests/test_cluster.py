@@ -272,7 +272,7 @@ def test_caches_hold_small_operands_and_some_operators_take_longer() -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_library_cites_and_adds_up(name: str, tmp_path: Path) -> None:
-    text = (files("autopar.clusters") / f"{name}.toml").read_text()
+    text = (files("autopar.cluster.library") / f"{name}.toml").read_text()
     path = tmp_path / "mine.toml"
     path.write_text(text)
     assert (
