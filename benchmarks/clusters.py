@@ -71,7 +71,7 @@ def assumptions() -> list[str]:
     """How many figures of each file are assumptions, and how many have a source outside."""
     lines = ["| cluster | figures | of them assumptions |", "|---|---|---|"]
     for name in sorted(CLUSTERS):
-        data = tomllib.loads((files("autopar.clusters") / f"{name}.toml").read_text())
+        data = tomllib.loads((files("autopar.cluster.library") / f"{name}.toml").read_text())
         sources = [s for table in (data["device"], *data["level"]) for s in table["source"].values()]
         guessed = sum("assumption" in s or "order of magnitude" in s for s in sources)
         lines.append(f"| `{name}` | {len(sources)} | {guessed} |")

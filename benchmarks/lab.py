@@ -304,7 +304,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     """On one rank: seconds of every step of every plan, and what was predicted."""
     import torch
 
-    from autopar.runtime.measure import collectives_seconds
+    from autopar.runtime.measure.collectives import collectives_seconds
 
     cell = Cell(**cell_fields)
     torch.set_num_threads(1)
@@ -332,7 +332,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
 
 def cases_of(module: Any) -> dict[Any, int]:
     """Each kind, axis and size of a program's collectives, and how many there are."""
-    from autopar.cluster.calibration import Case
+    from autopar.cluster.measurements import Case
 
     counts = Counter(module.program.collectives())
     return {Case(kind=kind, axis=axis, bytes=size): n for (kind, axis, size), n in counts.items()}

@@ -50,7 +50,7 @@ HAND = {"ddp": "DDP", "fsdp": "FSDP2"}
 
 def programs(planner: Any, plan: Any) -> dict[str, Any]:
     """A plan's program under each lowering."""
-    from autopar.cost.timeline import alone_seconds
+    from autopar.cost.streams import alone_seconds
     from autopar.passes.codegen import codegen
     from autopar.passes.lower.bucket import bucket
     from autopar.passes.lower.chunk import chunk
@@ -100,14 +100,14 @@ def collectives_alone(program: Any, mesh: Any) -> Callable[[], None]:
     """A call that starts the program's collectives in order, and then waits for all."""
     import torch
 
-    from autopar.runtime import execute
+    from autopar.runtime import collectives
 
     calls: dict[str, Callable[[Any, Any], Any]] = {
-        "all_reduce": lambda x, group: execute.all_reduce_in_place(x, "sum", group),
-        "reduce_scatter": lambda x, group: execute.reduce_scatter(x, "sum", group),
-        "all_gather": execute.all_gather,
-        "all_to_all": execute.all_to_all,
-        "shift": lambda x, group: execute.shift(x, 1, group),
+        "all_reduce": lambda x, group: collectives.all_reduce_in_place(x, "sum", group),
+        "reduce_scatter": lambda x, group: collectives.reduce_scatter(x, "sum", group),
+        "all_gather": collectives.all_gather,
+        "all_to_all": collectives.all_to_all,
+        "shift": lambda x, group: collectives.shift(x, 1, group),
     }
     started = [i for i in (*program.forward, *program.backward) if i.collective]
     metas = [program.metas[i.inputs[0]] for i in started]
@@ -117,7 +117,7 @@ def collectives_alone(program: Any, mesh: Any) -> Callable[[], None]:
     def run() -> None:
         pending = [calls[i.collective](*rest) for i, *rest in zip(started, operands, groups, strict=True)]
         for each in pending:
-            execute.wait(each)
+            collectives.wait(each)
 
     return run
 
@@ -127,7 +127,8 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.cost.timeline import COMPUTE, timeline
+    from autopar.cost.streams import timeline
+    from autopar.cost.timeline import COMPUTE
     from autopar.planning.planner import Planner
     from autopar.runtime.module import ParallelModule
 

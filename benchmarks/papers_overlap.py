@@ -29,7 +29,9 @@ import transformers  # noqa: E402
 from torch import nn  # noqa: E402
 
 from autopar.cost.redistribute import Redistributor  # noqa: E402
-from autopar.cost.timeline import COMPUTE, COPIES, timeline  # noqa: E402
+from autopar.cost.roofline import COPIES  # noqa: E402
+from autopar.cost.streams import timeline  # noqa: E402
+from autopar.cost.timeline import COMPUTE  # noqa: E402
 from autopar.passes.space.strategies import Space  # noqa: E402
 from autopar.planning.choice import HIDDEN  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402

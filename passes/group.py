@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solve.elimination import Bools, Floats, Row, tensor_rows, undominated
+from autopar.solve.arrays import Bools, Floats
 from autopar.solve.problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
     Choice,
@@ -32,6 +32,7 @@ from autopar.solve.problem import (
     Variable,
     evaluate,
 )
+from autopar.solve.rows import Row, tensor_rows, undominated
 
 from .blocks import Blocks, ParallelBlock
 from .space.strategies import Region, Space

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.elimination import Bools, Floats, Ints, Row, tensor_rows
+from autopar.solve.arrays import Bools, Floats, Ints
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem
+from autopar.solve.rows import Row, tensor_rows
 
 from .group import Group, Grouped, assembled
 

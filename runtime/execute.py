@@ -1,9 +1,9 @@
-"""The program of one rank as two Python functions, and the collectives behind it.
+"""The program of one rank as two Python functions.
 
 The source is straight-line code: one call an instruction, each value deleted right after its last
 use, so that what is alive is what the program says is alive and nothing is looked up at run time.
 While a profiler is active, the same source runs with each call marked by its instruction's label, as in
-simulated traces (`autopar.trace`).
+simulated traces (`autopar.report.trace`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from autopar.compat import all_gather_single, is_profiling, reduce_scatter_single
+from autopar.compat import is_profiling
 from autopar.cost.liveness import lifetimes
 from autopar.ir import randomness, variates
 from autopar.ir.graph import Ref, overload
@@ -29,6 +29,20 @@ from autopar.ops.contract import needed_by
 from autopar.ops.rule import parameters
 from autopar.ops.strides import Given, contiguous
 
+from .collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    all_reduce_in_place,
+    all_to_all,
+    broadcast,
+    exchange,
+    reduce,
+    reduce_scatter,
+    rotate,
+    shift,
+    wait,
+)
 from .failures import located
 
 EQUIVALENTS: dict[str, Callable[..., Any]] = {
@@ -60,182 +74,6 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
 
 MARK = "mark"
 """What a marked source calls `record_function`."""
-
-REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-class Waited(Protocol):
-    """Something that can be waited for: a `dist.Work`, or several."""
-
-    def wait(self) -> Any: ...
-
-
-Pending = tuple[torch.Tensor, Waited]
-"""A collective under way: its result, and the handle that says when it is there. Both are held until
-then. (With the functional collectives, which keep the handle in a registry, training on gloo in torch
-2.13 aborted now and then on a loaded machine, in the worker of a coalesced all-gather. The cause was
-not established; these calls do not take that path.)"""
-
-
-@dataclass(frozen=True, slots=True)
-class Extremes:
-    """A reduction of `ordered` numbers under way, whose result goes to `target`."""
-
-    work: Waited
-    reduced: torch.Tensor
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.copy_(_swapped(self.reduced).view(_NUMBERS[self.reduced.dtype]))
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """Parts on their way here, whose sum over dim 0 goes to `target`: gloo's own reduce-scatter is an all-reduce, of
-    which each rank keeps its part, and sends twice as much. The sum is the same whatever the order of arrival."""
-
-    work: Waited
-    parts: torch.Tensor
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.parts, 0, dtype=self.target.dtype, out=self.target)
-
-
-_NUMBERS = {torch.int32: torch.float32, torch.int64: torch.float64}
-_BITS = {number: bits for bits, number in _NUMBERS.items()}
-
-
-def _swapped(bits: torch.Tensor) -> torch.Tensor:
-    """Bits of floating numbers as integers in their order, and back."""
-    info = torch.iinfo(bits.dtype)
-    return bits ^ ((bits >> (info.bits - 1)) & info.max)
-
-
-def ordered(x: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Floating numbers as integers in their order, with NaN as the extreme: backends compare NaN as they please."""
-    wide = x.float() if x.dtype.itemsize < 4 else x
-    bits = _swapped(wide.contiguous().view(_BITS[wide.dtype]))
-    info = torch.iinfo(bits.dtype)
-    return bits.masked_fill(x.isnan(), info.max if reduction == "max" else info.min)
-
-
-def all_reduce_in_place(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
-    if reduction != "sum" and x.is_floating_point():
-        bits, pending = all_reduce_in_place(ordered(x, reduction), reduction, group)
-        return x, Extremes(pending, bits, x)
-    work = dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True)
-    assert work is not None
-    return x, work
-
-
-def all_reduce(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
-    return all_reduce_in_place(x.clone(memory_format=torch.contiguous_format), reduction, group)
-
-
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    work = all_gather_single(gathered, x, group)
-    assert work is not None
-    return gathered, work
-
-
-def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
-    part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    if reduction != "sum" and x.is_floating_point():
-        bits, pending = reduce_scatter(ordered(x, reduction), reduction, group)
-        return part, Extremes(pending, bits, part)
-    if reduction == "sum" and x.is_cpu:
-        exchanged, work = all_to_all(x, group)
-        return part, Summed(work, exchanged.view(group.size(), *part.shape), part)
-    scattering = reduce_scatter_single(part, x, REDUCTIONS[reduction], group)
-    assert scattering is not None
-    return part, scattering
-
-
-def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    exchanged = torch.empty_like(x, memory_format=torch.contiguous_format)
-    work = dist.all_to_all_single(exchanged, x, group=group, async_op=True)
-    assert work is not None
-    return exchanged, work
-
-
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """Messages under way, and the tensor that is being sent, held until it is."""
-
-    works: Sequence[dist.Work]
-    sent: torch.Tensor
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
-    rank, ranks = dist.get_rank(group), group.size()
-    received = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    messages = []
-    if 0 <= rank + offset < ranks:
-        messages.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank + offset))
-    if 0 <= rank - offset < ranks:
-        messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank - offset))
-    works = dist.batch_isend_irecv(messages) if messages else []
-    return received, Messages(works, x)
-
-
-def rotate(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
-    rank, ranks = dist.get_rank(group), group.size()
-    if offset % ranks == 0:
-        return x.clone(memory_format=torch.contiguous_format), Messages((), x)
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    messages = [
-        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + offset) % ranks),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - offset) % ranks),
-    ]
-    return received, Messages(dist.batch_isend_irecv(messages), x)
-
-
-def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> Pending:
-    received = x.clone(memory_format=torch.contiguous_format)
-    work = dist.broadcast(received, group=group, group_src=root, async_op=True)
-    assert work is not None
-    return received, work
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A reduction under way of which this rank gets nothing: its buffer holds what happened to pass."""
-
-    work: Waited
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.zero_()
-
-
-def reduce(x: torch.Tensor, reduction: str, root: int, group: dist.ProcessGroup) -> Pending:
-    reduced = x.clone(memory_format=torch.contiguous_format)
-    work = dist.reduce(reduced, op=REDUCTIONS[reduction], group=group, group_dst=root, async_op=True)
-    assert work is not None
-    return reduced, work if dist.get_rank(group) == root else Elsewhere(work, reduced)
-
-
-def exchange(x: torch.Tensor, sizes: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    put, got = sizes.tolist()
-    exchanged = x.new_empty((sum(got), *x.shape[1:]))
-    work = dist.all_to_all_single(exchanged, x, got, put, group=group, async_op=True)
-    assert work is not None
-    return exchanged, work
-
-
-def wait(pending: Pending) -> torch.Tensor:
-    result, work = pending
-    work.wait()
-    return result
 
 
 @dataclass(frozen=True, kw_only=True)

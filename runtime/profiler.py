@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.cluster.calibration import Case
+from autopar.cluster.measurements import Case
 from autopar.compat import make_dtensor
 from autopar.ir import randomness
 from autopar.ir.layout import Shape, local_shape
@@ -33,7 +33,7 @@ from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 from .agree import axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups
 from .execute import Executable, Writer
 from .failures import Groups, watched
-from .measure import collectives_seconds
+from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
 from .placements import contiguous_stride, local_slice, placements_of, unpadded
 

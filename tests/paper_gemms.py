@@ -15,10 +15,11 @@ from functools import cache
 from dataflows import Dataflow, forward_product
 from paper_figures import PEAK, PRODUCTS, Product, cluster, dataflows, largest
 
-from autopar.cluster.collectives import Link, loads, prices
+from autopar.cluster.collectives import loads, prices
+from autopar.cluster.links import Link
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.cost.simulator import Task, simulate
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.slice import sliced

@@ -16,25 +16,26 @@ from typer.testing import CliRunner
 
 from autopar import lab
 from autopar.cli import app
-from autopar.cluster.calibration import (
-    Compute,
-    Measurements,
-    Sample,
-    Together,
-    axes,
-    check,
-    compute_check,
-    fit,
-    level_axes,
-)
-from autopar.cluster.collectives import GLOO, KINDS, Measured, collective_seconds, price, prices
+from autopar.cluster.calibration import fit
+from autopar.cluster.collectives import collective_seconds, price, prices
 from autopar.cluster.library import CLUSTERS, parse_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
+from autopar.cluster.links import GLOO, KINDS, Measured
 from autopar.cluster.machine import Cluster, Device, Level
+from autopar.cluster.measurements import Compute, Measurements, Sample, Together, axes, level_axes
+from autopar.cluster.validation import check, compute_check
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ops import Call, rule_of
 from autopar.ops.registry import RULES
-from autopar.runtime.measure import MOVERS, RING_BYTES, RING_MOST, RING_NEAR, arithmetic, copies_beyond_caches, in_turn
+from autopar.runtime.measure.operators import (
+    MOVERS,
+    RING_BYTES,
+    RING_MOST,
+    RING_NEAR,
+    arithmetic,
+    copies_beyond_caches,
+    in_turn,
+)
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,7 +10,7 @@ import torch
 from test_bucket import LAB, program
 
 from autopar.cluster.library import named_cluster
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.layout import REPLICATE
 from autopar.ir.program import Program
 from autopar.passes.codegen import codegen

@@ -17,17 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster.collectives import (
-    ALGORITHMS,
-    KINDS,
     LARGEST_BUCKET_BYTES,
     LATENCY_PART,
     SMALLEST_BUCKET_BYTES,
-    Link,
+    bucket_bytes,
     collective_seconds,
     price,
     prices,
 )
 from autopar.cluster.library import CLUSTERS, named_cluster, parse_cluster, read_cluster
+from autopar.cluster.links import ALGORITHMS, KINDS, Link
 from autopar.cluster.machine import Cluster, Device, Level, Operators
 from autopar.ir.graph import TensorMeta
 
@@ -212,11 +211,11 @@ def test_a_bucket_is_as_large_as_hides_the_latency_of_its_link() -> None:
     """And no larger: what is started later overlaps with less. Between bounds."""
     slow, fast = (cluster(level(4, rate, latency_seconds=1e-3)).links((4,))[0] for rate in (10e6, 100e6))
     for link in (slow, fast):
-        cheapest = price("all_reduce", link.bucket_bytes, link)
+        cheapest = price("all_reduce", bucket_bytes(link), link)
         assert cheapest.fixed == pytest.approx(LATENCY_PART * cheapest.moving, rel=1e-4)
-    assert fast.bucket_bytes == pytest.approx(10 * slow.bucket_bytes, rel=1e-4)
+    assert bucket_bytes(fast) == pytest.approx(10 * bucket_bytes(slow), rel=1e-4)
     without, long = (cluster(level(4, 1e9, latency_seconds=s)).links((4,))[0] for s in (0.0, 1.0))
-    assert (without.bucket_bytes, long.bucket_bytes) == (SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
+    assert (bucket_bytes(without), bucket_bytes(long)) == (SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
 
 
 def test_small_and_large_bytes_take_different_algorithms() -> None:
@@ -273,7 +272,7 @@ def test_caches_hold_small_operands_and_some_operators_take_longer() -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_library_cites_and_adds_up(name: str, tmp_path: Path) -> None:
-    text = (files("autopar.clusters") / f"{name}.toml").read_text()
+    text = (files("autopar.cluster.library") / f"{name}.toml").read_text()
     path = tmp_path / "mine.toml"
     path.write_text(text)
     assert (

@@ -8,7 +8,7 @@ import torch
 from pairwise import pairwise
 from test_bucket import program
 
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket

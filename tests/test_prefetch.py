@@ -6,7 +6,7 @@ import torch
 from test_bucket import assert_same, program
 
 from autopar.cluster.library import named_cluster
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.lower.bucket import LIMIT_BYTES, bucket
 from autopar.passes.lower.prefetch import prefetch

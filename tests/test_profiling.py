@@ -27,7 +27,7 @@ from autopar.cli import app
 from autopar.cluster.collectives import collective_seconds, price
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Operators, operator_key
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.graph import TensorMeta
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen

@@ -21,7 +21,7 @@ from pairwise import pairwise
 from torch import nn
 
 import autopar
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.problem import Assignment, ProblemBuilder

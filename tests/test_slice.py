@@ -11,7 +11,7 @@ from dataflows import DATAFLOWS, Dataflow, equal, operands, product
 from pairwise import pairwise
 
 from autopar.cluster.library import named_cluster
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.slice import slice_products, sliced, why_whole

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
 from autopar.solve.dp import LIMITED_GAP
-from autopar.solve.elimination import network
 from autopar.solve.exhaustive import MAX_COMBINATIONS
 from autopar.solve.expand import expand
+from autopar.solve.network import network
 from autopar.solve.pricing import Library, Pricing
 from autopar.solve.problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
@@ -307,7 +307,7 @@ def test_a_tensor_whose_table_is_too_large_is_left_to_who_needs_none(monkeypatch
     problem = many_readers()
     exact = solve(problem, "dp").score.objective
     widest = max(table.seconds.size for table in network(problem, ()).tables)
-    monkeypatch.setattr(elimination, "MAX_TENSOR_ENTRIES", widest - 1)
+    monkeypatch.setattr("autopar.solve.network.MAX_TENSOR_ENTRIES", widest - 1)
     with pytest.raises(
         TooWide, match=f"a tensor would need a table of .* entries, more than {widest - 1}: use the ilp"
     ):

@@ -11,10 +11,12 @@ import models
 import pytest
 import torch
 
-from autopar.cluster.collectives import ALGORITHMS, KINDS, collective_seconds, loads, prices
+from autopar.cluster.collectives import collective_seconds, loads, prices
 from autopar.cluster.library import CLUSTERS
+from autopar.cluster.links import ALGORITHMS, KINDS
 from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_key
-from autopar.cost.timeline import COMPUTE, Timeline, timeline
+from autopar.cost.streams import timeline
+from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.program import Instruction, Program
 from autopar.passes.codegen import codegen

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cost.timeline import timeline
+from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.chunk import chunk

@@ -1,132 +1,37 @@
-"""A cluster from measurements, and how well a cluster says what was measured.
+"""A cluster from measurements.
 
-`runtime.measure` measures; here is no process group. Each level is fitted by itself, from the collectives of the axis
-that spans that level alone, all of its groups at once: for each kind a latency a step and a rate, and for the level how
-much of the latencies passes while bytes travel, by the same formula that later prices it; and what operators lose while
-a collective is under way. Axes that span several levels, or a part of one, are not fitted: what is predicted for them
-says how far the formulas are to be believed. What was measured of each axis is kept beside them, and prices those that
-a mesh has.
+Each level is fitted by itself, from the collectives of the axis that spans that level alone, all of its groups at once:
+for each kind a latency a step and a rate, and for the level how much of the latencies passes while bytes travel, by the
+same formula that later prices it; and what operators lose while a collective is under way. Axes that span several
+levels, or a part of one, are not fitted: what is predicted for them says how far the formulas are to be believed
+(`validation`). What was measured of each axis is kept beside them, and prices those that a mesh has.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Generic, TypeVar
 
 import torch
 
-from .collectives import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, interpolated, price, together
+from .collectives import price, together
+from .links import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, interpolated
 from .machine import Cluster, Device, Groups, Level
-
-Axis = TypeVar("Axis", bound=Hashable)
+from .measurements import Compute, Measurements, Sample, level_axes
 
 LEVELS = ("racks", "nodes", "ranks")
 """Names of levels, the last one the innermost."""
+
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Tried for each level; the same for all kinds."""
+
 SMALLEST_PART = 0.25
+
 LEAST_BYTES = 1 << 20
 """What moves as much is bound by rates, not by latencies."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case(Generic[Axis]):
-    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis. `alone`: in one of its
-    groups only."""
-
-    kind: str
-    axis: Axis
-    bytes: int
-    alone: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Median and quartiles of the seconds of one collective. `axis` are the ranks of a group and how far they are
-    apart, `bytes` the larger of a rank's input and output. `alone`: one group only, and not all of the axis at once."""
-
-    kind: str
-    axis: tuple[int, int]
-    bytes: int
-    alone: bool
-    seconds: float
-    quartiles: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
-    """Seconds of products by themselves, of one collective by itself on the axis of these ranks and stride, and of
-    both begun at once."""
-
-    axis: tuple[int, int]
-    compute_seconds: float
-    collective_seconds: float
-    seconds: float
-
-    @property
-    def share(self) -> float:
-        """The part of the shorter one that the other did not hide."""
-        alone = self.compute_seconds, self.collective_seconds
-        return min(1.0, max(0.0, (self.seconds - max(alone)) / min(alone)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
-    """A rank's arithmetic while all ranks are busy. `operators` are (op, flops, bytes read and written, seconds),
-    `matmuls` (dtype, rows, features in, features out, seconds)."""
-
-    seconds_per_op: float
-    memory_bytes: float
-    operators: tuple[tuple[str, float, int, float], ...]
-    matmuls: tuple[tuple[str, int, int, int, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurements:
-    """`levels` are sizes from the outermost in."""
-
-    levels: tuple[int, ...]
-    device: str
-    backend: str
-    rounds: int
-    compute: Compute
-    samples: tuple[Sample, ...]
-    together: tuple[Together, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measurements:
-        compute, samples = data["compute"], data["samples"]
-        rows = {key: tuple(tuple(row) for row in compute[key]) for key in ("operators", "matmuls")}
-        return cls(
-            **{
-                **data,
-                "levels": tuple(data["levels"]),
-                "compute": Compute(**{**compute, **rows}),
-                "samples": tuple(
-                    Sample(**{**row, "axis": tuple(row["axis"]), "quartiles": tuple(row["quartiles"])})
-                    for row in samples
-                ),
-                "together": tuple(Together(**{**row, "axis": tuple(row["axis"])}) for row in data.get("together", ())),
-            }
-        )
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The lower and the upper one."""
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
-# --- the fit
 
 
 def fit(measured: Measurements, name: str) -> Cluster:
@@ -158,17 +63,6 @@ def _curves(measured: Measurements) -> tuple[Groups, ...]:
         )
         for (ranks, stride), curves in found.items()
     )
-
-
-def level_axes(levels: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranks and the stride of the axis that spans each level alone."""
-    return [(size, math.prod(levels[number + 1 :])) for number, size in enumerate(levels)]
-
-
-def axes(ranks: int) -> list[tuple[int, int]]:
-    """(ranks, stride) of every axis that a mesh of so many ranks may have."""
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    return [(size, stride) for stride in divisors for size in divisors[1:] if ranks % (size * stride) == 0]
 
 
 def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
@@ -339,72 +233,3 @@ def _parts(curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], .
 def _digits(value: float) -> float:
     """Three digits: more would say more than was measured."""
     return float(f"{value:.3g}")
-
-
-# --- the check
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One collective as predicted and as measured. `axis` names the levels that it spans, or its ranks; `fitted` says
-    whether it is one whole level."""
-
-    kind: str
-    axis: str
-    fitted: bool
-    bytes: int
-    predicted_seconds: float
-    measured_seconds: float
-    quartiles: tuple[float, float]
-
-    @property
-    def error(self) -> float:
-        return self.predicted_seconds / self.measured_seconds - 1
-
-
-def check(measured: Measurements, cluster: Cluster) -> list[Row]:
-    """What a cluster predicts of what was measured, all groups of an axis at once.
-
-    Raises ValueError where the cluster has other levels.
-    """
-    if tuple(level.size for level in cluster.levels) != measured.levels:
-        theirs, ours = (" x ".join(map(str, sizes)) for sizes in ([v.size for v in cluster.levels], measured.levels))
-        raise ValueError(f"cluster {cluster.name} is {theirs}, and {ours} was measured: give the same --levels")
-    rows = []
-    whole = level_axes(measured.levels)
-    for sample in measured.samples:
-        if not sample.alone:
-            ranks, stride = sample.axis
-            link = cluster.links((math.prod(measured.levels) // (ranks * stride), ranks, stride))[1]
-            rows.append(
-                Row(
-                    kind=sample.kind,
-                    axis=_axis_name(cluster, ranks, stride),
-                    fitted=sample.axis in whole,
-                    bytes=sample.bytes,
-                    predicted_seconds=price(sample.kind, sample.bytes, link).seconds(),
-                    measured_seconds=sample.seconds,
-                    quartiles=sample.quartiles,
-                )
-            )
-    return rows
-
-
-def _axis_name(cluster: Cluster, ranks: int, stride: int) -> str:
-    sizes = [level.size for level in cluster.levels]
-    for first, last in combinations(range(len(sizes) + 1), 2):
-        if (ranks, stride) == (math.prod(sizes[first:last]), math.prod(sizes[last:])):
-            return "+".join(level.name for level in cluster.levels[first:last])
-    return f"{ranks} ranks" + (f", {stride} apart" if stride > 1 else "")
-
-
-def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, str, float, float]]:
-    """(dtype, shape, predicted, measured seconds) of each product."""
-    device = cluster.device
-    found = []
-    for dtype, m, k, n, seconds in measured.compute.matmuls:
-        kind = getattr(torch, dtype)
-        moved = device.moving_seconds((m * k + k * n + m * n) * kind.itemsize)
-        predicted = device.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
-        found.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
-    return found

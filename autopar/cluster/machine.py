@@ -3,7 +3,7 @@
 A cluster is a device and levels of links, from the outermost in ("between nodes", "within a node"). A
 mesh of named axes lies on it in row-major order, the last axis innermost (or in an order that the
 caller gives). An axis may span several levels or share one with others; `Cluster.link` says what its
-groups get of each level. `clusters` has the library and reads files, `collectives` prices.
+groups get of each level. `library` has the clusters and reads files, `collectives` prices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from autopar.ir.graph import TensorMeta
 
-from .collectives import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated, price
+from .collectives import price
+from .links import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated
 
 TOPOLOGIES = ("switch", "full", "ring")
 
@@ -167,7 +168,7 @@ class Groups:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first.
-    `algorithms` are those of `collectives` that the communication library has; the cheapest is taken. `groups` are what
+    `algorithms` are those of `algorithms` that the communication library has; the cheapest is taken. `groups` are what
     was measured of axes, which goes before what the levels say. `factors` are those of the links of each axis of
     meshes (by their sizes) on which the collectives of programs were measured, and go before both."""
 

@@ -21,7 +21,8 @@ from itertools import count, islice
 
 import torch
 
-from autopar.cluster.collectives import Link, collective_seconds
+from autopar.cluster.collectives import bucket_bytes, collective_seconds
+from autopar.cluster.links import Link
 from autopar.cluster.machine import Device
 from autopar.ir.layout import (
     PARTIAL,
@@ -94,7 +95,7 @@ class Redistributor:
         """Whether sums are over axes beside these, too."""
         self.routes = routes
         """Whose routes are taken, at the prices of this one; its own if None."""
-        self.bucket_bytes = tuple(link.bucket_bytes for link in links)
+        self.bucket_bytes = tuple(map(bucket_bytes, links))
         """On each mesh axis."""
         self.hidden = hidden
         """The part of the seconds of what travels in buckets that passes while the rank computes."""

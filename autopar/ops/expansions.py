@@ -17,7 +17,6 @@ from autopar.ir.graph import Ref
 from autopar.ir.layout import Layout, Shape, digits_of, padded_shape
 
 from .bounds import checked
-from .families import MEAN, NONE, SUM
 from .rule import Call, Emitter, OpRule
 
 Results: TypeAlias = tuple[Ref | None, ...]
@@ -221,55 +220,3 @@ def softmax_backward(*, log: bool) -> Expansion:
         return (cast(emitter, result, local.call.outputs[0].dtype),)
 
     return expand
-
-
-_IGNORED = -1
-"""What a target is replaced by that is ignored, or for another rank's class."""
-
-
-def _local_targets(emitter: Emitter, target: Ref, ignored: int, axes: tuple[int, ...], classes: int) -> Ref:
-    local, mine = local_indices(emitter, target, axes, classes)
-    mine = emitter.op("aten.logical_and.default", mine, emitter.op("aten.ne.Scalar", target, ignored))
-    return emitter.op("aten.masked_fill.Scalar", local, emitter.op("aten.logical_not.default", mine), _IGNORED)
-
-
-def nll(emitter: Emitter, local: LocalCall) -> Results:
-    """nll_loss forward: each rank sums over its tokens and classes. A mean divides by the total weight of
-    all ranks' tokens: one all-reduce of two numbers, the sum and its weight. A rank whose labels are all
-    ignored adds zero to both."""
-    scores, target, weight, reduction, ignored = local.args
-    classes = local.splits.get("c", ())
-    tokens = tuple(axis for name, axes in local.splits.items() if name != "c" for axis in axes)
-    dtype = emitter.meta(scores).dtype
-    exact = torch.float32 if dtype in NARROW else dtype
-    counted = None
-    if weight is None and (classes or dtype in NARROW):
-        # each token is in the classes of one rank only, but it counts on all, and exactly
-        counted = emitter.op("aten.sum.default", emitter.op("aten.ne.Scalar", target, ignored), dtype=exact)
-    if classes:
-        dim = 0 if len(emitter.meta(scores).shape) == 1 else 1
-        size = emitter.meta(scores).shape[dim]
-        target = checked(emitter, target, local.call.inputs[0].shape[dim], ignored=ignored)
-        target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
-    summed = SUM if reduction == MEAN else reduction
-    total, weights = emitter.ops(local.call.node.op, scores, target, weight, summed, ignored)
-    if reduction == NONE and len(emitter.meta(scores).shape) > 1:
-        return total, weights
-    counted = weights if counted is None else counted
-    if reduction != MEAN:
-        return total, cast(emitter, counted, dtype)
-    shared = tokens if weight is None else (*tokens, *classes)
-    if shared:
-        both = emitter.op("aten.stack.default", (wide(emitter, total), wide(emitter, counted)))
-        both = all_reduce(emitter, both, "sum", shared)
-        total, counted = (emitter.op("aten.select.int", both, 0, i) for i in (0, 1))
-    mean = emitter.op("aten.div.Tensor", total, counted)
-    return cast(emitter, mean, dtype), cast(emitter, counted, dtype)
-
-
-def nll_backward(emitter: Emitter, local: LocalCall) -> Results:
-    """nll_loss backward with the classes split: other ranks' classes are ignored."""
-    gradient, scores, target, weight, reduction, ignored, total_weight = local.args
-    size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
-    target = _local_targets(emitter, target, ignored, local.splits["c"], size)
-    return (local.result(emitter, gradient, scores, target, weight, reduction, _IGNORED, total_weight),)

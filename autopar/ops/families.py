@@ -5,7 +5,6 @@ Each function takes what the table's line says and returns the function from a c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -240,92 +239,6 @@ def padded(call: Call, rank: int) -> tuple[int, ...]:
     return tuple(rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1])
 
 
-# Views of a part: offsets and lengths must be multiples of the factor's size.
-
-
-def window(start: int | None, end: int | None, size: int) -> tuple[int, int]:
-    """A slice's start and end within [0, size]."""
-    first, last, _ = slice(start, end).indices(size)
-    return first, max(first, last)
-
-
-def pieces(sizes_of: Callable[[Call], Iterable[int]]) -> Rule:
-    """split: the pieces along `dim`."""
-
-    def rule(call: Call) -> OpRule:
-        (source,) = call.inputs
-        names = DIMS[: len(source.shape)]
-        dim = call.argument("dim") % len(names)
-        sizes = {DIMS[dim]: math.gcd(source.shape[dim], *sizes_of(call))}
-        return assemble(
-            call, [names], [names if m else () for m in call.outputs], linear=FIRST, sizes=sizes, moves_nothing=True
-        )
-
-    return rule
-
-
-def split_sizes(call: Call) -> tuple[int, ...]:
-    """Lengths of the pieces of split.Tensor (one of them; the last may be shorter) or split_with_sizes."""
-    value = call.argument("split_size" if has(call, "split_size") else "split_sizes")
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-def joined(call: Call) -> OpRule:
-    """cat."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    dim = call.argument("dim") % rank
-    lengths = [meta.shape[dim] for meta in call.inputs if len(meta.shape) == rank]
-    names = DIMS[:rank]
-    # a one-dimensional empty tensor may be joined to anything
-    inputs: list[Named] = [names if len(meta.shape) == rank else (None,) for meta in call.inputs]
-    return assemble(call, inputs, [names], linear=(tuple(range(len(inputs))),), sizes={DIMS[dim]: math.gcd(*lengths)})
-
-
-def stacked(call: Call) -> OpRule:
-    """stack: a new dim, whole."""
-    rank = len(call.inputs[0].shape)
-    dim = call.argument("dim") % (rank + 1)
-    names = DIMS[:rank]
-    return assemble(
-        call, [names] * len(call.inputs), [(*names[:dim], None, *names[dim:])],
-        linear=(tuple(range(len(call.inputs))),),
-    )  # fmt: skip
-
-
-def taken(call: Call) -> OpRule:
-    """unbind: `dim` is whole and gone."""
-    names: list[Name] = list(DIMS[: len(call.inputs[0].shape)])
-    dim = call.argument("dim") % len(names)
-    rest = names[:dim] + names[dim + 1 :]
-    names[dim] = None
-    outputs = [rest if meta else () for meta in call.outputs]
-    return assemble(call, [names], outputs, linear=FIRST, moves_nothing=True)
-
-
-def expanded(call: Call) -> OpRule:
-    """expand: a dim of size 1 becomes any size, each rank making its part."""
-    assert call.outputs[0] is not None
-    names = DIMS[: len(call.outputs[0].shape)]
-    source = names[len(names) - len(call.inputs[0].shape) :]
-    return assemble(call, [source], [names], linear=FIRST, moves_nothing=True)
-
-
-def repeated(call: Call) -> OpRule:
-    """repeat: index i of the result is index i mod size of the operand."""
-    assert call.outputs[0] is not None
-    names = DIMS[: len(call.outputs[0].shape)]
-    source = names[len(names) - len(call.inputs[0].shape) :]
-    sizes = {name: size for name, size in zip(source, call.inputs[0].shape, strict=True) if size != 1}
-    return assemble(call, [source], [names], linear=FIRST, sizes=sizes)
-
-
-def permuted(call: Call) -> OpRule:
-    """permute."""
-    names = DIMS[: len(call.inputs[0].shape)]
-    order = call.argument("dims")
-    return assemble(call, [names], [[names[d] for d in order]], linear=FIRST, moves_nothing=True)
-
-
 def filled(call: Call) -> OpRule:
     """full, zeros, ones: every rank makes its part."""
     assert call.outputs[0] is not None
@@ -342,66 +255,3 @@ def new(call: Call) -> OpRule:
         return assemble(call, [[None] * len(source.shape)], [names])
     pairs = zip(names, source.shape, result.shape, strict=True)
     return assemble(call, [[name if a == b else None for name, a, b in pairs]], [names])
-
-
-# Norms, losses.
-
-
-NONE, MEAN, SUM = 0, 1, 2
-"""The values of a loss's argument `reduction`."""
-
-
-def loss(call: Call, *, none: float = 0.0) -> OpRule:
-    """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    names = DIMS[:rank]
-    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
-    reduction = call.argument("reduction")
-    return assemble(
-        call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else (), uneven=names,
-        padding={(0, name): none for name in names},
-    )  # fmt: skip
-
-
-def loss_backward(call: Call) -> OpRule:
-    """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    names = DIMS[:rank]
-    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
-    expands = names if call.argument("reduction") == MEAN else ()
-    return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)
-
-
-def nll(call: Call) -> OpRule:
-    """nll_loss: "n c *d, n *d, c". The classes expand (each rank picks among its own), and so do the
-    tokens under a mean, whose weight is that of all ranks' tokens: such a mean comes out whole, but for a
-    split of unweighted classes, whose ranks all know the count."""
-    names = _scores(len(call.inputs[0].shape))
-    tokens = [name for name in names if name != "c"]
-    reduction, weighted = call.argument("reduction"), call.argument("weight") is not None
-    inputs: list[Named] = [names, tokens, ["c"]]
-    over_tokens = {NONE: ("", ""), MEAN: ("", ""), SUM: ("sum", "sum")}[reduction]
-    over_classes = (("", "") if reduction == MEAN else ("sum", "sum")) if weighted else ("sum", "")
-    return assemble(
-        call, inputs[: len(call.inputs)], [tokens if reduction == NONE else (), ()],
-        expands=("c", *(tokens if reduction == MEAN else ())), contiguous=("c",),
-        reductions={"c": over_classes, **dict.fromkeys(tokens, over_tokens)}, uneven=("c", *tokens),
-        padding={(1, name): call.argument("ignore_index") for name in tokens},
-    )  # fmt: skip
-
-
-def nll_backward(call: Call) -> OpRule:
-    """Backward of `nll`: the total weight comes in, so that only the classes expand."""
-    names = _scores(len(call.inputs[1].shape))
-    tokens = [name for name in names if name != "c"]
-    gradient = tokens if call.argument("reduction") == NONE else []
-    weight: list[Named] = [] if call.argument("weight") is None else [["c"]]
-    return assemble(
-        call, [gradient, names, tokens, *weight, []], [names], linear=FIRST, expands=("c",), contiguous=("c",),
-        uneven=("c",),
-    )  # fmt: skip
-
-
-def _scores(rank: int) -> list[str]:
-    """Names of the dims of the scores: [c], [n, c] or [n, c, d...]."""
-    return ["c"] if rank == 1 else ["n", "c", *DIMS[: rank - 2]]

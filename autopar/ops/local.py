@@ -7,8 +7,8 @@ from typing import Any
 
 from autopar.ir.layout import Layout, Shape
 
-from .families import split_sizes, window
 from .rule import Call, parameters
+from .views import split_sizes, window
 
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """Like `Node.args` and `Node.kwargs`."""

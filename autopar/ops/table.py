@@ -20,7 +20,7 @@ from . import (
     ctc,
     expansions,
     experts,
-    indexing,
+    gather,
     layer_norm,
     local,
     normalization,
@@ -28,6 +28,9 @@ from . import (
     randomness,
     reductions,
     resampling,
+    scatter,
+    views,
+    windows,
 )
 from .attention import attention as attended
 from .families import (
@@ -38,27 +41,15 @@ from .families import (
     along,
     division,
     either,
-    expanded,
     filled,
     filled_with_zero,
     from_template,
     halves,
-    joined,
-    loss,
-    loss_backward,
     new,
-    nll,
-    nll_backward,
     padded,
-    permuted,
-    pieces,
     pointwise,
     pointwise_with_buffer,
     reduce,
-    repeated,
-    split_sizes,
-    stacked,
-    taken,
     the_dim,
     the_dims,
     to_dtype,
@@ -68,8 +59,10 @@ from .families import (
 )
 from .layer_norm import normalized
 from .local import Place
+from .losses import loss, loss_backward, nll, nll_backward, nll_backward_on_shards, nll_on_shards
 from .rule import Call
 from .strides import Given, needs
+from .views import expanded, joined, permuted, pieces, repeated, split_sizes, stacked, taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +252,9 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
         along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=False))),
     **_aten("_log_softmax_backward_data", Entry(
         along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=True))),
-    **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=expansions.nll)),
+    **_aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=nll_on_shards)),
     **_aten("nll_loss_backward nll_loss2d_backward", Entry(
-        nll_backward, expand=expansions.nll_backward, strides=needs("self"))),
+        nll_backward, expand=nll_backward_on_shards, strides=needs("self"))),
     **_own("ctc_loss", Entry(ctc.rule, strides=needs("targets"))),
     **_own("ctc_loss_backward", Entry(ctc.rule_backward, strides=needs("targets"))),
     **_aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
@@ -327,19 +320,19 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("constant_pad_nd", Entry(along(padded, linear=filled_with_zero))),
 
     # parts and wholes
-    **_aten("slice.Tensor", Entry(indexing.windowed("slice"), local.window_of_input, indexing.slice_of_few)),
+    **_aten("slice.Tensor", Entry(windows.windowed("slice"), local.window_of_input, windows.slice_of_few)),
     **_aten("slice_backward", Entry(
-        indexing.windowed("backward"), local.window_of_output, indexing.slice_backward)),
-    **_aten("slice_scatter", Entry(indexing.windowed("scatter"), local.window_of_input, indexing.slice_scatter)),
+        windows.windowed("backward"), local.window_of_output, windows.slice_backward)),
+    **_aten("slice_scatter", Entry(windows.windowed("scatter"), local.window_of_input, windows.slice_scatter)),
     **_aten("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", Entry(
         pieces(split_sizes), local.piece_sizes)),
     **_aten("cat", Entry(joined)),
     **_aten("stack", Entry(stacked)),
-    **_aten("select.int", Entry(indexing.selected, expand=indexing.select)),
+    **_aten("select.int", Entry(windows.selected, expand=windows.select)),
     **_aten("unbind.int", Entry(taken)),
     **_aten("select_backward", Entry(
-        indexing.put_back, local.shape_of_output("input_sizes"), indexing.select_backward)),
-    **_aten("select_scatter", Entry(indexing.select_scattered, expand=indexing.select_scatter)),
+        windows.put_back, local.shape_of_output("input_sizes"), windows.select_backward)),
+    **_aten("select_scatter", Entry(windows.select_scattered, expand=windows.select_scatter)),
     **_aten("expand", Entry(expanded, local.shape_of_output("size"))),
     **_aten("repeat", Entry(repeated, local.repeats)),
     **_aten("permute", Entry(permuted)),
@@ -347,24 +340,24 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("new_zeros new_ones new_full new_empty", Entry(new, local.shape_of_output("size"))),
 
     # indexing
-    **_aten("index.Tensor _unsafe_index.Tensor", Entry(indexing.indexed, expand=indexing.index)),
-    **_aten("index_put _unsafe_index_put", Entry(indexing.index_put, expand=indexing.put_at_indices)),
-    **_aten("index_select", Entry(indexing.index_selected, expand=indexing.index_select)),
-    **_aten("gather", Entry(indexing.gathered, expand=indexing.gather)),
-    **_aten("scatter.src", Entry(indexing.scattered(_never, ((0, 2),)), expand=indexing.write())),
-    **_aten("scatter.value", Entry(indexing.scattered(_never), expand=indexing.write())),
-    **_aten("scatter_add", Entry(indexing.scattered(_always, ((0, 2),)), expand=indexing.write())),
-    **_aten("scatter_reduce.two", Entry(indexing.scattered(_adds), expand=indexing.write())),
-    **_aten("index_add", Entry(indexing.index_written(True, ((0, 2),)), expand=indexing.write())),
-    **_aten("index_copy", Entry(indexing.index_written(False, ((0, 2),)), expand=indexing.write())),
+    **_aten("index.Tensor _unsafe_index.Tensor", Entry(gather.indexed, expand=gather.index)),
+    **_aten("index_put _unsafe_index_put", Entry(scatter.index_put, expand=scatter.put_at_indices)),
+    **_aten("index_select", Entry(gather.index_selected, expand=gather.index_select)),
+    **_aten("gather", Entry(gather.gathered, expand=gather.gather)),
+    **_aten("scatter.src", Entry(scatter.scattered(_never, ((0, 2),)), expand=scatter.write())),
+    **_aten("scatter.value", Entry(scatter.scattered(_never), expand=scatter.write())),
+    **_aten("scatter_add", Entry(scatter.scattered(_always, ((0, 2),)), expand=scatter.write())),
+    **_aten("scatter_reduce.two", Entry(scatter.scattered(_adds), expand=scatter.write())),
+    **_aten("index_add", Entry(scatter.index_written(True, ((0, 2),)), expand=scatter.write())),
+    **_aten("index_copy", Entry(scatter.index_written(False, ((0, 2),)), expand=scatter.write())),
     **_aten("index_fill.int_Scalar index_fill.int_Tensor", Entry(
-        indexing.index_written(False), expand=indexing.write(from_end=True))),
+        scatter.index_written(False), expand=scatter.write(from_end=True))),
 
     # other views
-    **_aten("unfold", Entry(indexing.unfolded)),
-    **_aten("unfold_backward", Entry(indexing.unfold_backward, local.shape_of_output("input_sizes"))),
-    **_aten("diagonal", Entry(indexing.diagonal)),
-    **_aten("diagonal_backward", Entry(indexing.diagonal_backward, local.shape_of_output("input_sizes"))),
+    **_aten("unfold", Entry(views.unfolded)),
+    **_aten("unfold_backward", Entry(views.unfold_backward, local.shape_of_output("input_sizes"))),
+    **_aten("diagonal", Entry(views.diagonal)),
+    **_aten("diagonal_backward", Entry(views.diagonal_backward, local.shape_of_output("input_sizes"))),
     **_aten("view_as_complex", Entry(
         from_template("*i r! -> *i", linear=FIRST), strides=needs(pairs="self"))),
     **_aten("view_as_real", Entry(from_template("*i -> *i r!", linear=FIRST))),

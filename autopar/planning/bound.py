@@ -88,7 +88,7 @@ def _alone(space: Space, axis: int) -> _Alone:
     sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments, space.optimizer)
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
     sub.redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
-    sub.redistributor.bucket_bytes = (others * link.bucket_bytes,)
+    sub.redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
     return _Alone(space, sub)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autopar.cost.timeline import Known, timeline
+from autopar.cost.streams import Known, timeline
 from autopar.ir.program import Program
 from autopar.profile.database import ProgramRow
 from autopar.profile.programs import Costs, Measure, Order, segment_programs, structure

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.cluster.collectives import are_of_gloo
 from autopar.cluster.library import named_cluster
+from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.optimizers import Optimizer, named_optimizer
-from autopar.cost.timeline import Known, Timeline, timeline
+from autopar.cost.streams import Known, timeline
+from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Program

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
-from autopar.cluster.collectives import Link, Stage
+from autopar.cluster.links import Link, Stage
 from autopar.cost.redistribute import Redistributor
 from autopar.passes.space.strategies import AxisChoice, Site, Space, strategies
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
-from autopar.cost.timeline import Known, timeline
+from autopar.cost.streams import Known, timeline
 from autopar.ir.program import Program
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.adopt import Adopted, adopt

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster.collectives import Link
+from autopar.cluster.links import Link
 
 APPLICATION_ID = 0x6175_7470
 VERSION = 1

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.cluster.calibration import Case, quartiles
-from autopar.cluster.collectives import Factors, Link, collective_seconds
+from autopar.cluster.collectives import collective_seconds
+from autopar.cluster.links import Factors, Link
 from autopar.cluster.machine import Cluster, Operators
+from autopar.cluster.measurements import Case, quartiles
 from autopar.compat import is_real
-from autopar.cost.timeline import FREE, Known, key_of, timeline
+from autopar.cost.roofline import FREE, key_of
+from autopar.cost.streams import Known, timeline
 from autopar.ir.graph import JointGraph, Ref, TensorMeta
 from autopar.ir.program import Instruction, Program
 from autopar.ops import rule_of

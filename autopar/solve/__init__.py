@@ -7,10 +7,9 @@ from collections.abc import Callable
 from .beam import solve_beam, solve_greedy
 from .budget import Meter
 from .dp import solve_dp
-from .elimination import TooWide
 from .exhaustive import solve_exhaustive
 from .ilp import solve_ilp
-from .problem import Problem, Solution
+from .problem import Problem, Solution, TooWide
 
 SOLVERS: dict[str, Callable[..., Solution]] = {
     "dp": solve_dp,

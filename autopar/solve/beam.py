@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from .budget import Meter
 from .check import check
-from .elimination import TooWide, united
 from .expand import Expanded, expand
 from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
@@ -24,18 +23,17 @@ from .problem import (
     Score,
     Solution,
     Tensor,
+    TooWide,
     evaluate,
 )
 from .relax import lower_bound
+from .rows import Row, tensor_rows, united
 
 WIDTH = 64
 WIDER = (1, 8, 64)
 """Times the width, where what was kept leads nowhere: tensors that can each be had need not go together."""
 PRICES = 24
 """Prices of memory that are tried where there is a limit: doubled until a choice fits, then bisected."""
-
-State = tuple[int | None, int]
-"""Of a tensor so far: the layout produced, if its producer has chosen, and the union of the sets wanted."""
 
 
 def solve_greedy(problem: Problem, *, bytes_limit: float | None = None, meter: Meter | None = None) -> Solution:
@@ -102,29 +100,21 @@ class _Order:
     """What each variable, in its turn, changes: `touched[v]` are (tensor, position among its variables)."""
 
     def __init__(self, problem: Problem) -> None:
-        self.rows = [_rows(tensor) for tensor in problem.tensors]
+        self.rows = [sorted(row.items()) for row in tensor_rows(problem)]
+        """Of each tensor: the variables on it in their order, each with the row of every option."""
         self.touched: list[list[tuple[int, int]]] = [[] for _ in problem.variables]
         for number, rows in enumerate(self.rows):
             for position, (variable, _) in enumerate(rows):
                 self.touched[variable].append((number, position))
 
 
-def _rows(tensor: Tensor) -> list[tuple[int, list[State]]]:
-    """The variables on a tensor in their order, each with what every option makes and wants of it."""
-    rows: dict[int, list[State]] = {tensor.producer: [(layout, 0) for layout in tensor.produced]}
-    for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True):
-        before = rows.get(consumer, [(None, 0)] * len(masks))
-        rows[consumer] = [(layout, mask | more) for (layout, mask), more in zip(before, masks, strict=True)]
-    return sorted(rows.items())
-
-
-def _least(tensor: Tensor, rows: Sequence[tuple[int, list[State]]], weight: float) -> list[dict[State, float]]:
+def _least(tensor: Tensor, rows: Sequence[tuple[int, list[Row]]], weight: float) -> list[dict[Row, float]]:
     """For each number of variables that have chosen, by state: the least that the tensor can come to."""
-    states: list[list[State]] = [[(None, 0)]]
+    states: list[list[Row]] = [[(None, 0)]]
     for _, kinds in rows:
         distinct = list(dict.fromkeys(kinds))
         states.append(list(dict.fromkeys(united(before, kind) for before in states[-1] for kind in distinct)))
-    costs: dict[State, float] = {}
+    costs: dict[Row, float] = {}
     for layout, mask in states[-1]:
         cost = None if layout is None else tensor.costs.get((layout, mask))
         costs[layout, mask] = math.inf if cost is None else cost[0] + weight * cost[1]
@@ -142,7 +132,7 @@ class _Partial:
     cost: float
     option: int
     before: _Partial | None
-    states: dict[int, State]
+    states: dict[int, Row]
 
 
 def _search(expanded: Expanded, order: _Order, weight: float, width: int) -> tuple[int, ...] | None:

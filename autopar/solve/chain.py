@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .elimination import Floats, Ints
+from .arrays import Floats, Ints
 
 _BLOCK_ENTRIES = 4_000_000
 

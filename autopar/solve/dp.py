@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .arrays import Floats
 from .budget import Meter
 from .check import check
-from .elimination import Floats, TooWide
 from .fronts import ProblemFronts, Window
 from .pricing import Library, Pricing
-from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, evaluate
+from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, TooWide, evaluate
 from .relax import relaxed
 
 FRONT_POINTS = (32, 256)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .elimination import Floats, Ints
+from .arrays import Floats, Ints
 from .pricing import Pricing, border_pairs, grid, ravel
 from .problem import Choice, Problem, Repeat
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise, product
 
 import numpy as np
@@ -13,10 +14,10 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
+from .arrays import Floats
 from .budget import BUDGET
 from .check import check
 from .dp import lagrangian, pool_weights, priced, window
-from .elimination import Floats, Row, TooWide, tensor_rows, undominated
 from .expand import expand, expanded_options
 from .fronts import BodyFronts, Window
 from .pricing import Library, Pricing, grid
@@ -28,8 +29,10 @@ from .problem import (
     Repeat,
     Solution,
     Tensor,
+    TooWide,
     evaluate,
 )
+from .rows import Row, tensor_rows, undominated, united
 
 GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4
@@ -190,7 +193,7 @@ class Encoding:
     def _add_joint(self, tensor: Tensor, classes: dict[int, dict[Row, list[int]]]) -> None:
         with_row: dict[tuple[int, Row], list[int]] = {(v, row): [] for v, c in classes.items() for row in c}
         for joint in product(*classes.values()):
-            made, wanted = _union(joint)
+            made, wanted = reduce(united, joint)
             if made is None or (cost := tensor.costs.get((made, wanted))) is None:
                 continue
             column = self.program.column(seconds=cost[0], bytes=cost[1], integer=False)
@@ -202,7 +205,7 @@ class Encoding:
     def _add_wanted_sets(self, tensor: Tensor, classes: dict[int, dict[Row, list[int]]]) -> None:
         reached: dict[Row, None] = {(None, 0): None}
         for rows in classes.values():
-            reached = dict.fromkeys(_union((before, row)) for before in reached for row in rows)
+            reached = dict.fromkeys(united(before, row) for before in reached for row in rows)
         states = {
             (made, wanted): self.program.column(seconds=cost[0], bytes=cost[1], integer=False)
             for made, wanted in reached
@@ -269,15 +272,6 @@ class Path:
 
     layers: tuple[dict[Edge, int], ...]
     body: BodyFronts
-
-
-def _union(rows: Iterable[Row]) -> Row:
-    produced: int | None = None
-    wanted = 0
-    for layout, mask in rows:
-        produced = layout if layout is not None else produced
-        wanted |= mask
-    return produced, wanted
 
 
 def optimise(

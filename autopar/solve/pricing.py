@@ -9,10 +9,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from .arrays import Bools, Floats, Ints
 from .budget import ELIMINATED_WORK, NODE_WORK, Meter
 from .chain import Powers
-from .elimination import Bools, Eliminated, Floats, Ints, Network, Schedule, TooWide, eliminate, network, schedule
-from .problem import Choice, Problem, Repeat
+from .elimination import Eliminated, Schedule, eliminate, schedule
+from .network import Network, network
+from .problem import Choice, Problem, Repeat, TooWide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

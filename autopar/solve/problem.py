@@ -211,6 +211,10 @@ class Infeasible(ValueError):
     smallest_bytes: float = math.nan
 
 
+class TooWide(ValueError):
+    """A tensor, or every order of elimination that was tried, makes a table that is too large."""
+
+
 def evaluate(problem: Problem, choice: Choice) -> Score:
     """What a choice costs: the one evaluator, whoever made the choice.
 

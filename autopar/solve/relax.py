@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from .arrays import Floats, Ints
 from .budget import BUDGET, ELIMINATED_WORK, NODE_WORK, Meter
-from .elimination import Floats, Ints, TooWide, eliminate, network, reduction, run, schedule, trace_back
+from .elimination import eliminate, reduction, run, schedule, trace_back
 from .expand import expand
+from .network import network
 from .pricing import Library
-from .problem import Choice, Problem
+from .problem import Choice, Problem, TooWide
 
 SWEEPS = (15, 25, 40, 80, 160)
 """Sweeps, there and back, before each elimination of what is near the bound."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.machine import Cluster
-from autopar.cost.timeline import COMPUTE, Known, Timeline, covered, timeline
+from autopar.cost.streams import Known, timeline
+from autopar.cost.timeline import COMPUTE, Timeline, covered
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Split
 from autopar.ir.program import Instruction, Program

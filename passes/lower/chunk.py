@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from autopar.cluster.machine import Cluster
-from autopar.cost.timeline import Known
+from autopar.cost.streams import Known
 from autopar.ir.layout import Split
 from autopar.ir.program import Instruction, Program
 

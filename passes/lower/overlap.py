@@ -24,7 +24,7 @@ logger = logging.getLogger("autopar")
 def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
     """The program with the same instructions, each half in an order in which collectives that are soon waited for start
     earlier. Values are the same bit for bit. `seconds` are those of instructions by their first result
-    (`timeline.alone_seconds`); without them, all that may run under a collective does."""
+    (`streams.alone_seconds`); without them, all that may run under a collective does."""
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     forward, backward = (_lifted(half, parameters, seconds) for half in (program.forward, program.backward))
     moved = sum(a is not b for a, b in zip((*forward, *backward), (*program.forward, *program.backward), strict=True))

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from autopar.cluster.machine import Cluster
-from autopar.cost.timeline import Known, alone_seconds, timeline
+from autopar.cost.streams import Known, alone_seconds, timeline
 from autopar.ir.program import Program
 
 from .adopt import stood_still

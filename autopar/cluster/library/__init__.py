@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster.collectives import ALGORITHMS, KINDS, Measured, Names
+from autopar.cluster.links import ALGORITHMS, KINDS, Measured, Names
 from autopar.cluster.machine import TOPOLOGIES, Cluster, Device, Groups, Level
 
 BASIC = ("ring", "pairwise", "message")

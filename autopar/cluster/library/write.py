@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from autopar.cluster.collectives import KINDS
+from autopar.cluster.links import KINDS
 from autopar.cluster.machine import Cluster, Device, Level
 
 

@@ -1,0 +1,175 @@
+"""What a collective along one mesh axis sees: the levels of the cluster that its groups cross, and the library.
+
+Each level comes with the bandwidth that one group gets there while all other groups of the axis run the same collective
+(on a mesh they always do).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
+
+LIKE = {"rotate": "shift", "broadcast": "all_gather", "reduce": "all_reduce"}
+"""Kinds that are not measured, each with one that finds the same links and library."""
+
+ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
+"""Of a library that has all."""
+
+GLOO = tuple(
+    {
+        "all_reduce": ("ring",),
+        "all_gather": ("ring",),
+        "reduce_scatter": ("pairwise",),
+        "all_to_all": ("pairwise",),
+        "shift": ("message",),
+        "exchange": ("pairwise",),
+    }.items()
+)
+"""What runs on gloo for each kind. (Its own reduce-scatter is an all-reduce: `runtime.collectives` sends parts.)"""
+
+Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
+"""Names of algorithms, or names for each kind of collective."""
+
+Factors = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+"""Of kinds of collectives, by size in bytes, ascending: measured seconds over those of the formula."""
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Between two points on logarithmic scales, beyond the ends that of the nearest. Points ascend; there is one."""
+    right = bisect_right(points, at, key=lambda point: point[0])
+    if right == 0 or right == len(points):
+        return points[max(right - 1, 0)][1]
+    (small, low), (large, high) = points[right - 1], points[right]
+    where = math.log(at / small) / math.log(large / small)
+    return low * math.exp(where * math.log(high / low))
+
+
+def are_of_gloo(names: Names) -> bool:
+    """Whether a library has no algorithm that gloo has not: its ranks are on CPUs."""
+    everything = {name for item in names for name in ((item,) if isinstance(item, str) else item[1])}
+    return everything <= {name for _, algorithms in GLOO for name in algorithms}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one kind of collective was measured to reach on a level: a part of its rates, and a latency of its own."""
+
+    kind: str
+    efficiency: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One level as one group of an axis sees it: the group has ranks in `width` children of that level,
+    `members` in each.
+
+    `bytes_per_second` is what the group can send out of one child to all others at once,
+    `pair_bytes_per_second` to one other, and `rank_bytes_per_second` what one of its ranks alone can send to
+    one other child. On a `ring`, only neighbours talk; it is `wrapped` if the group goes all the way around.
+    """
+
+    name: str
+    width: int
+    members: int
+    bytes_per_second: float
+    pair_bytes_per_second: float
+    rank_bytes_per_second: float
+    latency_seconds: float
+    ring: bool = False
+    wrapped: bool = False
+    measured: tuple[Measured, ...] = ()
+    overlap: float = 0.0
+    compute_share: float = 0.0
+    level: int = 0
+    part: float = 1.0
+
+    def of_kind(self, kind: str) -> Stage:
+        """As a kind of collective finds it."""
+        found = next((m for m in self.measured if m.kind == LIKE.get(kind, kind)), None)
+        if found is None:
+            return self
+        return replace(self.widened(found.efficiency), latency_seconds=found.latency_seconds)
+
+    def widened(self, factor: float) -> Stage:
+        """The same, `factor` times as wide."""
+        return replace(
+            self,
+            bytes_per_second=self.bytes_per_second * factor,
+            pair_bytes_per_second=self.pair_bytes_per_second * factor,
+            rank_bytes_per_second=self.rank_bytes_per_second * factor,
+        )
+
+
+def names_of(algorithms: Names, kind: str) -> tuple[str, ...]:
+    """The algorithms that a library has for one kind."""
+    for entry in algorithms:
+        if isinstance(entry, tuple) and entry[0] == kind:
+            return entry[1]
+    return tuple(entry for entry in algorithms if isinstance(entry, str))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a collective along one mesh axis sees: the levels that it crosses, from the outermost in, and
+    the algorithms that the communication library has."""
+
+    ranks: int
+    stages: tuple[Stage, ...]
+    launch_seconds: float = 0.0
+    algorithms: Names = ALGORITHMS
+    factors: Factors = field(default=(), hash=False)
+
+    def factor(self, kind: str, size: float) -> float:
+        """What was measured of collectives of that size, over what the formula says: between two sizes in between on
+        logarithmic scales, beyond the ends that of the nearest."""
+        points = next((points for known, points in self.factors if known == kind), ())
+        return interpolated(points, size) if points else 1.0
+
+    def of_kind(self, kind: str) -> Link:
+        """As a kind of collective finds it."""
+        return replace(self, stages=tuple(stage.of_kind(kind) for stage in self.stages))
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate of one ring over all ranks: that of the slowest level that it crosses (ATP Eq. 3)."""
+        return min((stage.bytes_per_second for stage in self.stages), default=math.inf)
+
+    @property
+    def latency_seconds(self) -> float:
+        return max((stage.latency_seconds for stage in self.stages), default=0.0)
+
+    @property
+    def hop_seconds(self) -> float:
+        """The mean latency of the hops of one ring over all ranks. Nobody waits for all others after a step: what a
+        chunk meets on its way round counts, and most of its hops stay within the innermost level. (NCCL's own model
+        counts steps within and between nodes apart, too: src/graph/tuning.cc.)"""
+        seconds, before, behind = 0.0, 0, 1
+        for stage in self.stages:
+            behind *= stage.width
+            seconds += (behind - before) * stage.latency_seconds
+            before = behind
+        return seconds / behind
+
+    @property
+    def overlap(self) -> float:
+        """The part of the latency that passes while bytes travel: that of the slowest level."""
+        return 0.0 if self.slowest is None else self.slowest.overlap
+
+    @property
+    def compute_share(self) -> float:
+        """The part of what ranks compute with that a collective takes: that of the slowest level."""
+        return 0.0 if self.slowest is None else self.slowest.compute_share
+
+    @property
+    def slowest(self) -> Stage | None:
+        return min(self.stages, key=lambda stage: stage.bytes_per_second, default=None)
+
+    def widened(self, factor: float) -> Link:
+        """The same links, `factor` times as wide."""
+        stages = tuple(stage.widened(factor) for stage in self.stages)
+        return replace(self, stages=stages)

@@ -1,0 +1,234 @@
+"""The program of a rank on streams: each instruction as a task, and the timeline that simulating them gives.
+
+A rank has a stream for its own operators, in the program's order, and one for each mesh axis, on which collectives
+follow each other. A collective starts when the program comes to it and the axis is free; a `collective.wait` stands
+still until it has ended. Operators take what their rules count (`roofline`), as in the search; collectives what their
+links do (`collectives`), and longer while another axis uses the same links, operators while a collective takes a part
+of what they run on (`simulator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.cluster.collectives import loads, price
+from autopar.cluster.machine import Cluster
+from autopar.ir.program import Instruction, Program
+
+from . import liveness
+from .roofline import Cost, CostKey, LocalOperators
+from .simulator import Resource, Span, Task, simulate
+from .timeline import COMPUTE, Event, Stall, Timeline
+
+MEMORY = "memory"
+"""What operators and collectives share, where a device's `memory_bytes_per_link_byte` is not 0."""
+
+PROCESSOR = "processor"
+"""What operators need all of, and collectives a part, where a level's `compute_share` is not 0."""
+
+LATEST = 2
+"""Timelines that `Known` keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What operators cost and what they make, for timelines of many programs of one device that are much alike."""
+
+    costs: dict[CostKey, Cost] = field(default_factory=dict)
+    made: liveness.Known = field(default_factory=liveness.Known)
+    latest: list[tuple[Program, Cluster, Timeline]] = field(default_factory=list)
+    """Of the programs that were looked at last: passes look at the same one, one after the other."""
+
+
+def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> Timeline:
+    """One step of `program` on a cluster; `known` is what earlier timelines on the same device found out. Raises
+    ValueError where the mesh does not fit the cluster."""
+    known = known or Known()
+    for other, priced, found in known.latest:
+        if other is program and priced is cluster:
+            return found
+    made = _Streams(program, cluster, known).timeline()
+    known.latest[:] = [(program, cluster, made), *known.latest[: LATEST - 1]]
+    return made
+
+
+def alone_seconds(program: Program, cluster: Cluster, known: Known | None = None) -> dict[str, float]:
+    """What each operator and each collective takes if nothing else runs, by its first result. Raises ValueError as
+    `timeline`."""
+    writer = _Streams(program, cluster, known or Known())
+    writer.write()
+    return {
+        name: writer.tasks[task].seconds
+        for task, instruction, _ in writer.order
+        if (name := _first(instruction)) and instruction.op != "collective.wait"
+    }
+
+
+def _first(instruction: Instruction) -> str:
+    """The name of the first result that has one."""
+    return next((name for name in instruction.outputs if name), "")
+
+
+class _Issued(NamedTuple):
+    """A task's instruction, or a wait for one (then `task` is what it waits for)."""
+
+    task: int
+    instruction: Instruction
+    backward: bool
+
+
+class _Streams:
+    """A program as tasks."""
+
+    def __init__(self, program: Program, cluster: Cluster, known: Known) -> None:
+        self.program, self.device = program, cluster.device
+        self.links = cluster.links(program.mesh)
+        self.shares_processor = any(link.compute_share for link in self.links)
+        self.local = LocalOperators(program, cluster.device, known.costs, known.made)
+        self.tasks: list[Task] = []
+        self.order: list[_Issued] = []
+        """What the rank comes to, one after the other."""
+        self.started: dict[str, int] = {}
+        """A collective's result -> its task."""
+        self.barrier: tuple[int, ...] = ()
+        """What has to end before the rank goes on."""
+        self.bytes: list[int] = []
+        self.peak_seconds = 0.0
+        self._priced: dict[tuple[str, int, int], Task] = {}
+
+    def timeline(self) -> Timeline:
+        self.write()
+        spans = simulate(self.tasks)
+        return Timeline(
+            axes=self.program.axes,
+            events=tuple(self._events(spans)),
+            stalls=tuple(self._stalls(spans)),
+            peak_seconds=self.peak_seconds,
+        )
+
+    def write(self) -> None:
+        """The tasks, in the order in which the rank comes to them."""
+        for instruction in self.program.forward:
+            self._issue(instruction, backward=False)
+        for instruction in self.program.backward:
+            self._issue(instruction, backward=True)
+
+    def _issue(self, instruction: Instruction, *, backward: bool) -> None:
+        if instruction.op == "collective.wait":
+            self.local.pass_by(instruction)
+            awaited = self.started.get(instruction.inputs[0])
+            if awaited is not None:
+                self.barrier = (*self.barrier, awaited)
+                self.order.append(_Issued(awaited, instruction, backward))
+        elif instruction.collective:
+            self.local.pass_by(instruction)
+            if starting := self.local.starting(instruction):
+                task = Task(stream=COMPUTE, after=self.barrier, fixed_seconds=starting)
+                self._add(instruction, task, 0, backward)
+                self.barrier = (len(self.tasks) - 1,)
+            self.started[instruction.outputs[0]] = len(self.tasks)
+            self._add(instruction, self._collective(instruction), self._sent(instruction), backward)
+        else:
+            cost = self.local.cost(instruction)
+            self.peak_seconds += cost.peak_seconds
+            if cost.seconds:
+                self._add(instruction, self._operator(cost), cost.bytes, backward)
+                self.barrier = (len(self.tasks) - 1,)
+
+    def _add(self, instruction: Instruction, task: Task, size: int, backward: bool) -> None:
+        self.order.append(_Issued(len(self.tasks), instruction, backward))
+        self.tasks.append(task)
+        self.bytes.append(size)
+
+    def _sent(self, instruction: Instruction) -> int:
+        metas = self.program.metas
+        return max(metas[name].bytes for name in (*instruction.inputs, *instruction.outputs))
+
+    def _collective(self, instruction: Instruction) -> Task:
+        axis, kind = instruction.args[-1], instruction.collective
+        assert kind is not None
+        key = (kind, axis, self._sent(instruction))
+        if key not in self._priced:
+            self._priced[key] = self._priced_task(*key)
+        priced = self._priced[key]
+        return Task(
+            stream=priced.stream,
+            after=self.barrier,
+            fixed_seconds=priced.fixed_seconds,
+            moving_seconds=priced.moving_seconds,
+            least_seconds=priced.least_seconds,
+            uses=priced.uses,
+        )
+
+    def _priced_task(self, kind: str, axis: int, size: int) -> Task:
+        link, stream = self.links[axis], self.program.axes[axis]
+        if link.ranks == 1:
+            return Task(stream=stream)
+        cheapest = price(kind, size, link)
+        uses: dict[Resource, float] = dict(loads(kind, cheapest.algorithm, link))
+        per_byte, memory = self.device.memory_bytes_per_link_byte, self.device.memory_bytes_per_second
+        if per_byte and cheapest.moving:
+            sent = (2 if kind == "all_reduce" else 1) * (link.ranks - 1) / link.ranks * size
+            uses[MEMORY] = min(1.0, per_byte * sent / cheapest.moving / memory)
+        if link.compute_share:
+            uses[PROCESSOR] = link.compute_share
+        return Task(
+            stream=stream,
+            fixed_seconds=cheapest.fixed * (1.0 - cheapest.overlap),
+            moving_seconds=cheapest.moving,
+            least_seconds=cheapest.fixed,
+            uses=tuple(uses.items()),
+        )
+
+    def _operator(self, cost: Cost) -> Task:
+        uses: tuple[tuple[Resource, float], ...] = ((PROCESSOR, 1.0),) if self.shares_processor else ()
+        if self.device.memory_bytes_per_link_byte and cost.memory:
+            uses += ((MEMORY, cost.memory),)
+        if not uses:
+            return Task(stream=COMPUTE, after=self.barrier, fixed_seconds=cost.seconds)
+        fixed = min(cost.seconds, self.device.seconds_per_op)
+        return Task(
+            stream=COMPUTE,
+            after=self.barrier,
+            fixed_seconds=fixed,
+            moving_seconds=cost.seconds - fixed,
+            uses=uses,
+        )
+
+    def _events(self, spans: list[Span]) -> Iterator[Event]:
+        for task, instruction, backward in self.order:
+            if instruction.op != "collective.wait":
+                yield Event(
+                    name=_first(instruction),
+                    op=instruction.op,
+                    stream=self.tasks[task].stream,
+                    start_seconds=spans[task].start_seconds,
+                    end_seconds=spans[task].end_seconds,
+                    alone_seconds=self.tasks[task].seconds,
+                    bytes=self.bytes[task],
+                    module=instruction.module,
+                    backward=backward,
+                )
+
+    def _stalls(self, spans: list[Span]) -> Iterator[Stall]:
+        """Waits for what has not ended when the rank comes to it; at last for what nobody waits for."""
+        now, last = 0.0, None
+        for issued in self.order:
+            end, stream = spans[issued.task].end_seconds, self.tasks[issued.task].stream
+            if issued.instruction.op == "collective.wait":
+                if end > now:
+                    yield self._stall(issued, stream, now, end)
+                now = max(now, end)
+            elif stream == COMPUTE:
+                now = end
+            elif last is None or end >= spans[last.task].end_seconds:
+                last = issued
+        if last is not None and spans[last.task].end_seconds > now:
+            yield self._stall(last, self.tasks[last.task].stream, now, spans[last.task].end_seconds)
+
+    @staticmethod
+    def _stall(issued: _Issued, stream: str, start: float, end: float) -> Stall:
+        label, backward = issued.instruction.label, issued.backward
+        return Stall(label=label, stream=stream, start_seconds=start, end_seconds=end, backward=backward)

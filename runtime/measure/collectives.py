@@ -1,0 +1,170 @@
+"""Collectives by size and axis, those of `runtime.collectives`, which programs call.
+
+Everything is measured in rounds, each of which runs every case, in another order, so that what disturbs the machine
+disturbs all cases alike; medians are taken over all runs of a case.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cluster.measurements import Axis, Case, Sample, axes, level_axes, quartiles
+from autopar.runtime.collectives import (
+    Pending,
+    all_gather,
+    all_reduce_in_place,
+    all_to_all,
+    exchange,
+    reduce_scatter,
+    shift,
+    wait,
+)
+
+from .clock import Report, synchronize
+
+SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+ROUNDS = 7
+CASE_SECONDS = 0.02
+"""In a round, a case is repeated for about so long. What takes as long is run once, and begun together: repeated,
+two ranks that exchange large messages fall out of step and take turns."""
+MOST_REPEATS = 16
+SHORT_VISITS = 3
+"""Times in a round that a case is come back to which is shorter: where ranks share processors, such a collective takes
+up to three times as long as another time, by how their processes are scheduled."""
+
+
+def collectives_seconds(
+    cases: Sequence[Case[str]], mesh: DeviceMesh, *, rounds: int = ROUNDS
+) -> dict[Case[str], float]:
+    """Median seconds of collectives on the axes of a mesh, all groups of an axis at once; the same on every rank."""
+    assert mesh.mesh_dim_names is not None
+    mine = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    found = _rounds(cases, mine, frozenset(mine), rounds, torch.device(mesh.device_type), lambda part, what: None)
+    return {case: statistics.median(seconds) for case, seconds in found.items()}
+
+
+def groups(world: int, axis: tuple[int, int]) -> list[list[int]]:
+    """The ranks of each group of an axis of so many ranks, so far apart."""
+    ranks, stride = axis
+    return [
+        [first + stride * k for k in range(ranks)]
+        for block in range(0, world, ranks * stride)
+        for first in range(block, block + stride)
+    ]
+
+
+def groups_of(levels: Sequence[int]) -> tuple[dict[tuple[int, int], dist.ProcessGroup], set[tuple[int, int]]]:
+    """This rank's group of each axis, and the axes of which it is the one that works alone."""
+    rank = dist.get_rank()
+    mine: dict[tuple[int, int], dist.ProcessGroup] = {}
+    first: set[tuple[int, int]] = set()
+    for axis in axes(math.prod(levels)):
+        members = groups(math.prod(levels), axis)
+        for ranks in members:
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine[axis] = group
+                first |= {axis} if ranks == members[0] else set()
+    return mine, first
+
+
+def collective_samples(
+    levels: tuple[int, ...],
+    mine: Mapping[tuple[int, int], dist.ProcessGroup],
+    first: Collection[tuple[int, int]],
+    sizes: Sequence[int],
+    rounds: int,
+    device: torch.device,
+    report: Report,
+) -> tuple[Sample, ...]:
+    cases = []
+    whole = level_axes(levels)
+    for axis in mine:
+        # alone, to find how many share a link
+        for alone in (False, True)[: 1 + (axis in whole and axis[0] < math.prod(levels))]:
+            cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
+    found = _rounds(cases, mine, first, rounds, device, report)
+    return tuple(
+        Sample(
+            kind=case.kind,
+            axis=case.axis,
+            bytes=case.bytes,
+            alone=case.alone,
+            seconds=statistics.median(seconds),
+            quartiles=quartiles(seconds),
+        )
+        for case, seconds in found.items()
+    )
+
+
+def _rounds(
+    cases: Sequence[Case[Axis]],
+    mine: Mapping[Axis, dist.ProcessGroup],
+    first: Collection[Axis],
+    rounds: int,
+    device: torch.device,
+    report: Report,
+) -> dict[Case[Axis], list[float]]:
+    """Seconds of each case's slowest rank, whenever it ran. `mine` is this rank's group of each axis, `first` are the
+    axes of which it is the one that works alone."""
+    # a collective is of a number for each pair of ranks at least
+    largest = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
+    buffer = torch.zeros(largest, device=device)
+    repeats: dict[Case[Axis], int] = {}
+    found: dict[Case[Axis], list[float]] = {case: [] for case in cases}
+    for number in range(rounds + 1):
+        order = [case for case in found for _ in range(1 if repeats.get(case, 1) == 1 else SHORT_VISITS)]
+        random.Random(number).shuffle(order)  # alike on all ranks: what runs before a case changes what it takes
+        for position, case in enumerate(order):
+            if position % 8 == 0:
+                report((number + position / len(order)) / (rounds + 1), f"{case.kind} of {case.bytes} bytes")
+            busy = case.axis in first or not case.alone
+            seconds = _timed(case.kind, case.bytes, mine[case.axis], buffer, repeats.get(case, 2)) if busy else 0.0
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also lets all begin the next case together
+            if number:
+                found[case].append(slowest.item())
+            else:
+                repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
+    return found
+
+
+def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor, repeats: int) -> float:
+    """Seconds of one of `repeats` collectives of `size` bytes, one after the other."""
+    ranks = group.size()
+    elements = max(1, size // 4 // (ranks * ranks)) * ranks
+    whole, part = buffer[: elements * ranks], buffer[:elements]
+    run = _CALLS[kind]
+    operand = part if kind == "all_gather" else whole
+    if repeats > 1:
+        wait(run(operand, group))
+    synchronize(buffer.device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        wait(run(operand, group))
+    synchronize(buffer.device)
+    return (time.perf_counter() - began) / repeats
+
+
+def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    ranks = group.size()
+    return exchange(x, torch.full((2, ranks), x.numel() // ranks), group)
+
+
+_CALLS: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], Pending]] = {
+    "all_reduce": lambda x, group: all_reduce_in_place(x, "sum", group),
+    "all_gather": all_gather,
+    "reduce_scatter": lambda x, group: reduce_scatter(x, "sum", group),
+    "all_to_all": all_to_all,
+    "shift": lambda x, group: shift(x, 1, group),
+    "exchange": _exchange,
+}

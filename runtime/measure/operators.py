@@ -1,0 +1,160 @@
+"""Operators: what arithmetic takes on every rank at the same time, with operands as far away as those of a program."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.cluster.measurements import Compute
+from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
+
+from .clock import Report, median_seconds
+
+RING_BYTES: Mapping[str, int] = {"cpu": 1 << 26, "cuda": 1 << 29}
+"""Of the operands that a product takes in turn while it is measured, by type of device: caches hold less, as of a
+model's weights."""
+RING_MOST = 64
+"""Times that they are there at most, where they are small."""
+RING_NEAR = 4
+"""Times that the operands of all else are there: most of what a program's operators read, one of the last ones made."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+COLUMNS = 512
+ROWS: Mapping[str, tuple[int, ...]] = {
+    "cpu": (8, 32, 128, 512, 2048, 8192),
+    "cuda": (128, 512, 2048, 8192, 32768, 131072),
+}
+"""Of the tensors of `COLUMNS` that are moved, by type of device."""
+MOVERS: Mapping[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "aten.add.Tensor": (2, torch.add),
+    "aten.mul.Tensor": (2, torch.mul),
+    "aten.clone.default": (1, lambda x, y: x.clone()),
+    "aten.silu.default": (1, lambda x, y: torch.nn.functional.silu(x)),
+    "aten.gelu.default": (1, lambda x, y: torch.nn.functional.gelu(x)),
+    "aten._softmax.default": (1, lambda x, y: x.softmax(-1)),
+    "aten.sum.dim_IntList": (1, lambda x, y: x.sum(0)),
+    "aten.mean.dim": (1, lambda x, y: x.mean(-1)),
+}
+"""What a model does besides arithmetic, and how many operands each of it reads."""
+ATTENTIONS = ((4, 8, 128, 32), (1, 8, 512, 64))
+"""Batch, heads, positions, features of a head; causal."""
+EXPERTS = ((256, 256, 512, 4), (1024, 256, 512, 8))
+"""Rows, features in and out, experts."""
+MATMULS = (
+    (16, 16, 16),
+    (64, 64, 64),
+    (128, 128, 128),
+    (64, 256, 256),
+    (256, 256, 256),
+    (128, 512, 512),
+    (512, 512, 512),
+    (128, 1024, 1024),
+    (256, 2048, 512),
+    (1024, 1024, 1024),
+)
+"""Rows, and features in and out."""
+
+
+def matmul_flops_per_second(size: int = 512, seconds: float = 1.0) -> float:
+    """FLOP/s of this rank on a square float32 product."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), a.device, seconds=seconds)
+
+
+def measured_compute(device: torch.device, seconds: float, report: Report) -> Compute:
+    """Medians over the ranks, each of them busy with the same at the same time."""
+    one = torch.zeros(1, device=device)
+    report(0.0, "operators")
+    seconds_per_op = _over_ranks(median_seconds(lambda: one + one, device, seconds=seconds), device)
+    operators = []
+    for op, flops, moved, call in _operators(device):
+        report(0.0, op)
+        operators.append((op, flops, moved, _over_ranks(median_seconds(call, device, seconds=seconds), device)))
+    matmuls = []
+    for dtype in DTYPES:
+        for m, k, n in MATMULS:
+            report(0.0, f"products of {str(dtype).removeprefix('torch.')}")
+            a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
+            call = in_turn(torch.mm, a, b, copies=copies_beyond_caches(a, b))
+            found = median_seconds(call, device, seconds=seconds)
+            matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(found, device)))
+    return Compute(
+        seconds_per_op=seconds_per_op,
+        operators=tuple(operators),
+        memory_bytes=_memory_bytes(device),
+        matmuls=tuple(matmuls),
+    )
+
+
+def _operators(device: torch.device) -> Iterator[tuple[str, float, int, Callable[[], None]]]:
+    """(op, its flops as its rule counts them, bytes that it reads and writes, a call of it)."""
+    for op, (reads, run) in MOVERS.items():
+        for rows in ROWS[device.type]:
+            x, y = (torch.randn(rows, COLUMNS, device=device) for _ in range(2))
+            yield op, 0.0, reads * x.nbytes + run(x, y).nbytes, in_turn(run, x, y)
+    for op, run, operands, flops in arithmetic(device):
+        made = run(*operands)
+        moved = sum(t.nbytes for t in (*operands, *(made if isinstance(made, tuple) else (made,))))
+        yield op, flops, moved, in_turn(run, *operands)
+
+
+def arithmetic(
+    device: torch.device,
+) -> Iterator[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], float]]:
+    """(op, what runs it, its operands, its flops) of what does arithmetic and is no plain product."""
+    if device.type == "cpu":  # which kernel it is on another device depends on more
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        for shape in ATTENTIONS:
+            q, k, v = (torch.randn(shape) for _ in range(3))
+            product = 2.0 * q.numel() * shape[-2]
+            out, sums = forward(q, k, v, is_causal=True)
+            yield str(forward.default), partial(forward, is_causal=True), (q, k, v), 2 * product
+            given = out, q, k, v, out, sums
+            yield str(backward.default), partial(backward, dropout_p=0.0, is_causal=True), given, 5 * product
+    for rows, features, hidden, experts in EXPERTS:
+        x, gradient = torch.randn(rows, features, device=device), torch.randn(rows, hidden, device=device)
+        weight = torch.randn(experts, features, hidden, device=device)
+        ids = torch.randint(experts, (rows,), device=device)
+        flops = 2.0 * rows * features * hidden
+        yield MM, expert_mm, (x, weight, ids), flops
+        yield MM_WEIGHT, partial(expert_mm_weight, experts=experts), (x, gradient, ids), flops
+
+
+def copies_beyond_caches(*operands: torch.Tensor) -> int:
+    """How many copies of operands no cache holds."""
+    return max(2, min(RING_MOST, RING_BYTES[operands[0].device.type] // sum(operand.nbytes for operand in operands)))
+
+
+def in_turn(run: Callable[..., Any], *operands: torch.Tensor, copies: int = RING_NEAR) -> Callable[[], None]:
+    """A call on the next of some copies of the operands, whose result stays until as many others were made. So both are
+    about as far away as those of a program: always the same would be in the nearest cache."""
+    ring = [tuple(operand.clone() for operand in operands) for _ in range(copies)]
+    results: list[object] = [None] * copies
+    places = itertools.cycle(range(copies))
+
+    def call() -> None:
+        place = next(places)
+        results[place] = run(*ring[place])
+
+    return call
+
+
+def _over_ranks(value: float, device: torch.device) -> float:
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    middle: float = values.quantile(0.5).item()
+    return middle
+
+
+def _memory_bytes(device: torch.device) -> float:
+    """What one rank may use."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / dist.get_world_size()
