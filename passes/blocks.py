@@ -21,22 +21,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from autopar.ir.graph import JointGraph
+from autopar.ir.graph import JointGraph, is_view
 from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule
-
-from .dependency import (
-    PERMUTE,
-    RESHAPE,
-    AffineMap,
-    Preserved,
-    compose,
-    dependency,
-    identity,
-    preserved,
-    signatures,
-    surviving,
-)
+from autopar.passes.dependency.affine import AffineMap, compose, identity
+from autopar.passes.dependency.operators import call_of_node, dependency
+from autopar.passes.dependency.preservation import Preserved, preserved, surviving
+from autopar.passes.dependency.signatures import signatures
 
 BranchKind = Literal["parameter", "constant"]
 
@@ -170,14 +161,12 @@ class _Facts:
         self.kept: dict[tuple[int, int], tuple[Preserved | None, ...]] = {}
         self.joint: dict[tuple[tuple[int, ...], int], bool] = {}
         self.made = graph.producer
-        self.middle = next((i for i, node in enumerate(graph.nodes) if node.backward), len(graph.nodes))
+        self.middle = graph.first_backward
         self.users = {v: [i for i in indices if i < self.middle] for v, indices in graph.consumers.items()}
         self._influences()
 
     def call(self, i: int) -> Call:
-        node, metas = self.graph.nodes[i], self.graph.metas
-        outputs = tuple(metas[o] if o else None for o in node.outputs)
-        return Call(node, tuple(metas[name] for name in self.operands[i]), outputs)
+        return call_of_node(self.graph.nodes[i], self.graph.metas)
 
     def rule(self, i: int) -> OpRule | None:
         label = self.labels[i]
@@ -186,7 +175,7 @@ class _Facts:
         return self.rules[label]
 
     def is_view(self, i: int) -> bool:
-        return self.graph.nodes[i].op in (RESHAPE, PERMUTE)
+        return is_view(self.graph.nodes[i])
 
     def is_contraction(self, i: int) -> bool:
         rule = self.rule(i)

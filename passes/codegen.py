@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.cost.redistribute import Step
-from autopar.ir.graph import Ref, TensorMeta, map_references
+from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
 from autopar.ir.layout import REPLICATE, Layout, Routed, Shape, Split, is_routed, local_shape, local_stride
 from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ops.emit import OPERAND, Emission, local_program
+from autopar.passes.space.collapse import Steps, from_root
 
 from .segments import Repeated
-from .space.collapse import PERMUTE, RESHAPE, Steps, from_root
 from .space.problem import Assignment, is_bucketed
 from .space.recompute import reacquired, remade
 from .space.strategies import (

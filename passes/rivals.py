@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import RESHAPE, Ref, TensorMeta
 from autopar.ir.layout import Split
 from autopar.ir.program import Instruction, Program, RankIndex
 
@@ -24,8 +24,6 @@ from .lower.adopt import halves_of
 from .lower.bucket import WAIT
 from .lower.parts import PartsWriter, Refused, spread
 from .lower.slice import Around
-
-RESHAPE = "aten.reshape.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

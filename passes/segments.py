@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir.graph import JointGraph, Node
+from autopar.ir.graph import JointGraph, Node, is_view
 from autopar.ops import rule_of
-from autopar.ops.rule import Call
-
-from .dependency import PERMUTE, RESHAPE, AffineMap, compose, dependency, identity, signatures
+from autopar.passes.dependency.affine import AffineMap, compose, identity
+from autopar.passes.dependency.operators import call_of_node, dependency
+from autopar.passes.dependency.signatures import signatures
 
 Ints = npt.NDArray[np.int64]
 Copies = tuple[tuple[int, ...], ...]
@@ -134,7 +134,7 @@ def _apart(facts: _Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     making: set[tuple[int, int]] = set()
     for name in {name: None for repeated in repeats for name in repeated.shared}:
         index = facts.home.get(name, (None,))[0]
-        while index is not None and index not in home and facts.graph.nodes[index].op in (RESHAPE, PERMUTE):
+        while index is not None and index not in home and is_view(facts.graph.nodes[index]):
             index = facts.home.get(facts.graph.nodes[index].inputs[0], (None,))[0]
         if index is not None and index in home:
             making.add(home[index])
@@ -155,8 +155,8 @@ def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
     paths: dict[str, dict[tuple[int, AffineMap], None]] = {}
     for i in (i for i in nodes if not graph.nodes[i].backward):
         node, metas = graph.nodes[i], graph.metas
-        call = Call(node, tuple(metas[n] for n in node.inputs), tuple(metas[o] if o else None for o in node.outputs))
-        rule = None if node.op in (RESHAPE, PERMUTE) else rule_of(call)
+        call = call_of_node(node, metas)
+        rule = None if is_view(node) else rule_of(call)
         if rule is not None and rule.contraction:
             lines.append(f"{node.op} {', '.join(map(str, call.inputs))}")
             for operand, name in enumerate(node.inputs):
@@ -212,7 +212,7 @@ class _Facts:
         home = {o: (i, slot) for i, node in enumerate(graph.nodes) for slot, o in enumerate(node.outputs) if o}
         return _Facts(
             graph=graph,
-            middle=next((i for i, node in enumerate(graph.nodes) if node.backward), len(graph.nodes)),
+            middle=graph.first_backward,
             labels=np.array(known.labels, dtype=np.int64),
             operands=known.operands,
             home=home,

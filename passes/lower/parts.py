@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.ir.graph import Ref, TensorMeta, map_references
+from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Shape, Split, permute_layout, reshape_split
 from autopar.ir.program import Instruction, RankIndex
 from autopar.ops import Call, rule_of
 from autopar.ops.accumulation import adding, factors_of
 from autopar.ops.emit import OPERAND, Emission, call_of, expands, local_program
-from autopar.passes.space.collapse import PERMUTE, RESHAPE
 
 from .bucket import LAYOUT, WAIT
 

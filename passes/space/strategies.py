@@ -32,7 +32,7 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.cost.redistribute import Redistributor
-from autopar.ir.graph import JointGraph, Node, TensorMeta
+from autopar.ir.graph import JointGraph, Node, TensorMeta, is_view
 from autopar.ir.layout import (
     PARTIAL,
     REPLICATE,
@@ -53,9 +53,10 @@ from autopar.ir.layout import (
 from autopar.ops import localize, rule_of
 from autopar.ops.emit import Emission, expands, fillings, local_program, local_shapes
 from autopar.ops.rule import ROUTED, Call, Dims, Factor, OpRule
+from autopar.passes.dependency.operators import call_of_node
 from autopar.passes.segments import Repeated, Segments
 
-from .collapse import Alias, Roots, from_root, is_view, to_root
+from .collapse import Alias, Roots, from_root, to_root
 
 AxisChoice = tuple[Any, ...]
 SiteChoice = tuple[Any, ...]
@@ -429,11 +430,7 @@ class _Builder:
             node = self.graph.nodes[index]
             if is_view(node):
                 continue
-            call = Call(
-                node,
-                tuple(metas[name] for name in node.inputs),
-                tuple(metas[name] if name else None for name in node.outputs),
-            )
+            call = call_of_node(node, metas)
             site = Site(
                 name=node.name,
                 kind="op",
