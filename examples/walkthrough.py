@@ -14,7 +14,7 @@ from autopar.ir.layout import describe
 from autopar.passes.blocks import blocks
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
-from autopar.passes.segments import segments
+from autopar.passes.segments.search import segments
 from autopar.passes.space.problem import ProblemBuilder, str_choice
 from autopar.passes.space.strategies import strategies
 from autopar.planning.account import account
@@ -59,7 +59,7 @@ def main() -> None:
     show("2. blocks (passes/blocks.py)", str(blocks(graph, ranks=2)))
 
     repeated = segments(graph)
-    show("3. segments (passes/segments.py)", str(repeated))
+    show("3. segments (passes/segments/search.py)", str(repeated))
 
     space = strategies(graph, mesh, named_cluster("local"), repeated)
     body = space.bodies[0]

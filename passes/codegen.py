@@ -17,9 +17,9 @@ from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
 from autopar.ir.layout import REPLICATE, Layout, Routed, Shape, Split, is_routed, local_shape, local_stride
 from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ops.emit import OPERAND, Emission, local_program
+from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.collapse import Steps, from_root
 
-from .segments import Repeated
 from .space.problem import Assignment, is_bucketed
 from .space.recompute import reacquired, remade
 from .space.strategies import (

@@ -38,7 +38,7 @@ from autopar.ir.layout import (
 )
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.passes.codegen import _Writer
-from autopar.passes.segments import Segments
+from autopar.passes.segments.segment import Segments
 from autopar.passes.space.collapse import Roots
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.strategies import Region, Space

@@ -33,7 +33,9 @@ from autopar.passes.capture.trace import Captured, capture
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.seeds import seeds
-from autopar.passes.segments import Segments, fingerprint, segments
+from autopar.passes.segments.fingerprint import fingerprint
+from autopar.passes.segments.search import segments
+from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Allowed, Assignment, parse_choice, str_choice
 from autopar.passes.space.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
 from autopar.profile.programs import Costs, real_tensors

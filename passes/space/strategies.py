@@ -54,7 +54,7 @@ from autopar.ops import localize, rule_of
 from autopar.ops.emit import Emission, expands, fillings, local_program, local_shapes
 from autopar.ops.rule import ROUTED, Call, Dims, Factor, OpRule
 from autopar.passes.dependency.operators import call_of_node
-from autopar.passes.segments import Repeated, Segments
+from autopar.passes.segments.segment import Repeated, Segments
 
 from .collapse import Alias, Roots, from_root, to_root
 
