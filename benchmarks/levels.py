@@ -24,7 +24,7 @@ import marked
 import torch
 from torch import nn
 
-from autopar.passes.blocks import blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.group import Grouped, block_groups, group
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.widen import widened

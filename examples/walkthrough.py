@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.ir.layout import describe
-from autopar.passes.blocks import blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.segments.search import segments
@@ -56,7 +56,7 @@ def main() -> None:
     graph = captured.graph
     show("1. the joint graph (autopar/ir/graph.py), made by passes/capture/trace.py", str(graph))
 
-    show("2. blocks (passes/blocks.py)", str(blocks(graph, ranks=2)))
+    show("2. blocks (passes/blocks/partition.py)", str(blocks(graph, ranks=2)))
 
     repeated = segments(graph)
     show("3. segments (passes/segments/search.py)", str(repeated))

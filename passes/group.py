@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.passes.blocks.block import Blocks, ParallelBlock
 from autopar.solve.elimination import Bools, Floats, Row, tensor_rows, undominated
 from autopar.solve.problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
@@ -33,7 +34,6 @@ from autopar.solve.problem import (
     evaluate,
 )
 
-from .blocks import Blocks, ParallelBlock
 from .space.strategies import Region, Space
 
 OPTIONS_MOST = 64

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import assert_same, case, eager, planners, simulated
 from test_solve import random_problem, variable
 
-from autopar.passes.blocks import blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.codegen import codegen
 from autopar.passes.group import Grouped, block_groups, group
 from autopar.passes.space.problem import ProblemBuilder

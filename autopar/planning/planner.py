@@ -28,7 +28,8 @@ from autopar.ir.layout import REPLICATE, Layout, Split, local_shape
 from autopar.ir.program import Program
 from autopar.ops import rule_of
 from autopar.ops.routing import in_token_order
-from autopar.passes.blocks import Blocks, blocks
+from autopar.passes.blocks.block import Blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import Captured, capture
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened

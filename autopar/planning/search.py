@@ -20,7 +20,7 @@ from itertools import accumulate, chain, cycle, pairwise, product
 from typing import Literal
 
 from autopar.ir.layout import Split
-from autopar.passes.blocks import blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.group import Groups, block_groups, group
 from autopar.passes.space.problem import Allowed, Assignment, Decisions, ProblemBuilder
 from autopar.passes.space.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, joined_borders, reached

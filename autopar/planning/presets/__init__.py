@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from autopar.passes.blocks import Blocks
+from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.strategies import KEEP, REGATHER, WHOLE, AxisChoice, Site, SiteChoice, Space
 

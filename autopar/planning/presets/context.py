@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Split, periods_of
-from autopar.passes.blocks import Blocks, ParallelBlock
+from autopar.passes.blocks.block import Blocks, ParallelBlock
 from autopar.passes.space.collapse import to_root
 from autopar.passes.space.strategies import AxisChoice, Reached, Site, Space, reached
 from autopar.planning.search import unique_sites
