@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from autopar.passes.blocks.partition import blocks
-from autopar.passes.group import Grouped, block_groups, group
+from autopar.passes.grouping.group import block_groups, group
+from autopar.passes.grouping.grouped import Grouped
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.widen import widened
 from autopar.planning.planner import Planner

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.grouping.grouped import Group, Grouped, assembled
 from autopar.solve.elimination import Bools, Floats, Ints, Row, tensor_rows
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem
-
-from .group import Group, Grouped, assembled
 
 JOINT_MOST = 4096
 """Joint options of two variables that are looked at; two with more stay apart."""

@@ -15,7 +15,8 @@ from test_solve import random_problem, variable
 
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.codegen import codegen
-from autopar.passes.group import Grouped, block_groups, group
+from autopar.passes.grouping.group import block_groups, group
+from autopar.passes.grouping.grouped import Grouped
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.strategies import Space
 from autopar.passes.widen import widened

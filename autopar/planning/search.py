@@ -21,7 +21,7 @@ from typing import Literal
 
 from autopar.ir.layout import Split
 from autopar.passes.blocks.partition import blocks
-from autopar.passes.group import Groups, block_groups, group
+from autopar.passes.grouping.group import Groups, block_groups, group
 from autopar.passes.space.problem import Allowed, Assignment, Decisions, ProblemBuilder
 from autopar.passes.space.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, joined_borders, reached
 from autopar.passes.widen import widened
@@ -90,7 +90,7 @@ SolveAt = Callable[[float, "Solved", Purse], "Solved"]
 
 Level = Literal["operator", "block", "cfp"]
 """What a variable of a problem is: an operator, a block that loses nothing (`passes.widen`), or a ParallelBlock as
-the paper has it (`passes.group.block_groups`)."""
+the paper has it (`passes.grouping.group.block_groups`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
