@@ -30,7 +30,7 @@ from torch import nn  # noqa: E402
 
 from autopar.cost.redistribute import Redistributor  # noqa: E402
 from autopar.cost.timeline import COMPUTE, COPIES, timeline  # noqa: E402
-from autopar.passes.space.strategies import Space  # noqa: E402
+from autopar.passes.space.space import Space  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import HIDDEN, Planner  # noqa: E402
 from autopar.planning.search import Search  # noqa: E402

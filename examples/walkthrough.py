@@ -15,8 +15,9 @@ from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen import codegen
 from autopar.passes.segments.search import segments
-from autopar.passes.space.problem import ProblemBuilder, str_choice
-from autopar.passes.space.strategies import strategies
+from autopar.passes.space.build import strategies
+from autopar.passes.space.choices import str_choice
+from autopar.passes.space.problem import ProblemBuilder
 from autopar.planning.account import account
 from autopar.planning.search import joint, unique_sites
 from autopar.runtime.simulate import simulate_step
@@ -73,7 +74,7 @@ def main() -> None:
             reads = ", ".join(describe(layout) for layout in option.reads)
             made = ", ".join(describe(layout) for layout in option.makes)
             lines.append(f"  {str_choice((choice,)):8} reads {reads}, makes {made}, {option.seconds * 1e6:.1f} us")
-    show("4. the space: sites and their options (passes/space/strategies.py)", "\n".join(lines))
+    show("4. the space: sites and their options (passes/space/)", "\n".join(lines))
 
     allowed = {name: joint(space, site, [site.choices[2]], None) for name, site in unique_sites(space).items()}
     problem, decoder = ProblemBuilder(space).build(allowed)

@@ -18,22 +18,14 @@ from autopar.ir.layout import REPLICATE, Layout, Routed, Shape, Split, is_routed
 from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.passes.segments.segment import Repeated
+from autopar.passes.space.choices import REGATHER, SiteChoice
 from autopar.passes.space.collapse import Steps, from_root
+from autopar.passes.space.operator_layouts import splits_of
+from autopar.passes.space.sites import Option, Site, border_name, output_name, output_numbers
+from autopar.passes.space.space import Space, operand_layouts
 
 from .space.problem import Assignment, is_bucketed
 from .space.recompute import reacquired, remade
-from .space.strategies import (
-    REGATHER,
-    Option,
-    Site,
-    SiteChoice,
-    Space,
-    border_name,
-    operand_layouts,
-    output_name,
-    output_numbers,
-    splits_of,
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from torch import nn
 
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket
+from autopar.passes.space.choices import KEEP, AxisChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import KEEP, AxisChoice, Site, Space
+from autopar.passes.space.sites import Site
+from autopar.passes.space.space import Space
 from autopar.planning.account import account
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner

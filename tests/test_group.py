@@ -18,7 +18,7 @@ from autopar.passes.codegen import codegen
 from autopar.passes.grouping.group import block_groups, group
 from autopar.passes.grouping.grouped import Grouped
 from autopar.passes.space.problem import ProblemBuilder
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.passes.widen import widened
 from autopar.planning.search import Level, Search, axis_choices, joint, priced, unique_sites
 from autopar.solve import SOLVERS, solve

@@ -41,7 +41,8 @@ from autopar.passes.codegen import _Writer
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.collapse import Roots
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Region, Space
+from autopar.passes.space.sites import Region
+from autopar.passes.space.space import Space
 from autopar.runtime.simulate import coordinates, simulate
 
 R = Replicate()

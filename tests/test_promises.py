@@ -25,7 +25,7 @@ from autopar.cost.timeline import timeline
 from autopar.passes.codegen import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.problem import Assignment, ProblemBuilder
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.planning.account import Account, account, count_collectives
 from autopar.planning.bound import lower_bound_seconds
 from autopar.planning.plan import Plan

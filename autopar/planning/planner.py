@@ -37,8 +37,11 @@ from autopar.passes.seeds import seeds
 from autopar.passes.segments.fingerprint import fingerprint
 from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Segments
-from autopar.passes.space.problem import Allowed, Assignment, parse_choice, str_choice
-from autopar.passes.space.strategies import KEEP, REGATHER, Region, Site, SiteChoice, Space, hold, strategies
+from autopar.passes.space.build import strategies
+from autopar.passes.space.choices import KEEP, REGATHER, SiteChoice, parse_choice, str_choice
+from autopar.passes.space.problem import Allowed, Assignment
+from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.space import Space, hold
 from autopar.profile.programs import Costs, real_tensors
 from autopar.solve import EXACT, SOLVERS
 from autopar.solve.budget import SEARCH_BUDGET

@@ -22,8 +22,11 @@ from typing import Literal
 from autopar.ir.layout import Split
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.grouping.group import Groups, block_groups, group
+from autopar.passes.space.choices import KEEP, REGATHER, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, Decisions, ProblemBuilder
-from autopar.passes.space.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, joined_borders, reached
+from autopar.passes.space.propagation import reached
+from autopar.passes.space.sites import Site, joined_borders
+from autopar.passes.space.space import Space
 from autopar.passes.widen import widened
 from autopar.solve import EXACT, TooWide, solve
 from autopar.solve.budget import BUDGET, SEARCH_BUDGET, Meter, Purse

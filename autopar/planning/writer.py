@@ -20,7 +20,7 @@ from autopar.passes.lower.shorten import KEPT as LOOKED_AT
 from autopar.passes.lower.shorten import shortened
 from autopar.passes.lower.slice import SLICING
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 
 from .phases import Phases
 

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.passes.blocks.block import Blocks, ParallelBlock
-from autopar.passes.space.strategies import Region, Space
+from autopar.passes.space.sites import Region
+from autopar.passes.space.space import Space
 from autopar.solve.problem import Problem
 
 from .grouped import Grouped, assembled

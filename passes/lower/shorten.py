@@ -19,7 +19,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.program import Instruction, Program
 from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 
 KEPT = 5
 """So many that what stands in the middle, and its neighbours, have like ones on both sides."""
