@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import RESHAPE, Ref, TensorMeta
 from autopar.ir.layout import Split
-from autopar.ir.program import Instruction, Program, RankIndex
+from autopar.ir.program import WAIT, Instruction, Program, RankIndex
 
 from .lower.adopt import halves_of
-from .lower.bucket import WAIT
 from .lower.parts import PartsWriter, Refused, spread
 from .lower.slice import Around
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Shape, Split, permute_layout, reshape_split
-from autopar.ir.program import Instruction, RankIndex
+from autopar.ir.program import WAIT, Instruction, RankIndex
 from autopar.ops import Call, rule_of
 from autopar.ops.accumulation import adding, factors_of
 from autopar.ops.emit import OPERAND, Emission, call_of, expands, local_program
 
-from .bucket import LAYOUT, WAIT
+from .kinds import LAYOUT
 
 CONTIGUOUS = "aten.contiguous.default"
 DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
