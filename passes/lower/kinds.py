@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-LAYOUT = frozenset({"aten.contiguous.default", "aten.permute.default", "aten.reshape.default", "aten.select.int"})
+CONTIGUOUS = "aten.contiguous.default"
+
+LAYOUT = frozenset({CONTIGUOUS, "aten.permute.default", "aten.reshape.default", "aten.select.int"})
 """Local ops of one tensor that codegen puts around collectives."""
 
 SCATTERED = ("reduce_scatter", "all_to_all")

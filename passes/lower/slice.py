@@ -20,8 +20,8 @@ from autopar.ops import rule_of
 from autopar.ops.emit import call_of
 
 from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
-from .kinds import LAYOUT
-from .parts import CONTIGUOUS, Metas
+from .kinds import CONTIGUOUS, LAYOUT
+from .regions import Metas
 
 SLICES = (2, 3, 4, 8)
 BEFORE = ("all_gather",)
