@@ -13,7 +13,7 @@ from autopar.cluster.library import named_cluster
 from autopar.ir.layout import describe
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.segments.search import segments
 from autopar.passes.space.build import strategies
 from autopar.passes.space.choices import str_choice
@@ -91,7 +91,7 @@ def main() -> None:
     show("7. the account (autopar/planning/account.py)", "\n".join([f"{costs.seconds * 1e3:.3f} ms", *lines]))
 
     program = codegen(space, assignment)
-    show("8. the program (autopar/ir/program.py), made by passes/codegen.py", str(program))
+    show("8. the program (autopar/ir/program.py), made by passes/codegen/program.py", str(program))
 
     simulated = simulate_step(program, dict(model.named_parameters()), captured.bind(kwargs=batch))
     loss = model(**batch)

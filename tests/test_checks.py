@@ -17,7 +17,7 @@ from plans import random_assignment
 from torch import nn
 
 from autopar.passes.capture.trace import CaptureError, capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
 
 

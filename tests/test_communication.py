@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from models import Case, assert_same, case, eager, planners, simulated
 from torch import nn
 
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.choices import KEEP, AxisChoice
 from autopar.passes.space.problem import Assignment

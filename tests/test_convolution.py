@@ -26,7 +26,7 @@ from autopar.ops import rule_of
 from autopar.ops.emit import Emission
 from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.slice import sliced
 from autopar.passes.space.choices import AxisChoice

@@ -17,7 +17,7 @@ from torch import distributions, nn
 from autopar.ir import variates
 from autopar.ir.randomness import keys
 from autopar.passes.capture.trace import CaptureError, capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step

@@ -14,7 +14,7 @@ from models import assert_same, case, eager, planners, simulated
 from test_solve import random_problem, variable
 
 from autopar.passes.blocks.partition import blocks
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.grouping.group import block_groups, group
 from autopar.passes.grouping.grouped import Grouped
 from autopar.passes.space.problem import ProblemBuilder

@@ -22,7 +22,7 @@ from torch import nn
 
 import autopar
 from autopar.cost.timeline import timeline
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space

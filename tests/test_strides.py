@@ -19,7 +19,7 @@ import autopar
 from autopar.ops.contract import needed_by
 from autopar.ops.oracle import RuleError, laid_out
 from autopar.passes.capture.trace import CaptureError, capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import chunked
 from autopar.passes.lower.overlap import overlap

@@ -17,7 +17,7 @@ from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_
 from autopar.cost.timeline import COMPUTE, Timeline, timeline
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.program import Instruction, Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.account import least_seconds
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS

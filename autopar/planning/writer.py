@@ -10,7 +10,7 @@ from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.timeline import Known, timeline
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.adopt import Adopted, adopt
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.chunk import CHUNKING

@@ -17,7 +17,7 @@ from autopar import compat
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.passes.capture.trace import Captured, copied
-from autopar.passes.codegen import layouts
+from autopar.passes.codegen.program import layouts
 from autopar.planning.planner import Planner
 
 from .draws import untouched_random_state
