@@ -24,8 +24,9 @@ import marked
 import torch
 from torch import nn
 
-from autopar.passes.blocks import blocks
-from autopar.passes.group import Grouped, block_groups, group
+from autopar.passes.blocks.partition import blocks
+from autopar.passes.grouping.group import block_groups, group
+from autopar.passes.grouping.grouped import Grouped
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.widen import widened
 from autopar.planning.options import axis_choices, joint, unique_sites

@@ -51,7 +51,7 @@ HAND = {"ddp": "DDP", "fsdp": "FSDP2"}
 def programs(planner: Any, plan: Any) -> dict[str, Any]:
     """A plan's program under each lowering."""
     from autopar.cost.streams import alone_seconds
-    from autopar.passes.codegen import codegen
+    from autopar.passes.codegen.program import codegen
     from autopar.passes.lower.bucket import bucket
     from autopar.passes.lower.chunk import chunk
     from autopar.passes.lower.overlap import overlap

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from torch import nn  # noqa: E402
 
-from autopar.passes.blocks import blocks  # noqa: E402
+from autopar.passes.blocks.partition import blocks  # noqa: E402
 from autopar.passes.capture.trace import capture  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 

@@ -32,7 +32,7 @@ from autopar.cost.redistribute import Redistributor  # noqa: E402
 from autopar.cost.roofline import COPIES  # noqa: E402
 from autopar.cost.streams import timeline  # noqa: E402
 from autopar.cost.timeline import COMPUTE  # noqa: E402
-from autopar.passes.space.strategies import Space  # noqa: E402
+from autopar.passes.space.space import Space  # noqa: E402
 from autopar.planning.choice import HIDDEN  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402

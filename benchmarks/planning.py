@@ -28,8 +28,8 @@ def measure(layers: int, mesh: Mapping[str, int], solver: str, results: Any) -> 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from autopar.passes.blocks import blocks
-    from autopar.passes.dependency import signatures
+    from autopar.passes.blocks.partition import blocks
+    from autopar.passes.dependency.signatures import signatures
     from autopar.planning.planner import Planner
 
     torch.set_num_threads(2)

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, SiteChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import KEEP, REGATHER, WHOLE, Region, SiteChoice, Space
+from autopar.passes.space.sites import Region
+from autopar.passes.space.space import Space
 from autopar.planning.meshes import meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner

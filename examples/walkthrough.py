@@ -11,12 +11,13 @@ from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.ir.layout import describe
-from autopar.passes.blocks import blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
-from autopar.passes.segments import segments
-from autopar.passes.space.problem import ProblemBuilder, str_choice
-from autopar.passes.space.strategies import strategies
+from autopar.passes.codegen.program import codegen
+from autopar.passes.segments.search import segments
+from autopar.passes.space.build import strategies
+from autopar.passes.space.choices import str_choice
+from autopar.passes.space.problem import ProblemBuilder
 from autopar.planning.account import account
 from autopar.planning.options import joint, unique_sites
 from autopar.runtime.simulate import simulate_step
@@ -56,10 +57,10 @@ def main() -> None:
     graph = captured.graph
     show("1. the joint graph (autopar/ir/graph.py), made by passes/capture/trace.py", str(graph))
 
-    show("2. blocks (passes/blocks.py)", str(blocks(graph, ranks=2)))
+    show("2. blocks (passes/blocks/partition.py)", str(blocks(graph, ranks=2)))
 
     repeated = segments(graph)
-    show("3. segments (passes/segments.py)", str(repeated))
+    show("3. segments (passes/segments/search.py)", str(repeated))
 
     space = strategies(graph, mesh, named_cluster("local"), repeated)
     body = space.bodies[0]
@@ -73,7 +74,7 @@ def main() -> None:
             reads = ", ".join(describe(layout) for layout in option.reads)
             made = ", ".join(describe(layout) for layout in option.makes)
             lines.append(f"  {str_choice((choice,)):8} reads {reads}, makes {made}, {option.seconds * 1e6:.1f} us")
-    show("4. the space: sites and their options (passes/space/strategies.py)", "\n".join(lines))
+    show("4. the space: sites and their options (passes/space/)", "\n".join(lines))
 
     allowed = {name: joint(space, site, [site.choices[2]], None) for name, site in unique_sites(space).items()}
     problem, decoder = ProblemBuilder(space).build(allowed)
@@ -90,7 +91,7 @@ def main() -> None:
     show("7. the account (autopar/planning/account.py)", "\n".join([f"{costs.seconds * 1e3:.3f} ms", *lines]))
 
     program = codegen(space, assignment)
-    show("8. the program (autopar/ir/program.py), made by passes/codegen.py", str(program))
+    show("8. the program (autopar/ir/program.py), made by passes/codegen/program.py", str(program))
 
     simulated = simulate_step(program, dict(model.named_parameters()), captured.bind(kwargs=batch))
     loss = model(**batch)

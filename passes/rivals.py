@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import RESHAPE, Ref, TensorMeta
 from autopar.ir.layout import Split
-from autopar.ir.program import Instruction, Program, RankIndex
+from autopar.ir.program import WAIT, Instruction, Program, RankIndex
+from autopar.passes.lower.parts import PartsWriter
+from autopar.passes.lower.regions import Refused, spread
 
 from .lower.adopt import halves_of
-from .lower.bucket import WAIT
-from .lower.parts import PartsWriter, Refused, spread
 from .lower.slice import Around
-
-RESHAPE = "aten.reshape.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,18 +170,27 @@ def _window(
             raise Refused(f"the shards of {name} are not those of {stretch.seed}")
     pending = dict(metas)
     dropped = frozenset(p - offset for p in stretch.dropped)
-    writer = _Writer(window, pending, region, kept, rival.name, dropped=dropped, stretch_of=stretch, rival=rival)
+    writer = _Writer(
+        half=window,
+        metas=pending,
+        region=region,
+        kept=kept,
+        label=rival.name,
+        dropped=dropped,
+        stretch_of=stretch,
+        rival=rival,
+    )
     result = writer.stretch(0, len(window) - 1)
     metas.update(pending)
     return result
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Writer(PartsWriter):
     """Parts are shards of ranks, which come and leave one by one."""
 
-    stretch_of: _Stretch = field(kw_only=True)
-    rival: Rival = field(kw_only=True)
+    stretch_of: _Stretch
+    rival: Rival
     under_way: dict[tuple[str, int], str] = field(default_factory=dict)
     turned: dict[str, str] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)

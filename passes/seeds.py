@@ -15,7 +15,8 @@ from dataclasses import replace
 from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta, map_references
 from autopar.ops.emit import LocalEmitter
 from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, seeded
-from autopar.ops.rule import Call
+
+from .dependency.operators import call_of_node
 
 
 def seeds(graph: JointGraph) -> JointGraph:
@@ -58,7 +59,7 @@ def _fresh(metas: dict[str, TensorMeta], wanted: str) -> str:
 
 def _written(node: Node, key: str, metas: dict[str, TensorMeta]) -> list[Node] | None:
     """The nodes that do what a random node does. The results keep their names."""
-    call = Call(node, tuple(metas[i] for i in node.inputs), tuple(metas[o] if o else None for o in node.outputs))
+    call = call_of_node(node, metas)
     number = itertools.count()
     emitter = LocalEmitter((), metas, lambda hint: _fresh(metas, f"{node.name}_{hint}_{next(number)}"))
     results = seeded(emitter, call, Ref(key))

@@ -13,7 +13,7 @@ from typing import Any
 
 from generator import Built, Spec, build
 
-from autopar.passes.codegen import layouts
+from autopar.passes.codegen.program import layouts
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import chunked
 from autopar.passes.lower.slice import sliced

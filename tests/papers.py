@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.constraints import Constraints
 from autopar.planning.planner import Planner
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from models import Case, Step, assert_same, eager, simulated
 from torch import nn
 
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
 
 BATCH, SEQUENCE, STATE, HEADS, KEY_HEADS, HEAD = 4, 12, 24, 4, 2, 8

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 

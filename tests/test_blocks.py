@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.ir.graph import JointGraph, Ref, map_references, overload
-from autopar.passes.blocks import BlockDim, Blocks, ParallelBlock, blocks
+from autopar.passes.blocks.block import BlockDim, Blocks, ParallelBlock
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
 
 

@@ -16,7 +16,7 @@ from autopar import api
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Split
 from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import Simulated, simulate_step

@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
 
 

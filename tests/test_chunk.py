@@ -13,7 +13,7 @@ from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.layout import REPLICATE
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import chunk, chunked, why_whole
 from autopar.passes.lower.overlap import overlap

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from models import Case, assert_same, case, eager, planners, simulated
 from torch import nn
 
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
+from autopar.passes.space.choices import KEEP, AxisChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import KEEP, AxisChoice, Site, Space
+from autopar.passes.space.sites import Site
+from autopar.passes.space.space import Space
 from autopar.planning.account import account
 from autopar.planning.options import unique_sites
 from autopar.planning.plan import Plan

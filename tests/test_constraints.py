@@ -8,7 +8,7 @@ import random
 import models
 import pytest
 
-from autopar.passes.space.problem import parse_choice
+from autopar.passes.space.choices import parse_choice
 from autopar.planning.constraints import Constraints, pins
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner

@@ -26,10 +26,11 @@ from autopar.ops import rule_of
 from autopar.ops.emit import Emission
 from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.slice import sliced
-from autopar.passes.space.strategies import AxisChoice, Site
+from autopar.passes.space.choices import AxisChoice
+from autopar.passes.space.sites import Site
 from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step

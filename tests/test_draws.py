@@ -18,7 +18,7 @@ from autopar.ir import variates
 from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step

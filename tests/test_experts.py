@@ -30,10 +30,11 @@ import autopar
 from autopar.ir.program import Program
 from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, expert_mm, expert_mm_weight
 from autopar.ops.oracle import check_rule
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
+from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Site, SiteChoice
+from autopar.passes.space.sites import Site
 from autopar.planning.planner import Planner
 
 transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
 from autopar.runtime.execute import compile
 from autopar.runtime.failures import CollectiveError

@@ -16,7 +16,7 @@ from models import Case, assert_same, eager, simulated
 from plans import random_assignment
 from torch import nn
 
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 

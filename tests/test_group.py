@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from models import assert_same, case, eager, planners, simulated
 from test_solve import random_problem, variable
 
-from autopar.passes.blocks import blocks
-from autopar.passes.codegen import codegen
-from autopar.passes.group import Grouped, block_groups, group
+from autopar.passes.blocks.partition import blocks
+from autopar.passes.codegen.program import codegen
+from autopar.passes.grouping.group import block_groups, group
+from autopar.passes.grouping.grouped import Grouped
 from autopar.passes.space.problem import ProblemBuilder
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.passes.widen import widened
 from autopar.planning.options import axis_choices, joint, unique_sites
 from autopar.planning.search import Search

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.library import named_cluster
-from autopar.cost.optimizers import named_optimizer
 from autopar.cost.redistribute import Redistributor, Route
-from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, TensorMeta
+from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import (
     Layout,
     Partial,
@@ -37,11 +36,8 @@ from autopar.ir.layout import (
     valid_shape,
 )
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-from autopar.passes.codegen import _Writer
-from autopar.passes.segments import Segments
-from autopar.passes.space.collapse import Roots
-from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Region, Space
+from autopar.passes.codegen.emitter import Emitter
+from autopar.passes.codegen.redistribution import Redistribution
 from autopar.runtime.simulate import coordinates, simulate
 
 R = Replicate()
@@ -250,42 +246,21 @@ def redistributor(mesh: Shape) -> Redistributor:
 
 def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, mesh: Shape) -> Program:
     """What codegen writes where a value "x" is made as `source` and wanted as `target`."""
-    graph = JointGraph(
-        inputs=(GraphInput(name="x", role="input", target="x"),),
-        nodes=(),
-        outputs=(GraphOutput(name="x", role="output", target="x"),),
-        metas={"x": meta},
-    )
-    space = Space(
-        graph=graph,
-        mesh=mesh,
-        axes=tuple("abc"[: len(mesh)]),
-        cluster=named_cluster(None, device_type="cpu"),
-        optimizer=named_optimizer("adamw"),
-        redistributor=redistributor(mesh),
-        roots=Roots(graph, {}, {}),
-        metas=graph.metas,
-        rest=Region(name="rest", sites={}),
-        bodies=(),
-        segments=Segments(repeats=(), rest=()),
-        rest_borders=(),
-        without_rule={},
-    )
-    writer = _Writer(space, Assignment(rest={}))
-    writer.metas["x"] = TensorMeta(local_shape(meta.shape, source, mesh), meta.dtype)
-    writer.global_meta["x"] = meta
+    emitter = Emitter({"x"})
+    emitter.metas["x"] = TensorMeta(local_shape(meta.shape, source, mesh), meta.dtype)
+    redistribution = Redistribution(emitter=emitter, mesh=mesh, root="x", meta=meta, phase=0)
     local = "x"
     for step in route.steps:
-        local = writer._redistribute("x", local, step, 0)
+        local = redistribution.write(local, step)
     return Program(
-        axes=space.axes,
+        axes=tuple("abc"[: len(mesh)]),
         mesh=mesh,
         inputs=(ProgramInput(name="x", role="input", target="x", meta=meta, layout=source),),
-        forward=tuple(writer.instructions[0]),
+        forward=tuple(emitter.instructions[0]),
         backward=(),
         saved=(),
         outputs=(ProgramOutput(name=local, role="output", target="x", meta=meta, layout=target),),
-        metas=writer.metas,
+        metas=emitter.metas,
     )
 
 

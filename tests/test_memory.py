@@ -18,7 +18,7 @@ from autopar.api import parallelize
 from autopar.cost.memory import Peak, peak
 from autopar.cost.optimizers import OPTIMIZERS, named_optimizer
 from autopar.passes.lower.compact import compact
-from autopar.passes.space.strategies import SiteChoice
+from autopar.passes.space.choices import SiteChoice
 from autopar.planning.options import Axes
 from autopar.planning.planner import Planner
 from autopar.planning.solving import Solved

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 

@@ -10,7 +10,7 @@ from test_bucket import program
 
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.overlap import overlap
 from autopar.runtime.simulate import Simulated, simulate_step

@@ -40,7 +40,7 @@ from autopar.cluster.collectives import prices
 from autopar.cluster.machine import Cluster, Level
 from autopar.ops import rule_of
 from autopar.ops.rule import Call
-from autopar.passes.blocks import blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
 
 # ------------------------------------------------------------------------------------------------- ATP

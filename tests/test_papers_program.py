@@ -15,7 +15,7 @@ import torch
 from papers import Collectives
 from torch import nn
 
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 
 BATCH, LENGTH, HIDDEN, HEADS = 16, 512, 2048, 16
 U = BATCH * LENGTH * HIDDEN * 2

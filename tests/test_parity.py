@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import autopar
 from autopar.ir.layout import local_shape, valid_shape
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule

@@ -30,8 +30,8 @@ from autopar.cluster.machine import Operators, operator_key
 from autopar.cost.streams import timeline
 from autopar.ir.graph import TensorMeta
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
-from autopar.passes.segments import segments
+from autopar.passes.codegen.program import codegen
+from autopar.passes.segments.search import segments
 from autopar.planning.planner import Planner
 from autopar.profile.database import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
 from autopar.profile.programs import Costs, segment_programs, structure

@@ -22,10 +22,10 @@ from torch import nn
 
 import autopar
 from autopar.cost.streams import timeline
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.problem import Assignment, ProblemBuilder
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.planning.account import Account, account, count_collectives
 from autopar.planning.bound import lower_bound_seconds
 from autopar.planning.options import taken

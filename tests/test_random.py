@@ -25,7 +25,7 @@ from autopar import compat
 from autopar.ir import randomness
 from autopar.ir.randomness import keys
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.seeds import seeds
 from autopar.planning.planner import Planner

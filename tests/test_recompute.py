@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopar.cost.memory import Peak, moments, peak
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.shorten import shortened
 from autopar.passes.space.problem import Assignment

@@ -19,7 +19,7 @@ import autopar
 from autopar.ops import Call, OpRule, rule_of
 from autopar.ops.oracle import RuleError, make_call
 from autopar.ops.template import assemble
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 

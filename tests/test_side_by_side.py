@@ -12,7 +12,7 @@ from models import Case, assert_same, eager, perturbed, simulated
 from plans import random_assignment
 from torch import nn
 
-from autopar.passes.segments import Segments
+from autopar.passes.segments.segment import Segments
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 

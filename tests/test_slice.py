@@ -13,7 +13,7 @@ from pairwise import pairwise
 from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.slice import slice_products, sliced, why_whole
 
 MESHES = ((2, 2), (4, 2), (1, 4))

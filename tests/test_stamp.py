@@ -16,7 +16,8 @@ from torch import nn
 from autopar.ir.graph import JointGraph, Node, Ref, map_references, overload
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.trace import capture
-from autopar.passes.segments import Repeated, segments
+from autopar.passes.segments.search import segments
+from autopar.passes.segments.segment import Repeated
 
 transformers = pytest.importorskip("transformers")
 

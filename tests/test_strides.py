@@ -20,7 +20,7 @@ from autopar.ops.contract import needed_by
 from autopar.ops.oracle import RuleError, laid_out
 from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import chunked
 from autopar.passes.lower.overlap import overlap

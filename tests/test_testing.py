@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.passes.codegen import layouts
+from autopar.passes.codegen.program import layouts
 from autopar.testing import Check, Trial, check
 
 MESH = {"a": 2, "b": 2}

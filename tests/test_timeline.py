@@ -19,7 +19,7 @@ from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.program import Instruction, Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.planning.account import least_seconds
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS

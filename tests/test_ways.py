@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.trace import capture
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
 from autopar.testing import check

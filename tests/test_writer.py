@@ -10,7 +10,7 @@ import torch
 
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.chunk import chunk
 from autopar.passes.lower.prefetch import prefetch
 from autopar.passes.lower.slice import slice_products

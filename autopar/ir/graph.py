@@ -127,6 +127,11 @@ class JointGraph:
         return {name: tuple(indices) for name, indices in found.items()}
 
     @cached_property
+    def first_backward(self) -> int:
+        """Index of the first backward node; how many nodes there are, if there is none."""
+        return next((i for i, node in enumerate(self.nodes) if node.backward), len(self.nodes))
+
+    @cached_property
     def parameters(self) -> dict[str, str]:
         """Parameter name -> name of its value."""
         return {i.target: i.name for i in self.inputs if i.role == "parameter"}
@@ -161,6 +166,14 @@ def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     if isinstance(value, tuple):
         return tuple(map_references(item, function) for item in value)
     return value
+
+
+RESHAPE, PERMUTE = "aten.reshape.default", "aten.permute.default"
+"""What every view of a graph is written as."""
+
+
+def is_view(node: Node) -> bool:
+    return node.op in (RESHAPE, PERMUTE)
 
 
 @cache

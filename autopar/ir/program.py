@@ -40,6 +40,10 @@ wait(x)                             the finished value of any of them
 """
 
 
+WAIT = "collective.wait"
+"""Finishes a collective: the value is there after it."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankIndex:
     """An integer that differs by rank: constant + sum of coordinate[axis] * stride over `terms`."""
@@ -85,7 +89,7 @@ class Instruction:
     @property
     def label(self) -> str:
         """The op, and the value that it makes or, of a wait, waits for: what it is called in traces."""
-        values = self.inputs if self.op == "collective.wait" else self.outputs
+        values = self.inputs if self.op == WAIT else self.outputs
         return " ".join([self.op, *[name for name in values if name][:1]])
 
 

@@ -14,9 +14,12 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program
+from autopar.passes.space.choices import REGATHER
+from autopar.passes.space.operator_layouts import splits_of
 from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder, is_bucketed
 from autopar.passes.space.recompute import reacquired, remade
-from autopar.passes.space.strategies import REGATHER, Option, Region, Site, Space, operand_layouts, splits_of
+from autopar.passes.space.sites import Option, Region, Site
+from autopar.passes.space.space import Space, operand_layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from autopar.ir.layout import REPLICATE, Layout
+from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Region, SiteChoice, Space, hold
+from autopar.passes.space.sites import Region
+from autopar.passes.space.space import Space, hold
 
 from .options import unique_sites
 from .search import Search

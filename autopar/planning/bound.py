@@ -26,8 +26,11 @@ from itertools import product
 from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Split
+from autopar.passes.space.build import strategies
+from autopar.passes.space.choices import KEEP, AxisChoice, SiteChoice
 from autopar.passes.space.problem import ProblemBuilder
-from autopar.passes.space.strategies import KEEP, AxisChoice, Option, Site, SiteChoice, Space, strategies
+from autopar.passes.space.sites import Option, Site
+from autopar.passes.space.space import Space
 from autopar.solve import TooWide, solve
 from autopar.solve.budget import Meter
 from autopar.solve.problem import Problem, Variable

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from autopar.passes.space.strategies import WHOLE, AxisChoice, Region, Site, Space
+from autopar.passes.space.choices import WHOLE, AxisChoice
+from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.space import Space
 
 Constraints = Mapping[str, Mapping[str, str]]
 """Pattern -> mesh axis -> "R" or "S(d)"."""

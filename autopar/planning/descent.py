@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import cycle
 
-from autopar.passes.space.strategies import SiteChoice
+from autopar.passes.space.choices import SiteChoice
 from autopar.solve import EXACT
 from autopar.solve.budget import SEARCH_BUDGET, Purse
 

@@ -9,8 +9,10 @@ from typing import Any
 from autopar.cost.memory import Peak
 from autopar.cost.optimizers import Optimizer
 from autopar.ir.layout import Layout, Split
-from autopar.passes.space.problem import Assignment, parse_choice, str_choice
-from autopar.passes.space.strategies import KEEP, REGATHER, Region, Site, Space
+from autopar.passes.space.choices import KEEP, REGATHER, parse_choice, str_choice
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts
 from .constraints import Constraints

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import SiteChoice
 from autopar.solve.budget import SEARCH_BUDGET, Purse
 from autopar.solve.problem import Infeasible
 

@@ -8,8 +8,11 @@ from functools import cached_property
 from itertools import chain, product
 
 from autopar.ir.layout import Split
+from autopar.passes.space.choices import KEEP, REGATHER, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import KEEP, REGATHER, AxisChoice, Site, SiteChoice, Space, joined_borders, reached
+from autopar.passes.space.propagation import reached
+from autopar.passes.space.sites import Site, joined_borders
+from autopar.passes.space.space import Space
 
 from .constraints import Pins
 

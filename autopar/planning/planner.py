@@ -29,9 +29,12 @@ from autopar.ops.routing import in_token_order
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.trace import capture
 from autopar.passes.seeds import seeds
-from autopar.passes.segments import Segments, fingerprint, segments
+from autopar.passes.segments.fingerprint import fingerprint
+from autopar.passes.segments.search import segments
+from autopar.passes.segments.segment import Segments
+from autopar.passes.space.build import strategies
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Space, strategies
+from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
 from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible, Score

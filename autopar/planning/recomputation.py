@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from autopar.passes.space.problem import Decisions
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.solve.problem import Score
 
 from .account import recomputation

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.passes.space.problem import Allowed, Assignment
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.solve.budget import SEARCH_BUDGET
 from autopar.solve.problem import Score
 

@@ -6,9 +6,10 @@ import logging
 from dataclasses import replace
 
 from autopar.cost.redistribute import Redistributor
-from autopar.passes.blocks import Blocks, blocks
+from autopar.passes.blocks.block import Blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.space.problem import Allowed
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.solve.budget import SEARCH_BUDGET
 from autopar.solve.problem import Score
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from autopar.passes.blocks import blocks
-from autopar.passes.group import Groups, block_groups, group
+from autopar.passes.blocks.partition import blocks
+from autopar.passes.grouping.group import Groups, block_groups, group
+from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
-from autopar.passes.space.strategies import SiteChoice, Space
+from autopar.passes.space.space import Space
 from autopar.passes.widen import widened
 from autopar.solve import TooWide, solve
 from autopar.solve.budget import BUDGET, Meter, Purse

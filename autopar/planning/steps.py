@@ -17,7 +17,7 @@ from autopar.cost.streams import Known, timeline
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs
 
 from .account import account

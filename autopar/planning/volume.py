@@ -17,7 +17,10 @@ from itertools import product
 
 from autopar.cluster.links import Link, Stage
 from autopar.cost.redistribute import Redistributor
-from autopar.passes.space.strategies import AxisChoice, Site, Space, strategies
+from autopar.passes.space.build import strategies
+from autopar.passes.space.choices import AxisChoice
+from autopar.passes.space.sites import Site
+from autopar.passes.space.space import Space
 
 from .constraints import Pins
 

@@ -10,7 +10,7 @@ from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.streams import Known, timeline
 from autopar.ir.program import Program
-from autopar.passes.codegen import codegen
+from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.adopt import Adopted, adopt
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.chunk import CHUNKING
@@ -20,7 +20,7 @@ from autopar.passes.lower.shorten import KEPT as LOOKED_AT
 from autopar.passes.lower.shorten import shortened
 from autopar.passes.lower.slice import SLICING
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 
 from .phases import Phases
 

@@ -34,8 +34,9 @@ from autopar.ir.graph import JointGraph, Ref, TensorMeta
 from autopar.ir.program import Instruction, Program
 from autopar.ops import rule_of
 from autopar.ops.emit import call_of
-from autopar.passes.blocks import ParallelBlock, blocks
-from autopar.passes.segments import Segments
+from autopar.passes.blocks.block import ParallelBlock
+from autopar.passes.blocks.partition import blocks
+from autopar.passes.segments.segment import Segments
 
 from .database import CollectiveRow, OperatorRow, Profiles, ProgramRow, links_key
 

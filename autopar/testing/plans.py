@@ -8,19 +8,10 @@ from functools import partial
 from itertools import pairwise, product
 
 from autopar.ir.layout import Layout
+from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, SiteChoice
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import (
-    KEEP,
-    REGATHER,
-    WHOLE,
-    Option,
-    Region,
-    Site,
-    SiteChoice,
-    Space,
-    border_name,
-    joined_borders,
-)
+from autopar.passes.space.sites import Option, Region, Site, border_name, joined_borders
+from autopar.passes.space.space import Space
 
 TRIED = 12
 """Options of a site that are looked at before it works on the whole."""

@@ -18,7 +18,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import copied
-from autopar.passes.codegen import layouts
+from autopar.passes.codegen.program import layouts
 from autopar.planning.planner import Planner
 
 from .draws import untouched_random_state

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
-from autopar.passes.segments import Repeated, segments
+from autopar.passes.segments.search import segments
+from autopar.passes.segments.segment import Repeated
 
 from .cut import Cut, Run
 

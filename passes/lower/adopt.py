@@ -22,7 +22,8 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Split
 from autopar.ir.program import Instruction, Program
 
-from .parts import Metas, Refused, in_parts, spread
+from .parts import in_parts
+from .regions import Metas, Refused, spread
 
 logger = logging.getLogger("autopar")
 

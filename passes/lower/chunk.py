@@ -16,7 +16,7 @@ from autopar.ir.layout import Split
 from autopar.ir.program import Instruction, Program
 
 from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
-from .parts import Metas
+from .regions import Metas
 from .slice import Around
 
 CHUNKS = (2, 4)

@@ -14,9 +14,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import WAIT, Instruction, Program
 
-from .bucket import LAYOUT, WAIT
+from .kinds import LAYOUT
 
 logger = logging.getLogger("autopar")
 

@@ -1,197 +1,26 @@
 """Parts: a stretch of a program runs in several parts, so that the communication of one hides behind the computation
 of the others.
 
-A part is a digit of an index, as a rank's share is (`layout`): part s of a value that is cut by `Split(dim, period)`
-has the indices i of `dim` with (i mod period) // (period / parts) == s. So rules, views and collectives say where a cut
-of one value goes, as they do for shards, and an instruction runs on a part as an operator does on a shard. Where a cut
-dim is summed over, the parts add up (`Partial`). Period = size are parts of consecutive indices; a smaller one
-takes every so many-th block, which is MeshSlice's blocked slicing (Algorithm 2).
-
-`slice.py` and `chunk.py` say which stretches; this file says how.
+The parts of a region (`regions`) are software-pipelined: part s + 1 is one stage behind part s, where a stage ends with
+the start of a collective. `slice.py` and `chunk.py` say which stretches; this file says how they are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.ir.graph import Ref, TensorMeta, map_references
-from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Shape, Split, permute_layout, reshape_split
-from autopar.ir.program import Instruction, RankIndex
-from autopar.ops import Call, rule_of
+from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
+from autopar.ir.layout import REPLICATE, Partial, Split
+from autopar.ir.program import WAIT, Instruction
+from autopar.ops import rule_of
 from autopar.ops.accumulation import adding, factors_of
-from autopar.ops.emit import OPERAND, Emission, call_of, expands, local_program
-from autopar.passes.space.collapse import PERMUTE, RESHAPE
+from autopar.ops.emit import OPERAND, Emission, local_program
 
-from .bucket import LAYOUT, WAIT
-
-CONTIGUOUS = "aten.contiguous.default"
-DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
-"""Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""
-SAME = ("all_reduce", "shift", "rotate", "broadcast")
-"""Collectives of which an element depends on the same element of all ranks."""
-
-Metas = Mapping[str, TensorMeta]
-
-
-class Refused(ValueError):
-    """Why a stretch is left as it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """Instructions, by position in their half and in its order, that run in `parts` parts; `cuts` says how each value
-    that they read or make is cut."""
-
-    members: tuple[int, ...]
-    cuts: Mapping[str, Placement]
-    parts: int
-
-
-# --- where a cut goes
-
-
-def spread(
-    half: Sequence[Instruction], metas: Metas, members: Iterable[int], seed: str, cut: Split, parts: int
-) -> Region:
-    """The region of those of `members` that a cut of the value `seed` reaches, along what they read and make.
-
-    Raises Refused where a member cannot run in parts.
-    """
-    cuts: dict[str, Placement] = {}
-    _add(cuts, metas, seed, cut, parts)
-    waiting = sorted(set(members))
-    reached: set[int] = set()
-    going = True
-    while going:
-        going = False
-        for position in waiting:
-            instruction = half[position]
-            values = {name for name in (*instruction.inputs, *instruction.outputs) if name}
-            if position in reached or not any(isinstance(cuts.get(name), Split) for name in values):
-                continue
-            for name, placement in through(instruction, metas, cuts, parts).items():
-                going |= _add(cuts, metas, name, placement, parts)
-            reached.add(position)
-            going = True
-    for position in reached:
-        for name in half[position].inputs:
-            if isinstance(cuts[name], Partial):
-                raise Refused(f"{half[position].op} reads {name}, which is a sum over parts")
-    return Region(members=tuple(sorted(reached)), cuts=cuts, parts=parts)
-
-
-def _add(cuts: dict[str, Placement], metas: Metas, name: str, placement: Placement, parts: int) -> bool:
-    """Whether it is news."""
-    if isinstance(placement, Split):
-        size = metas[name].shape[placement.dim]
-        if placement.period % parts or size % placement.period:
-            raise Refused(f"dim {placement.dim} of {name}, {size} long, is not to be cut in {parts} equal parts")
-    known = cuts.setdefault(name, placement)
-    if known != placement:
-        raise Refused(f"{name} would be cut as {known} and as {placement}")
-    return known is placement
-
-
-def through(instruction: Instruction, metas: Metas, cuts: Mapping[str, Placement], parts: int) -> dict[str, Placement]:
-    """How all values of an instruction are cut where one of them is, as `cuts` says. Raises Refused."""
-    if instruction.op == WAIT or instruction.collective or instruction.op in (CONTIGUOUS, RESHAPE, PERMUTE):
-        source, made = instruction.inputs[0], instruction.outputs[0]
-        if len(instruction.inputs) > 1:
-            raise Refused(f"{instruction.op} has rows of a number that is known at run time only")
-        known = cuts.get(source)
-        if isinstance(known, Split):
-            return {source: known, made: _passed(instruction, metas, known, parts, True)}
-        known = cuts[made]
-        assert isinstance(known, Split)
-        return {made: known, source: _passed(instruction, metas, known, parts, False)}
-    call = _call(instruction, metas)
-    if None in call.outputs:
-        raise Refused(f"{instruction.op} makes some of its results only")
-    rule = rule_of(call)
-    if rule is None or rule.routing is not None:
-        raise Refused(f"{instruction.op} has no rule that says how its dims go together")
-    found = None
-    for i, name in enumerate(instruction.inputs):
-        if found is None and isinstance(known := cuts.get(name), Split):
-            found = rule.input_factor(i, known)
-            if found is None:
-                raise Refused(f"{instruction.op} needs dim {known.dim} of {name} whole")
-    for i, name in enumerate(instruction.outputs):
-        if found is None and isinstance(known := cuts.get(name), Split):
-            found = rule.output_factor(i, known)
-            if found is None:
-                raise Refused(f"{instruction.op} makes dim {known.dim} of {name} whole")
-    assert found is not None
-    factor, period = found
-    known_factor = rule.factors[factor]
-    if not known_factor.may_split(period, parts) or period > known_factor.size:
-        raise Refused(f"{instruction.op} cannot be cut along {known_factor.name} with period {period}")
-    if expands(rule, ((known_factor.name, (0,)),)) and adding(instruction.op) is None:
-        raise Refused(f"{instruction.op} is another operator on a part of {known_factor.name}")
-    placements: dict[str, Placement] = {}
-    for i, name in enumerate(instruction.inputs):
-        _one(placements, instruction, name, rule.input_splits(i, factor, period), REPLICATE)
-    for i, name in enumerate(instruction.outputs):
-        if name:
-            reduction = known_factor.reductions[i]
-            if reduction not in ("", "sum"):
-                raise Refused(f"{instruction.op} takes the {reduction} over {known_factor.name}")
-            splits = rule.output_splits(i, factor, period)
-            if not splits and not reduction:
-                raise Refused(f"{instruction.op} makes {name} of parts, and it is no sum of them")
-            _one(placements, instruction, name, splits, PARTIAL)
-    return placements
-
-
-def _one(
-    placements: dict[str, Placement], instruction: Instruction, name: str, splits: tuple[Split, ...], other: Placement
-) -> None:
-    if len(splits) > 1:
-        raise Refused(f"{instruction.op} has one factor on two dims of {name}")
-    placement = splits[0] if splits else other
-    if placements.setdefault(name, placement) != placement:
-        raise Refused(f"{instruction.op} reads {name} twice, cut in two ways")
-
-
-def _passed(instruction: Instruction, metas: Metas, cut: Split, parts: int, ahead: bool) -> Split:
-    """Where a cut goes through a view or a collective, from operand to result (`ahead`) or back."""
-    before, after = metas[instruction.inputs[0]].shape, metas[instruction.outputs[0]].shape
-    if instruction.op == RESHAPE:
-        found = reshape_split(*((before, after) if ahead else (after, before)), cut, parts)
-        if found is None:
-            raise Refused(f"a view from {before} to {after} takes the digit {cut} apart")
-        return found
-    if instruction.op == PERMUTE:
-        order = instruction.args[1]
-        given = order if ahead else tuple(order.index(d) for d in range(len(order)))
-        moved = permute_layout(given, (cut,), (parts,))
-        assert moved is not None and isinstance(moved[0], Split)
-        return moved[0]
-    kind = instruction.collective
-    if kind in DIM_0 and cut.dim == 0:
-        share = min(before[0], after[0])
-        if kind == "all_to_all":  # it does not say over how many ranks
-            raise Refused(f"{instruction.op} is cut along dim 0")
-        if share % cut.period:
-            raise Refused(f"{kind} sends shares of {share} rows, and a cut of period {cut.period} goes through several")
-    elif kind is not None and kind not in (*DIM_0, *SAME):
-        raise Refused(f"a {kind} does not run in parts")
-    return cut
-
-
-def _call(instruction: Instruction, metas: Metas) -> Call:
-    if _has_rank(instruction.args) or _has_rank(instruction.kwargs):
-        raise Refused(f"{instruction.op} depends on the rank")
-    return call_of(instruction, metas)
-
-
-def _has_rank(value: Any) -> bool:
-    return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(_has_rank, value)))
-
-
-# --- writing the parts
+from .kinds import CONTIGUOUS, LAYOUT
+from .pieces import Pieces
+from .regions import Metas, Refused, Region, has_rank, local_call
 
 
 def in_parts(
@@ -204,26 +33,20 @@ def in_parts(
     Raises Refused where a member waits for what is made of the region outside.
     """
     first, last = region.members[0], region.members[-1]
-    writer = PartsWriter(window, metas, region, kept, label)
+    writer = PartsWriter(half=window, metas=metas, region=region, kept=kept, label=label)
     return [*window[:first], *writer.stretch(first, last), *window[last + 1 :]]
 
 
-@dataclass(eq=False)
-class PartsWriter:
+@dataclass(eq=False, kw_only=True)
+class PartsWriter(Pieces):
     """Writes the stretch of a window that a region takes, in parts."""
 
     half: Sequence[Instruction]
-    metas: dict[str, TensorMeta]
-    region: Region
     kept: frozenset[str]
-    label: str
-    written: list[Instruction] = field(default_factory=list)
     made: dict[str, int] = field(default_factory=dict)
     """Value of the region -> the member that makes it."""
     stage: dict[int, int] = field(default_factory=dict)
     """Member -> collectives of the region before it."""
-    part_names: dict[tuple[str, int], str] = field(default_factory=dict)
-    """(value, part) -> that part of it, once written."""
     done: set[tuple[int, int]] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     forms: dict[int, Emission] = field(default_factory=dict)
@@ -313,17 +136,6 @@ class PartsWriter:
 
     # --- instructions
 
-    def _name(self, value: str, part: int) -> str:
-        name = f"{value}_{self.label}{part}"
-        while name in self.metas:
-            name += "_"
-        return name
-
-    def _emit(self, like: Instruction, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta) -> str:
-        self.metas[name] = meta
-        self.written.append(Instruction(op=op, args=args, outputs=(name,), module=like.module, node=like.node))
-        return name
-
     def _write(self, member: int, part: int) -> None:
         """One member on one part."""
         if (member, part) in self.done:
@@ -385,12 +197,6 @@ class PartsWriter:
                 )
             )
 
-    def _shape(self, value: str) -> Shape:
-        shape, cut = list(self.metas[value].shape), self.region.cuts[value]
-        if isinstance(cut, Split):
-            shape[cut.dim] //= self.region.parts
-        return tuple(shape)
-
     def _part(self, reader: Instruction, value: str, part: int) -> str:
         """The name of a part of a value that a member reads."""
         cut = self.region.cuts[value]
@@ -412,23 +218,6 @@ class PartsWriter:
         """What parts of a value from outside are cut out of."""
         return value
 
-    def _cut_out(self, reader: Instruction, value: str, source: str, cut: Split, part: int) -> str:
-        parts, (shape, dtype) = self.region.parts, (self.metas[value].shape, self.metas[value].dtype)
-        each, small = cut.period // parts, TensorMeta(self._shape(value), self.metas[value].dtype)
-        if cut.period == shape[cut.dim]:
-            args = (Ref(source), cut.dim, part * each, (part + 1) * each)
-            return self._emit(reader, "aten.slice.Tensor", args, self._name(value, part), small)
-        above, below = shape[: cut.dim], shape[cut.dim + 1 :]
-        blocks = (*above, shape[cut.dim] // cut.period, parts, each, *below)
-        wide = self._emit(
-            reader, RESHAPE, (Ref(source), blocks), self._name(f"{value}_blocks", part), TensorMeta(blocks, dtype)
-        )
-        taken = (*blocks[: cut.dim + 1], *blocks[cut.dim + 2 :])
-        select = (Ref(wide), cut.dim + 1, part)
-        name = self._name(f"{value}_block", part)
-        one = self._emit(reader, "aten.select.int", select, name, TensorMeta(taken, dtype))
-        return self._emit(reader, RESHAPE, (Ref(one), small.shape), self._name(value, part), small)
-
     def _join(self, value: str) -> None:
         """A value of the region, whole, under its name."""
         if value in self.joined:
@@ -444,38 +233,10 @@ class PartsWriter:
             self._write(member, part)
         self._together(instruction, value, value)
 
-    def _together(self, instruction: Instruction, value: str, whole: str) -> None:
-        """All parts of a value, under the name `whole`."""
-        cut = self.region.cuts[value]
-        parts = [Ref(self.part_names[value, part]) for part in range(self.region.parts)]
-        meta = self.metas[value]
-        if isinstance(cut, Partial):
-            total = parts[0]
-            for number, more in enumerate(parts[1:], 1):
-                name = whole if number == len(parts) - 1 else self._name(f"{value}_sum", number)
-                total = Ref(self._emit(instruction, "aten.add.Tensor", (total, more), name, meta))
-            return
-        assert isinstance(cut, Split)
-        size = meta.shape[cut.dim]
-        if cut.period == size:
-            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), whole, meta)
-            return
-        above, below = meta.shape[: cut.dim], meta.shape[cut.dim + 1 :]
-        each = (*above, size // cut.period, 1, cut.period // len(parts), *below)
-        one, all_of_them = TensorMeta(each, meta.dtype), (*each[: cut.dim + 1], len(parts), *each[cut.dim + 2 :])
-        blocks = tuple(
-            Ref(self._emit(instruction, RESHAPE, (part, each), self._name(f"{value}_block", n), one))
-            for n, part in enumerate(parts)
-        )
-        together = TensorMeta(all_of_them, meta.dtype)
-        apart = self._name(f"{value}_blocks", 0)
-        self._emit(instruction, "aten.cat.default", (blocks, cut.dim + 1), apart, together)
-        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), whole, meta)
-
 
 def _form(instruction: Instruction, metas: Metas, region: Region) -> Emission:
     """The local program of an instruction on a part. Raises Refused where it would depend on which part it is."""
-    call = _call(instruction, metas)
+    call = local_call(instruction, metas)
     rule = rule_of(call)
     assert rule is not None
     mesh = (region.parts,)
@@ -488,6 +249,6 @@ def _form(instruction: Instruction, metas: Metas, region: Region) -> Emission:
     )
     emission = local_program(call, rule, ((rule.factors[factor].name, (0,)),), operands, results, mesh)
     for written in emission.instructions:
-        if written.collective or _has_rank(written.args) or _has_rank(written.kwargs):
+        if written.collective or has_rank(written.args) or has_rank(written.kwargs):
             raise Refused(f"{instruction.op} depends on which part it makes")
     return emission

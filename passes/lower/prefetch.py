@@ -16,7 +16,8 @@ from autopar.cost.streams import Known, alone_seconds, timeline
 from autopar.ir.program import Program
 
 from .adopt import stood_still
-from .bucket import GATHERED, LIMIT_BYTES, bucket
+from .bucket import LIMIT_BYTES, bucket
+from .kinds import GATHERED
 from .overlap import overlap
 
 logger = logging.getLogger("autopar")

@@ -17,9 +17,9 @@ from autopar.cost.optimizers import Optimizer
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.ir.layout import local_shape
 from autopar.ir.program import Instruction, Program
-from autopar.passes.segments import Repeated
+from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.strategies import Space
+from autopar.passes.space.space import Space
 
 KEPT = 5
 """So many that what stands in the middle, and its neighbours, have like ones on both sides."""

@@ -15,13 +15,13 @@ from collections.abc import Container, Iterator, Sequence
 from autopar.cluster.machine import Cluster
 from autopar.cost.streams import Known
 from autopar.ir.layout import Split
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import WAIT, Instruction, Program
 from autopar.ops import rule_of
 from autopar.ops.emit import call_of
 
 from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
-from .bucket import LAYOUT, WAIT
-from .parts import CONTIGUOUS, Metas
+from .kinds import CONTIGUOUS, LAYOUT
+from .regions import Metas
 
 SLICES = (2, 3, 4, 8)
 BEFORE = ("all_gather",)

@@ -11,18 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from autopar.ir.graph import JointGraph, Node
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, is_view
 from autopar.ir.layout import Layout, Shape, is_legal, permute_layout, reshape_layout
-
-RESHAPE, PERMUTE = "aten.reshape.default", "aten.permute.default"
 
 Step = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(RESHAPE, shape before, shape after) or (PERMUTE, order, shape after)"""
 Steps = tuple[Step, ...]
-
-
-def is_view(node: Node) -> bool:
-    return node.op in (RESHAPE, PERMUTE)
 
 
 @dataclass(frozen=True, slots=True)

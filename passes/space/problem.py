@@ -9,7 +9,6 @@ in every layout in which backward reads it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,9 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import REPLICATE, Layout, local_shape
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
-from .strategies import REGATHER, Option, Region, Site, SiteChoice, Space, joined_borders
+from .choices import REGATHER, SiteChoice, str_choice
+from .sites import Option, Region, Site, joined_borders
+from .space import Space
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
@@ -279,40 +280,6 @@ def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
 
 def _policy(site: Site, option: Option) -> str:
     return option.choice[-1] if site.kind == "parameter" else ""
-
-
-def str_choice(choice: SiteChoice) -> str:
-    """A choice as text, one word per mesh axis: "R", "S0%512", "X0%512", "P1", and "keep" or "regather"."""
-    words = []
-    for part in choice:
-        if isinstance(part, str):
-            words.append(part)
-        elif part[0] in ("S", "X"):
-            words.append(f"{part[0]}{part[1]}%{part[2]}")
-        else:
-            words.append(part[0] + "".join(map(str, part[1:])))
-    return " ".join(words)
-
-
-_WORD = re.compile(r"R|keep|regather|P\d*|(?P<kind>[SX])(?P<dim>\d+)%(?P<period>\d+)")
-
-
-def parse_choice(text: str) -> SiteChoice:
-    """The inverse of `str_choice`. Raises ValueError for text that is none."""
-    parts: list[Any] = []
-    for word in text.split():
-        found = _WORD.fullmatch(word)
-        if found is None:
-            raise ValueError(
-                f"{word!r} is no choice: expected R, S<dim>%<period>, X<dim>%<period>, P<set>, keep or regather"
-            )
-        if found["dim"]:
-            parts.append((found["kind"], int(found["dim"]), int(found["period"])))
-        elif word[0] == "P":
-            parts.append(("P", int(word[1:])) if word[1:] else ("P",))
-        else:
-            parts.append(("R",) if word == "R" else word)
-    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

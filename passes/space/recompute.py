@@ -7,7 +7,7 @@ functions of a key and of global indices.
 
 from __future__ import annotations
 
-from .strategies import Region
+from .sites import Region
 
 
 def remade(region: Region) -> frozenset[str]:

@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from autopar.passes.blocks import Blocks
+from autopar.passes.blocks.block import Blocks
+from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Allowed
-from autopar.passes.space.strategies import KEEP, REGATHER, WHOLE, AxisChoice, Site, SiteChoice, Space
+from autopar.passes.space.sites import Site
+from autopar.passes.space.space import Space
 
 from .axis import AxisChoices, data, megatron, sharded_data, sharded_matrices
 from .context import Context

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from autopar.ir.layout import Split
-from autopar.passes.space.strategies import WHOLE, AxisChoice, Site
+from autopar.passes.space.choices import WHOLE, AxisChoice
+from autopar.passes.space.sites import Site
 
 from .context import Context
 

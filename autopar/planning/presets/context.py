@@ -8,9 +8,12 @@ from functools import cached_property
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Split, periods_of
-from autopar.passes.blocks import Blocks, ParallelBlock
+from autopar.passes.blocks.block import Blocks, ParallelBlock
+from autopar.passes.space.choices import AxisChoice
 from autopar.passes.space.collapse import to_root
-from autopar.passes.space.strategies import AxisChoice, Reached, Site, Space, reached
+from autopar.passes.space.propagation import Reached, reached
+from autopar.passes.space.sites import Site
+from autopar.passes.space.space import Space
 from autopar.planning.options import unique_sites
 
 

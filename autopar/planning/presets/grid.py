@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from autopar.passes.space.strategies import WHOLE, AxisChoice, Site
+from autopar.passes.space.choices import WHOLE, AxisChoice
+from autopar.passes.space.sites import Site
 
 from .axis import linear
 from .context import Context

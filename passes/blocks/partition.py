@@ -1,0 +1,241 @@
+"""The partition of a graph: every node goes to exactly one block, free group or shared group.
+
+Blocks claim forward operators (`growth`). Input branches join their only reader, what no block claims forms groups by
+module, and backward operators join their forward's group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from autopar.ir.graph import JointGraph
+from autopar.passes.dependency.preservation import surviving
+
+from .block import BlockDim, Blocks, Branch, BranchKind, FreeGroup, ParallelBlock, SharedGroup
+from .facts import Facts
+from .growth import Claim, Growth
+
+
+def blocks(graph: JointGraph, ranks: int, *, merge: bool = True) -> Blocks:
+    """CFP Algorithm 1 for P = `ranks`."""
+    facts = Facts(graph, ranks)
+    claims = Growth(facts, merge).claims()
+    groups = _Partition(facts, claims)
+    return Blocks(
+        ranks=ranks,
+        merge=merge,
+        blocks=tuple(groups.block(k) for k in range(len(claims))),
+        free=tuple(groups.free()),
+        shared=tuple(groups.shared()),
+    )
+
+
+class _Partition:
+    """Numbers of groups: blocks first, then free groups. -1 is shared."""
+
+    def __init__(self, facts: Facts, claims: Sequence[Claim]) -> None:
+        self.facts, self.claims = facts, claims
+        self.group: dict[int, int] = {i: k for k, claim in enumerate(claims) for i in claim.nodes}
+        self.reasons: dict[int, str] = {}
+        self.count = len(claims)
+        self._input_views()
+        self._free_forward()
+        self._branches()
+        self._backward()
+        self.members: dict[int, list[int]] = {}
+        for i in range(len(facts.graph.nodes)):
+            self.members.setdefault(self.group[i], []).append(i)
+        self.names = self._names()
+
+    def _fresh(self, reason: str) -> int:
+        self.count += 1
+        self.reasons[self.count - 1] = reason
+        return self.count - 1
+
+    def _input_views(self) -> None:
+        """A view of an activation that one block alone reads is the block's."""
+        facts = self.facts
+        for i in reversed(range(facts.middle)):
+            if facts.is_view(i) and facts.is_active(i) and i not in self.group:
+                readers = {self.group.get(u, -1) for u in facts.users.get(facts.graph.nodes[i].name, ())}
+                if len(readers) == 1 and 0 <= (reader := readers.pop()) < len(self.claims):
+                    self.group[i] = reader
+
+    def _free_forward(self) -> None:
+        """What no block claims, and is no branch: operators of one module that read one another. An
+        operator that reads an activation of a block begins a group."""
+        facts, nodes = self.facts, self.facts.graph.nodes
+        for i in range(facts.middle):
+            if i in self.group or not facts.is_active(i):
+                continue
+            makers = {facts.made[n] for n in facts.operands[i] if n in facts.activations and n in facts.made}
+            groups = {self.group[maker] for maker in makers}
+            # a norm reads the residual stream twice: it goes on where its own module began
+            alike = {self.group[maker] for maker in makers if nodes[maker].module == nodes[i].module}
+            if len(alike) == 1 and min(groups) >= len(self.claims):
+                self.group[i] = alike.pop()
+            else:
+                self.group[i] = self._fresh(self._why(i))
+
+    def _why(self, i: int) -> str:
+        reasons = [
+            f"{claim.refused[i]}, after {self._name(k)}" for k, claim in enumerate(self.claims) if i in claim.refused
+        ]
+        return "; ".join(reasons) or "no block reaches it"
+
+    def _branches(self) -> None:
+        """What is no activation belongs to its only reader, or is shared (CFP Fig. 5b and 5c)."""
+        facts = self.facts
+        for i in reversed(range(facts.middle)):
+            if i not in self.group:
+                readers = {self.group[u] for o in facts.graph.nodes[i].outputs for u in facts.users.get(o, ())}
+                self.group[i] = readers.pop() if len(readers) == 1 else -1
+
+    def _backward(self) -> None:
+        """A backward operator goes where the forward operator of its sequence number went. The adds
+        that autograd makes carry the loss's number: they read gradients of operators with smaller
+        numbers, which no operator of the loss does. They go where their operands agree."""
+        facts, nodes = self.facts, self.facts.graph.nodes
+        forward: dict[int, int] = {}
+        for i in range(facts.middle):
+            if nodes[i].sequence >= 0 and self.group[i] >= 0:
+                forward[nodes[i].sequence] = self.group[i]
+        for i in range(facts.middle, len(nodes)):
+            makers = [facts.made[n] for n in facts.operands[i] if n in facts.made]
+            backward = [m for m in makers if m >= facts.middle]
+            sequence = nodes[i].sequence
+            if sequence in forward and all(nodes[m].sequence < 0 or nodes[m].sequence >= sequence for m in backward):
+                self.group[i] = forward[sequence]
+                continue
+            groups = {self.group[m] for m in backward or makers}
+            self.group[i] = groups.pop() if len(groups) == 1 else self._fresh("gradients accumulate")
+
+    # ---- values ----
+
+    def _names(self) -> dict[int, str]:
+        """The module path of a group, numbered where two groups have one path."""
+        nodes = self.facts.graph.nodes
+        names: dict[int, str] = {}
+        seen: Counter[str] = Counter()
+        for k, members in sorted(self.members.items()):
+            if k < 0:
+                continue
+            name = self._name(k) if k < len(self.claims) else nodes[members[0]].module or nodes[members[0]].name
+            seen[name] += 1
+            names[k] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        return names
+
+    def _name(self, k: int) -> str:
+        nodes, merged = self.facts.graph.nodes, self.claims[k].merged
+        return _join([nodes[i].module for i in merged]) or nodes[merged[0]].name
+
+    def block(self, k: int) -> ParallelBlock:
+        facts, claim = self.facts, self.claims[k]
+        return ParallelBlock(
+            name=self.names[k],
+            merged=claim.merged,
+            contractions=tuple(i for i in sorted(claim.nodes) if facts.is_contraction(i)),
+            nodes=tuple(self.members[k]),
+            dims=self._dims(claim),
+            branches=tuple(self._branch(k, i, name) for i in sorted(claim.nodes) for name in self._entering(i)),
+        )
+
+    def _entering(self, i: int) -> Iterable[str]:
+        facts = self.facts
+        return dict.fromkeys(name for name in facts.operands[i] if name not in facts.activations)
+
+    def _branch(self, k: int, reader: int, value: str) -> Branch:
+        made, operands = self.facts.made, self.facts.operands
+        found: set[int] = set()
+        frontier = [value]
+        while frontier:
+            maker = made.get(frontier.pop())
+            if maker is not None and maker not in found and self.group[maker] == k:
+                found.add(maker)
+                frontier += operands[maker]
+        kind: BranchKind = "parameter" if value in self.facts.trained else "constant"
+        return Branch(value=value, kind=kind, reader=reader, nodes=tuple(sorted(found)))
+
+    def _dims(self, claim: Claim) -> tuple[BlockDim, ...]:
+        """The dims of the first contraction's result, as far as every value of the block knows them,
+        and the dims that the contraction sums over."""
+        facts, seed = self.facts, claim.merged[0]
+        rule = facts.rule(seed)
+        assert rule is not None
+        dims: list[BlockDim] = []
+        known = {tuple(sorted(found.items())) for found in claim.values.values() if seed in found}
+        for f, factor in enumerate(rule.factors):
+            if f in rule.outputs[0]:
+                dim = rule.outputs[0].index(f)
+                kept = [(1, factor.size)]
+                for found in sorted(known):
+                    kept = _intersection(kept, self._kept(dict(found), seed, dim))
+                dims += [BlockDim(factor=factor.name, dim=dim, block=low, count=high // low) for low, high in kept]
+            else:
+                dims.append(BlockDim(factor=factor.name, dim=None, block=1, count=factor.size))
+        return tuple(dims)
+
+    def _kept(self, found: dict[int, tuple[int, ...]], seed: int, dim: int) -> list[tuple[int, int]]:
+        """The digits [block, block * count) of a dim of `seed`'s result that one value knows along all
+        paths, and at which it knows a digit of every other contraction that it comes from too."""
+        facts = self.facts
+        kept: list[tuple[int, int]] | None = None
+        others = [mapping for other, maps in found.items() if other != seed for mapping in maps]
+        for mapping in found[seed]:
+            digits: list[tuple[int, int]] = []
+            for p in surviving(facts.maps[mapping])[dim]:
+                spans = [(p.output_block, p.output_block * p.count)]
+                for other in others:
+                    theirs = [q for qs in surviving(facts.maps[other]) for q in qs if q.output_dim == p.output_dim]
+                    spans = _intersection(spans, [(q.output_block, q.output_block * q.count) for q in theirs])
+                digits += [(low // p.output_block * p.block, high // p.output_block * p.block) for low, high in spans]
+            kept = _joined(digits) if kept is None else _intersection(kept, _joined(digits))
+        return kept or []
+
+    def free(self) -> Iterable[FreeGroup]:
+        for k, members in sorted(self.members.items(), key=lambda item: item[1][0]):
+            if k >= len(self.claims):
+                yield FreeGroup(name=self.names[k], nodes=tuple(members), reason=self.reasons[k])
+
+    def shared(self) -> Iterable[SharedGroup]:
+        """Shared operators by who reads them, through one another, and by what they are made from."""
+        facts, nodes = self.facts, self.facts.graph.nodes
+        readers: dict[int, frozenset[int]] = {}
+        for i in reversed(self.members.get(-1, [])):
+            users = {u for o in nodes[i].outputs if o for u in facts.graph.consumers.get(o, ())}
+            direct = {self.group[u] for u in users} - {-1}
+            readers[i] = frozenset(direct).union(*(readers[u] for u in users if self.group[u] == -1))
+        alike: dict[tuple[tuple[int, ...], BranchKind], list[int]] = {}
+        for i in self.members.get(-1, []):
+            kind: BranchKind = "parameter" if any(o in facts.trained for o in nodes[i].outputs) else "constant"
+            alike.setdefault((tuple(sorted(readers[i])), kind), []).append(i)
+        for (groups, kind), members in alike.items():
+            yield SharedGroup(nodes=tuple(members), readers=tuple(self.names[k] for k in groups), kind=kind)
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of digits, outermost first, with neighbours joined: [32, 128) and [1, 32) are [1, 128)."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(spans, reverse=True):
+        if joined and joined[-1][0] == high:
+            joined[-1] = (low, joined[-1][1])
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _intersection(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    spans = [(max(a, c), min(b, d)) for a, b in left for c, d in right]
+    return [(low, high) for low, high in spans if low < high and high % low == 0]
+
+
+def _join(paths: Sequence[str]) -> str:
+    """a.b.q, a.b.k -> a.b.{q,k}"""
+    split = [path.split(".") for path in dict.fromkeys(paths)]
+    if len(split) == 1:
+        return ".".join(split[0])
+    common = [names[0] for names in itertools.takewhile(lambda n: len(set(n)) == 1, zip(*split, strict=False))]
+    tails = [".".join(names[len(common) :]) for names in split]
+    return ".".join([*common, "{" + ",".join(tails) + "}"])

@@ -1,0 +1,1 @@
+"""Codegen: the program of one rank under an assignment."""

@@ -1,0 +1,118 @@
+"""Codegen: the program of one rank under an assignment.
+
+Every operator runs on local shapes (`values`); where a reader wants another layout than a tensor has, the route that
+the cost model priced is written out as local reshapes and collectives (`redistribution`). Copies of a repeated segment
+are made from the sites of the first one, by renaming (`copies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.ir.layout import REPLICATE, Layout
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.passes.space.collapse import from_root
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.sites import output_name
+from autopar.passes.space.space import Space
+
+from .copies import Placed, placed, reacquired_roots
+from .demand import Demand
+from .emitter import Emitter
+from .values import Values
+
+
+def codegen(space: Space, assignment: Assignment) -> Program:
+    """The program that runs `assignment`. It is the same on every rank.
+
+    Raises ValueError where the assignment asks for a layout that cannot be had.
+    """
+    items = list(placed(space, assignment))
+    demand = Demand.of(space, items, reacquired_roots(space, assignment))
+    values = Values(space, demand, Emitter(space.graph.metas))
+    inputs: dict[str, Layout] = {}
+    outputs: dict[str, Placed] = {}
+    gradients: dict[str, list[Placed]] = {}
+    ops: list[Placed] = []
+    for item in items:
+        if item.site.kind in ("parameter", "buffer", "input", "tangent", "seed"):
+            name = item.name(item.site.name)
+            layout = item.option.makes[0]
+            phase = int(item.site.kind == "tangent")
+            values.define(name, layout, phase, name)
+            inputs[name] = layout
+            for read in item.site.reads:
+                gradients.setdefault(item.name(read.alias.root), []).append(item)
+        elif item.site.kind == "op":
+            ops.append(item)
+        elif item.site.kind == "output":
+            outputs[item.name(item.site.name)] = item
+    gradient_values: dict[str, str] = {}
+    ops.sort(key=lambda item: item.order)
+    for item in ops:
+        values.operator(item, int(item.site.backward))
+        for root in item.site.makes:
+            for owner in gradients.pop(item.name(root), ()) if root else ():
+                gradient_values[owner.name(owner.site.name)] = values.gradient(owner)
+    for owners in gradients.values():  # a gradient that is an input (a tangent) passed on
+        for owner in owners:
+            gradient_values[owner.name(owner.site.name)] = values.gradient(owner)
+    return _finish(values, inputs, outputs, gradient_values)
+
+
+def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:
+    """How each value of the graph lies where it is made, by the name that it has there and in the program. (Views are
+    made of these values, and have no layout of their own.)"""
+    return {
+        item.name(root): layout
+        for item in placed(space, assignment)
+        for root, layout in zip(item.site.makes, item.option.makes, strict=True)
+        if root
+    }
+
+
+def _finish(
+    values: Values, inputs: Mapping[str, Layout], outputs: Mapping[str, Placed], gradients: Mapping[str, str]
+) -> Program:
+    """The program around the instructions: its inputs and outputs, and what forward saves for backward."""
+    graph, space = values.space.graph, values.space
+    made = []
+    for number, output in enumerate(graph.outputs):
+        meta = graph.metas[output.name] if output.name is not None else None
+        layout: Layout = (REPLICATE,) * len(space.mesh)
+        name: str | None = None
+        if output.name is None:
+            pass
+        elif output.role == "gradient" and output.target in graph.parameters:
+            parameter = graph.parameters[output.target]
+            name, layout = gradients[parameter], inputs[parameter]
+        else:
+            item = outputs[output_name(number)]
+            (read,) = item.site.reads
+            values.emitter.context = ("", f"{output.role} {output.target}")
+            phase = int(item.site.backward)
+            name = values.view(item.name(read.alias.root), read.alias.steps, item.option.reads[0], phase)
+            found = from_root(read.alias.steps, item.option.reads[0], space.mesh)
+            assert found is not None
+            layout = found
+        made.append(ProgramOutput(name=name, role=output.role, target=output.target, meta=meta, layout=layout))
+    forward, backward = values.emitter.instructions
+    made_in_backward = {name for i in backward for name in i.outputs}
+    made_in_backward.update(i.name for i in graph.inputs if i.role == "tangent")
+    read_in_backward = [name for i in backward for name in i.inputs]
+    read_in_backward += [o.name for o in made if o.role == "gradient" and o.name is not None]
+    saved = tuple(dict.fromkeys(name for name in read_in_backward if name not in made_in_backward))
+    return Program(
+        axes=space.axes,
+        mesh=space.mesh,
+        inputs=tuple(
+            ProgramInput(name=i.name, role=i.role, target=i.target, meta=graph.metas[i.name], layout=inputs[i.name])
+            for i in graph.inputs
+        ),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        saved=saved,
+        outputs=tuple(made),
+        metas=values.emitter.metas,
+        uneven=frozenset(values.emitter.uneven),
+    )

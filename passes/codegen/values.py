@@ -1,0 +1,189 @@
+"""Values: what is local to a rank, and the operators that make it.
+
+Where a reader wants another layout than a tensor has, the route that the cost model priced is written out; a view runs
+where it is read; what is made again in backward is made when backward first reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
+from autopar.ir.layout import Layout, Routed, is_routed, local_shape
+from autopar.ir.program import Instruction
+from autopar.ops.emit import OPERAND, Emission, local_program
+from autopar.passes.space.choices import REGATHER
+from autopar.passes.space.collapse import Steps, from_root
+from autopar.passes.space.operator_layouts import splits_of
+from autopar.passes.space.space import Space, operand_layouts
+
+from .copies import Placed
+from .demand import Demand
+from .emitter import Emitter
+from .redistribution import Redistribution
+
+
+@dataclass(eq=False)
+class Values:
+    """Local values, made where they are first read."""
+
+    space: Space
+    demand: Demand
+    emitter: Emitter
+    there: tuple[dict[tuple[str, Layout], str], dict[tuple[str, Layout], str]] = field(default_factory=lambda: ({}, {}))
+    """Per phase: (root, layout) -> local value."""
+    views: tuple[dict[tuple[str, Steps], str], dict[tuple[str, Steps], str]] = field(default_factory=lambda: ({}, {}))
+    constants: tuple[dict[tuple[str, str, str], str], dict[tuple[str, str, str], str]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    """Per phase: what expansions computed of no operand -> its value."""
+    fixed: set[str] = field(default_factory=set)
+    """Those values."""
+
+    def define(self, root: str, layout: Layout, phase: int, local: str) -> None:
+        meta = self.demand.metas[root]
+        self.emitter.metas[local] = TensorMeta(local_shape(meta.shape, layout, self.space.mesh), meta.dtype)
+        if is_routed(layout):
+            self.emitter.uneven.add(local)
+        self.there[phase][root, layout] = local
+
+    def _get(self, root: str, layout: Layout, phase: int) -> str:
+        """The local value of a root in a layout, made now if it is not there."""
+        if (root, layout) in self.there[phase]:
+            return self.there[phase][root, layout]
+        produced, policy = self.demand.produced.get(root, (None, ""))
+        if phase == 1 and root in self.demand.again:
+            if (root, produced) not in self.there[1]:
+                self.operator(self.demand.again[root], phase)
+            if layout == produced:
+                return self.there[1][root, layout]
+        elif phase == 1 and (policy != REGATHER or layout == produced) and (root, layout) in self.there[0]:
+            return self.there[0][root, layout]
+        if layout == produced:
+            self._cross(root, layout, phase)
+            return self.there[phase][root, layout]
+        source, steps = self.demand.source(root, phase, policy)[layout]
+        local = self._get(root, source, phase)
+        redistribution = Redistribution(
+            emitter=self.emitter, mesh=self.space.mesh, root=root, meta=self.demand.metas[root], phase=phase
+        )
+        for step in steps:
+            local = redistribution.write(local, step)
+        self.there[phase][root, layout] = local
+        return local
+
+    def _cross(self, border: str, layout: Layout, phase: int) -> None:
+        """A border tensor, made from the value behind it in the layout that the border has."""
+        if border not in self.demand.borders:
+            raise AssertionError(f"{border} is read before it is made")
+        item = self.demand.borders[border]
+        (read,) = item.site.reads
+        local = self.view(item.name(read.alias.root), read.alias.steps, item.option.reads[0], phase)
+        self.there[phase][border, layout] = local
+
+    def view(self, root: str, steps: Steps, layout: Layout, phase: int) -> str:
+        """The local value of a view of a root whose layout is `layout`."""
+        local = self._get(root, layout, phase)
+        if not steps:
+            return local
+        if (local, steps) in self.views[phase]:
+            return self.views[phase][local, steps]
+        kind, before, after = steps[-1]
+        source = self.view(root, steps[:-1], layout, phase)
+        here = from_root(steps, layout, self.space.mesh)
+        assert here is not None
+        meta = self.emitter.metas[source]
+        if kind == RESHAPE:
+            shape = local_shape(after, here, self.space.mesh)
+            any_number = {p.dim for p in here if isinstance(p, Routed)}
+            sizes = tuple(-1 if dim in any_number else size for dim, size in enumerate(shape))
+            name = self.emitter.emit(
+                phase, RESHAPE, (Ref(source), sizes), self.emitter.fresh(root), TensorMeta(shape, meta.dtype)
+            )
+        else:
+            shape = tuple(meta.shape[d] for d in before)
+            name = self.emitter.emit(
+                phase, PERMUTE, (Ref(source), before), self.emitter.fresh(root), TensorMeta(shape, meta.dtype)
+            )
+        self.views[phase][local, steps] = name
+        return name
+
+    # --- operators
+
+    def operator(self, item: Placed, phase: int) -> None:
+        site, option, mesh = item.site, item.option, self.space.mesh
+        call, rule = site.call, site.rule
+        assert call is not None and site.node is not None
+        outside = self.emitter.context
+        self.emitter.context = (self.space.graph.nodes[item.order].module, item.name(site.name))
+        operands = [
+            self.view(item.name(read.alias.root), read.alias.steps, layout, phase)
+            for read, layout in zip(site.reads, option.reads, strict=True)
+        ]
+        layouts = operand_layouts(site, option, self.space)
+        made = {}
+        for root, layout in zip(site.makes, option.makes, strict=True):
+            if root:
+                name = made[root] = (
+                    self.emitter.fresh(item.name(root)) if phase > int(site.backward) else item.name(root)
+                )
+                self.define(item.name(root), layout, phase, name)
+        splits = splits_of(rule, option.choice) if rule is not None else ()
+        emission = local_program(call, rule, splits, layouts, option.makes, mesh, site.zeros)
+        self._write(item, emission, operands, made, phase)
+        self.emitter.context = outside
+
+    def _write(
+        self, item: Placed, emission: Emission, operands: list[str], made: Mapping[str, str], phase: int
+    ) -> None:
+        """Append an operator's local program under the names of this copy; `made` are those of its results."""
+        names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
+        roots = set(made.values())
+        for result, root in zip(emission.results, item.site.makes, strict=True):
+            if root:
+                assert result is not None, f"the expansion of {item.site.name} makes no {root}"
+                names[result] = made[root]
+
+        def name(value: str) -> str:
+            if value not in names:
+                names[value] = self.emitter.fresh(item.name(item.site.name))
+            return names[value]
+
+        routed = any(is_routed(layout) for layout in (*item.option.reads, *item.option.makes))
+        module, node = self.emitter.context
+        constant = self.constants[phase]
+        for instruction in emission.instructions:
+            args = map_references(instruction.args, lambda value: Ref(name(value)))
+            kwargs = map_references(instruction.kwargs, lambda value: Ref(name(value)))
+            # what depends on no operand (a mask of padding) is made once
+            once = (
+                len(instruction.outputs) == 1
+                and instruction.outputs[0] not in emission.results
+                and not instruction.collective
+                and all(name(value) in self.fixed for value in instruction.inputs)
+            )
+            same = (instruction.op, str(args), str(kwargs)) if once else None
+            if same in constant:
+                names[instruction.outputs[0]] = constant[same]
+                continue
+            outputs = tuple(name(o) if o else "" for o in instruction.outputs)
+            if same is not None:
+                constant[same] = outputs[0]
+                self.fixed.add(outputs[0])
+            for old, new in zip(instruction.outputs, outputs, strict=True):
+                if old:
+                    self.emitter.metas[new] = emission.metas[old]
+                    if routed and new not in roots:
+                        self.emitter.uneven.add(new)
+            self.emitter.instructions[phase].append(
+                Instruction(op=instruction.op, args=args, kwargs=kwargs, outputs=outputs, module=module, node=node)
+            )
+
+    def gradient(self, owner: Placed) -> str:
+        (read,) = owner.site.reads
+        self.emitter.context = (
+            owner.site.module if not owner.rename else "",
+            f"gradient of {owner.name(owner.site.name)}",
+        )
+        return self.view(owner.name(read.alias.root), read.alias.steps, owner.option.reads[0], 1)

@@ -1,0 +1,1 @@
+"""Smaller problems: variables of given groups joined into one, with their joint options."""

@@ -1,0 +1,150 @@
+"""Reductions that only gradients depend on, in buckets in the order of production.
+
+A bucket starts as soon as it is full. It is finished at the end, or, where a second mesh axis follows, when the next
+bucket has been started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.ir.program import WAIT, Instruction
+from autopar.passes.lower.kinds import LAYOUT, REDUCED
+
+from .packing import Bucket, BucketWriter
+
+BUCKETS = 8
+
+SMALLER = 4
+
+SMALLEST_BYTES = 2**18
+"""Where the reductions of an axis fill fewer buckets than `BUCKETS`, these are smaller, down to a part or to a size."""
+
+
+def reduce(writer: BucketWriter, instructions: Sequence[Instruction], gradients: Sequence[str]) -> list[Instruction]:
+    """Reductions that only gradients depend on, in buckets in the order of production."""
+    writer.written = []
+    tail = _Tail(writer, instructions, set(gradients))
+    for name in tail.given:
+        tail.made(name)
+    for instruction in instructions:
+        if instruction.outputs[0] not in tail.levels:
+            writer.written.append(instruction)
+            for name in instruction.outputs:
+                tail.made(name)
+    tail.drain()
+    return writer.written
+
+
+class _Tail:
+    """The reductions that only gradients depend on, and what follows them. `levels` counts, for each
+    value, the reductions on the way to it."""
+
+    def __init__(self, writer: BucketWriter, instructions: Sequence[Instruction], gradients: set[str]) -> None:
+        self.writer = writer
+        readers: dict[str, list[Instruction]] = {}
+        for instruction in instructions:
+            for name in dict.fromkeys(instruction.inputs):
+                readers.setdefault(name, []).append(instruction)
+        only: set[str] = set()
+        for instruction in reversed(instructions):
+            name = instruction.outputs[0]
+            movable = instruction.op in LAYOUT or instruction.op == WAIT
+            movable |= instruction.collective in REDUCED
+            used = name in gradients or name in readers
+            if movable and used and all(reader.outputs[0] in only for reader in readers.get(name, ())):
+                only.add(name)
+        self.levels: dict[str, int] = {}
+        for instruction in instructions:
+            name = instruction.outputs[0]
+            if name in only:
+                before = self.levels.get(instruction.inputs[0])
+                if instruction.collective:
+                    self.levels[name] = (before or 0) + 1
+                elif before is not None:
+                    self.levels[name] = before
+        self.readers = {n: [r for r in found if r.outputs[0] in self.levels] for n, found in readers.items()}
+        produced = {name for i in instructions for name in i.outputs}
+        self.given = [name for name in readers if name not in produced]
+        self.limits = self._limits(instructions)
+        self.filling: dict[tuple[int, tuple[object, ...]], Bucket] = {}
+        self.started: dict[int, list[Bucket]] = {}
+
+    def _limits(self, instructions: Sequence[Instruction]) -> dict[str, int]:
+        """The bytes of the bucket that each reduction may join: the fewest that its axis wants, and those of the
+        reductions after it, which it keeps waiting. Where all fit in a few buckets, these are made smaller, down to a
+        part, since the last one hides behind nothing."""
+        reductions = [i for i in instructions if i.collective and i.outputs[0] in self.levels]
+        total = Counter[int]()
+        for reduction in reductions:
+            total[reduction.args[-1]] += self.writer.bytes(reduction)
+        wanted = {}
+        for axis, size in total.items():
+            most = self.writer.bucket_bytes[axis]
+            wanted[axis] = min(most, max(most // SMALLER, size // BUCKETS, SMALLEST_BYTES))
+        limits: dict[str, int] = {}
+        after: dict[str, int] = {}
+        for instruction in reversed(instructions):
+            name = instruction.outputs[0]
+            if name in self.levels:
+                following = min(
+                    (after[r.outputs[0]] for r in self.readers.get(name, ())), default=self.writer.limit_bytes
+                )
+                if instruction.collective:
+                    following = limits[name] = min(following, wanted[instruction.args[-1]])
+                after[name] = following
+        return limits
+
+    def made(self, name: str) -> None:
+        """A value is there: what only gradients need of it goes on."""
+        for reader in self.readers.get(name, ()):
+            if reader.collective:
+                self.add(reader)
+            elif reader.op != WAIT:
+                self.writer.written.append(reader)
+                self.made(reader.outputs[0])
+
+    def add(self, collective: Instruction) -> None:
+        size = self.writer.bytes(collective)
+        level = self.levels[collective.outputs[0]]
+        if size >= self.writer.alone_bytes:
+            self.start(level, Bucket([collective], size))
+            return
+        key = (level, self.writer.key(collective))
+        joint = self.filling.get(key)
+        if joint is not None and joint.bytes + size > self.limits[collective.outputs[0]]:
+            self.start(level, self.filling.pop(key))
+            joint = None
+        if joint is None:
+            joint = self.filling[key] = Bucket([], 0)
+        joint.members.append(collective)
+        joint.bytes += size
+
+    def start(self, level: int, joint: Bucket) -> None:
+        """Start a bucket; those before it, if reductions follow theirs, are finished meanwhile."""
+        self.writer.start(joint)
+        before = self.started.setdefault(level, [])
+        early = [b for b in before if any(self.goes_on(m.outputs[0]) for m in b.members)]
+        self.started[level] = [b for b in before if b not in early] + [joint]
+        for b in early:
+            self.finish(b)
+
+    def goes_on(self, name: str) -> bool:
+        return any(r.collective or self.goes_on(r.outputs[0]) for r in self.readers.get(name, ()))
+
+    def finish(self, joint: Bucket) -> None:
+        self.writer.finish(joint)
+        for member in joint.members:
+            for wait in self.readers[member.outputs[0]]:
+                self.writer.result(joint, wait)
+                self.made(wait.outputs[0])
+
+    def drain(self) -> None:
+        """The end of backward: start what is left, and finish everything, level by level."""
+        while self.filling or self.started:
+            level = min([*(key[0] for key in self.filling), *self.started])
+            for key in [key for key in self.filling if key[0] == level]:
+                self.start(level, self.filling.pop(key))
+            for joint in self.started.pop(level, []):
+                self.finish(joint)

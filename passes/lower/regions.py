@@ -1,0 +1,184 @@
+"""Regions: the instructions that a cut of one value reaches, and how each value that they read or make is cut.
+
+A part is a digit of an index, as a rank's share is (`layout`): part s of a value that is cut by `Split(dim, period)`
+has the indices i of `dim` with (i mod period) // (period / parts) == s. So rules, views and collectives say where a cut
+of one value goes, as they do for shards, and an instruction runs on a part as an operator does on a shard. Where a cut
+dim is summed over, the parts add up (`Partial`). Period = size are parts of consecutive indices; a smaller one
+takes every so many-th block, which is MeshSlice's blocked slicing (Algorithm 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import PERMUTE, RESHAPE, TensorMeta
+from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, permute_layout, reshape_split
+from autopar.ir.program import WAIT, Instruction, RankIndex
+from autopar.ops import Call, rule_of
+from autopar.ops.accumulation import adding
+from autopar.ops.emit import call_of, expands
+
+from .kinds import CONTIGUOUS
+
+DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
+"""Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""
+
+SAME = ("all_reduce", "shift", "rotate", "broadcast")
+"""Collectives of which an element depends on the same element of all ranks."""
+
+Metas = Mapping[str, TensorMeta]
+
+
+class Refused(ValueError):
+    """Why a stretch is left as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Instructions, by position in their half and in its order, that run in `parts` parts; `cuts` says how each value
+    that they read or make is cut."""
+
+    members: tuple[int, ...]
+    cuts: Mapping[str, Placement]
+    parts: int
+
+
+def spread(
+    half: Sequence[Instruction], metas: Metas, members: Iterable[int], seed: str, cut: Split, parts: int
+) -> Region:
+    """The region of those of `members` that a cut of the value `seed` reaches, along what they read and make.
+
+    Raises Refused where a member cannot run in parts.
+    """
+    cuts: dict[str, Placement] = {}
+    _add(cuts, metas, seed, cut, parts)
+    waiting = sorted(set(members))
+    reached: set[int] = set()
+    going = True
+    while going:
+        going = False
+        for position in waiting:
+            instruction = half[position]
+            values = {name for name in (*instruction.inputs, *instruction.outputs) if name}
+            if position in reached or not any(isinstance(cuts.get(name), Split) for name in values):
+                continue
+            for name, placement in through(instruction, metas, cuts, parts).items():
+                going |= _add(cuts, metas, name, placement, parts)
+            reached.add(position)
+            going = True
+    for position in reached:
+        for name in half[position].inputs:
+            if isinstance(cuts[name], Partial):
+                raise Refused(f"{half[position].op} reads {name}, which is a sum over parts")
+    return Region(members=tuple(sorted(reached)), cuts=cuts, parts=parts)
+
+
+def _add(cuts: dict[str, Placement], metas: Metas, name: str, placement: Placement, parts: int) -> bool:
+    """Whether it is news."""
+    if isinstance(placement, Split):
+        size = metas[name].shape[placement.dim]
+        if placement.period % parts or size % placement.period:
+            raise Refused(f"dim {placement.dim} of {name}, {size} long, is not to be cut in {parts} equal parts")
+    known = cuts.setdefault(name, placement)
+    if known != placement:
+        raise Refused(f"{name} would be cut as {known} and as {placement}")
+    return known is placement
+
+
+def through(instruction: Instruction, metas: Metas, cuts: Mapping[str, Placement], parts: int) -> dict[str, Placement]:
+    """How all values of an instruction are cut where one of them is, as `cuts` says. Raises Refused."""
+    if instruction.op == WAIT or instruction.collective or instruction.op in (CONTIGUOUS, RESHAPE, PERMUTE):
+        source, made = instruction.inputs[0], instruction.outputs[0]
+        if len(instruction.inputs) > 1:
+            raise Refused(f"{instruction.op} has rows of a number that is known at run time only")
+        known = cuts.get(source)
+        if isinstance(known, Split):
+            return {source: known, made: _passed(instruction, metas, known, parts, True)}
+        known = cuts[made]
+        assert isinstance(known, Split)
+        return {made: known, source: _passed(instruction, metas, known, parts, False)}
+    call = local_call(instruction, metas)
+    if None in call.outputs:
+        raise Refused(f"{instruction.op} makes some of its results only")
+    rule = rule_of(call)
+    if rule is None or rule.routing is not None:
+        raise Refused(f"{instruction.op} has no rule that says how its dims go together")
+    found = None
+    for i, name in enumerate(instruction.inputs):
+        if found is None and isinstance(known := cuts.get(name), Split):
+            found = rule.input_factor(i, known)
+            if found is None:
+                raise Refused(f"{instruction.op} needs dim {known.dim} of {name} whole")
+    for i, name in enumerate(instruction.outputs):
+        if found is None and isinstance(known := cuts.get(name), Split):
+            found = rule.output_factor(i, known)
+            if found is None:
+                raise Refused(f"{instruction.op} makes dim {known.dim} of {name} whole")
+    assert found is not None
+    factor, period = found
+    known_factor = rule.factors[factor]
+    if not known_factor.may_split(period, parts) or period > known_factor.size:
+        raise Refused(f"{instruction.op} cannot be cut along {known_factor.name} with period {period}")
+    if expands(rule, ((known_factor.name, (0,)),)) and adding(instruction.op) is None:
+        raise Refused(f"{instruction.op} is another operator on a part of {known_factor.name}")
+    placements: dict[str, Placement] = {}
+    for i, name in enumerate(instruction.inputs):
+        _one(placements, instruction, name, rule.input_splits(i, factor, period), REPLICATE)
+    for i, name in enumerate(instruction.outputs):
+        if name:
+            reduction = known_factor.reductions[i]
+            if reduction not in ("", "sum"):
+                raise Refused(f"{instruction.op} takes the {reduction} over {known_factor.name}")
+            splits = rule.output_splits(i, factor, period)
+            if not splits and not reduction:
+                raise Refused(f"{instruction.op} makes {name} of parts, and it is no sum of them")
+            _one(placements, instruction, name, splits, PARTIAL)
+    return placements
+
+
+def _one(
+    placements: dict[str, Placement], instruction: Instruction, name: str, splits: tuple[Split, ...], other: Placement
+) -> None:
+    if len(splits) > 1:
+        raise Refused(f"{instruction.op} has one factor on two dims of {name}")
+    placement = splits[0] if splits else other
+    if placements.setdefault(name, placement) != placement:
+        raise Refused(f"{instruction.op} reads {name} twice, cut in two ways")
+
+
+def _passed(instruction: Instruction, metas: Metas, cut: Split, parts: int, ahead: bool) -> Split:
+    """Where a cut goes through a view or a collective, from operand to result (`ahead`) or back."""
+    before, after = metas[instruction.inputs[0]].shape, metas[instruction.outputs[0]].shape
+    if instruction.op == RESHAPE:
+        found = reshape_split(*((before, after) if ahead else (after, before)), cut, parts)
+        if found is None:
+            raise Refused(f"a view from {before} to {after} takes the digit {cut} apart")
+        return found
+    if instruction.op == PERMUTE:
+        order = instruction.args[1]
+        given = order if ahead else tuple(order.index(d) for d in range(len(order)))
+        moved = permute_layout(given, (cut,), (parts,))
+        assert moved is not None and isinstance(moved[0], Split)
+        return moved[0]
+    kind = instruction.collective
+    if kind in DIM_0 and cut.dim == 0:
+        share = min(before[0], after[0])
+        if kind == "all_to_all":  # it does not say over how many ranks
+            raise Refused(f"{instruction.op} is cut along dim 0")
+        if share % cut.period:
+            raise Refused(f"{kind} sends shares of {share} rows, and a cut of period {cut.period} goes through several")
+    elif kind is not None and kind not in (*DIM_0, *SAME):
+        raise Refused(f"a {kind} does not run in parts")
+    return cut
+
+
+def local_call(instruction: Instruction, metas: Metas) -> Call:
+    if has_rank(instruction.args) or has_rank(instruction.kwargs):
+        raise Refused(f"{instruction.op} depends on the rank")
+    return call_of(instruction, metas)
+
+
+def has_rank(value: Any) -> bool:
+    return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(has_rank, value)))

@@ -1,0 +1,68 @@
+"""What a segment is: copies of one layer, what crosses between them, and what is each copy's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Copies = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """One tensor that crosses from copy to copy.
+
+    `values` has a name more than there are copies: values[k] crosses between copy k-1 and copy k.
+    `backward` False: values[k] is made by copy k-1 (values[0] by the rest of the graph) and read by
+    copy k. True: values[k] is made by copy k (values[-1] by the rest) and read by copy k-1.
+    """
+
+    values: tuple[str, ...]
+    backward: bool
+
+    def __str__(self) -> str:
+        return (" <- " if self.backward else " -> ").join(self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """A run of isomorphic copies of one layer.
+
+    `copies[k][j]` is a node index; the nodes at position j are alike for all k: same op, same
+    constants, same metas, and operands that are, at the same argument, made at one position of the
+    own copy, or a border, or one of `shared`, or one of `own`.
+
+    `shared` are values from outside that every copy reads alike. `own[k]` are the graph inputs
+    (parameters, buffers) that copy k alone reads, `results[k]` its values that are graph outputs, both
+    aligned over k. What is a gradient among them is that of one of `own[k]`, and copy k makes all that
+    its own parameters get. No other value of a copy is read outside.
+    """
+
+    name: str
+    copies: Copies
+    borders: tuple[Border, ...]
+    shared: tuple[str, ...]
+    own: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.copies)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.count} copies of {len(self.copies[0])} nodes"]
+        lines += [f"  border {border}" for border in self.borders]
+        lines.append(f"  shared {', '.join(self.shared) or '-'}")
+        lines.append(f"  own    {', '.join(self.own[0]) or '-'}, ...")
+        lines.append(f"  result {', '.join(self.results[0]) or '-'}, ...")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """The repeats, in the order of their first nodes, and the nodes that are in none, ascending."""
+
+    repeats: tuple[Repeated, ...]
+    rest: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.repeats), f"rest: {len(self.rest)} nodes"])

@@ -1,0 +1,132 @@
+"""Operator layouts: how an operator's operands and results lie under a choice, by its rule."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Routed, Shape, Split, is_legal, nest
+from autopar.ops.rule import ROUTED, Call, Dims, Factor, OpRule
+
+from .choices import AxisChoice, SiteChoice
+
+
+def operator_layouts(
+    call: Call, rule: OpRule, choice: SiteChoice, mesh: Shape
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
+    """Layouts of an op's operands and results, or None if they are not legal."""
+    if sum(axis_choice[0] == "X" for axis_choice in choice) > 1:
+        return None  # the experts of rows are found along one axis
+    operands = []
+    for position in range(len(rule.inputs)):
+        layout = operand_layout(position, choice, mesh, rule)
+        if layout is None or not is_legal(call.inputs[position].shape, layout, mesh):
+            return None
+        operands.append(layout)
+    results = []
+    for position, meta in enumerate(call.outputs):
+        layout = result_layout(position, choice, mesh, rule)
+        if layout is None or (meta is not None and not is_legal(meta.shape, layout, mesh)):
+            return None
+        results.append(layout)
+    if not all(factor.may_be_cut(_ranks(mesh, choice, i)) for i, factor in enumerate(rule.factors)):
+        return None
+    # a dim with a scale may have more indices than its factor
+    if (rule.input_scales or rule.output_scales) and not all(
+        _is_legal_split(i, factor, choice, mesh) for i, factor in enumerate(rule.factors)
+    ):
+        return None
+    return tuple(operands), tuple(results)
+
+
+def _is_legal_split(number: int, factor: Factor, choice: SiteChoice, mesh: Shape) -> bool:
+    """Whether a factor may be split as a choice says, on all axes together."""
+    splits = tuple(Split(0, c[2]) if (c[0], *c[1:2]) == ("S", number) else REPLICATE for c in choice)
+    return is_legal((factor.size,), nest(splits, mesh), mesh)
+
+
+def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:
+    """Over how many ranks a factor is split."""
+    return math.prod(
+        n for n, (kind, *what) in zip(mesh, choice, strict=True) if kind in ("S", "X") and what[0] == factor
+    )
+
+
+def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
+    """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
+    dims = rule.inputs[position]
+    placements: list[Placement] = []
+    for axis_choice in choice:
+        if axis_choice[0] in ("S", "X"):
+            splits = _cut(rule.input_splits(position, *axis_choice[1:]), dims, axis_choice, rule)
+            if len(splits) > 1:
+                return None
+            placements.append(splits[0] if splits else REPLICATE)
+        elif axis_choice[0] == "P":
+            placements.append(PARTIAL if position in rule.linear[axis_choice[1]] else REPLICATE)
+        else:
+            placements.append(REPLICATE)
+    routing = rule.routing
+    stay, whole = (position in routing.settled, position in routing.whole) if routing else (False, False)
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=stay, whole=whole)
+
+
+def _cut(splits: tuple[Split, ...], dims: Dims, axis_choice: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
+    """The splits of dims that a choice asks for. Where rows go to their experts, the experts are split."""
+    experts = rule.routing.experts if axis_choice[0] == "X" and rule.routing is not None else None
+    if experts is None or experts not in dims:
+        return splits
+    return (Split(dims.index(experts), rule.factors[experts].size),)
+
+
+def _sent(
+    layout: Layout, dims: Dims, choice: SiteChoice, rule: OpRule, *, stay: bool = False, whole: bool = False
+) -> Layout | None:
+    """The layout with the rows at their experts, on the axis that says so; None where the ranks of that axis
+    are not where these experts are."""
+    placements = list(layout)
+    for axis, (axis_choice, placement) in enumerate(zip(choice, layout, strict=True)):
+        if axis_choice[0] != "X" or not isinstance(placement, Split):
+            continue
+        if dims[placement.dim] != axis_choice[1]:
+            experts = dims[placement.dim]
+            assert experts is not None
+            if placement.period != rule.factors[experts].size:
+                return None
+        elif whole:
+            placements[axis] = REPLICATE
+        elif not stay:
+            placements[axis] = Routed(placement.dim, placement.period)
+    return tuple(placements)
+
+
+def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
+    """Layout of a result: split where it carries the factor, else partial as the factor says."""
+    dims = rule.outputs[position]
+    placements: list[Placement] = []
+    for axis_choice in choice:
+        if axis_choice[0] in ("S", "X"):
+            splits = _cut(rule.output_splits(position, *axis_choice[1:]), dims, axis_choice, rule)
+            reduction = rule.factors[axis_choice[1]].reductions[position]
+            if len(splits) > 1:
+                return None
+            if splits:
+                placements.append(splits[0])
+            else:
+                placements.append(Partial(reduction) if reduction else REPLICATE)
+        else:
+            placements.append(PARTIAL if axis_choice[0] == "P" else REPLICATE)
+    back = rule.routing is not None and position in rule.routing.returned
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=back)
+
+
+def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names of the split factors with the axes that split them, outermost first."""
+    found: dict[str, list[int]] = {}
+    for axis, axis_choice in enumerate(choice):
+        if axis_choice[0] == "S":
+            found.setdefault(rule.factors[axis_choice[1]].name, []).append(axis)
+        elif axis_choice[0] == "X" and rule.routing is not None:
+            found[ROUTED] = [axis]
+            if rule.routing.experts is not None:
+                found.setdefault(rule.factors[rule.routing.experts].name, []).append(axis)
+    return tuple((name, tuple(axes)) for name, axes in found.items())

@@ -1,0 +1,110 @@
+"""Options: what a choice means at a site, or None where it is not legal."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_shape, nest
+
+from .choices import WHOLE, SiteChoice
+from .collapse import from_root, to_root
+from .local_seconds import operator_seconds
+from .operator_layouts import operator_layouts, splits_of
+from .setting import Setting
+from .sites import Option, Site
+
+
+def _stored_layout(setting: Setting, meta: TensorMeta, choice: SiteChoice) -> Layout | None:
+    """The layout of a stored value (parameter, input, border, output) from its choices per axis."""
+    placements: list[Placement] = []
+    for axis_choice in choice[: len(setting.mesh)]:
+        if axis_choice[0] == "S":
+            placements.append(Split(axis_choice[1], axis_choice[2]))
+        else:
+            placements.append(PARTIAL if axis_choice[0] == "P" else REPLICATE)
+    layout = nest(tuple(placements), setting.mesh)
+    return layout if is_legal(meta.shape, layout, setting.mesh) else None
+
+
+def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
+    assert site.meta is not None
+    layout = _stored_layout(setting, site.meta, choice)
+    if layout is None:
+        return None
+    if site.kind in ("parameter", "output") and not is_chunked(site.meta.shape, layout, setting.mesh):
+        return None
+    reads = []
+    for read in site.reads:
+        root = to_root(read.alias.steps, layout, setting.mesh)
+        if root is None or not is_legal(setting.metas[read.alias.root].shape, root, setting.mesh):
+            return None
+        reads.append(root)
+    seconds = size = 0.0
+    if site.kind == "parameter":
+        numel, dtype = math.prod(local_shape(site.meta.shape, layout, setting.mesh)), site.meta.dtype
+        size = float(numel * dtype.itemsize)
+        if site.reads:
+            size += numel * dtype.itemsize + setting.optimizer.bytes(numel, dtype)
+            moved = setting.optimizer.moved_bytes(numel, dtype)
+            seconds = setting.cluster.device.optimizer_seconds(setting.optimizer.name, moved)
+    return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
+
+
+def _whole_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
+    if any(axis_choice != WHOLE for axis_choice in choice[: len(setting.mesh)]):
+        return None
+    return _stored_option(setting, site, choice)
+
+
+def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
+    """The only option of an op without a rule."""
+    if any(axis_choice != WHOLE for axis_choice in choice):
+        return None
+    whole = (REPLICATE,) * len(setting.mesh)
+    reads, makes = (whole,) * len(site.reads), (whole,) * len(site.makes)
+    seconds = operator_seconds(setting, site, None, (), reads, makes, choice)
+    return Option(choice=choice, reads=reads, makes=makes, seconds=seconds, bytes=0.0)
+
+
+def _op_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
+    call, mesh = site.call, setting.mesh
+    assert call is not None
+    rule = site.rule
+    if rule is None:
+        return _replicated_option(setting, site, choice)
+    if (site.form, choice) not in setting.layouts:
+        setting.layouts[site.form, choice] = operator_layouts(call, rule, choice, mesh)
+    layouts = setting.layouts[site.form, choice]
+    if layouts is None:
+        return None
+    operands, results = layouts
+    reads = []
+    for read, operand in zip(site.reads, operands, strict=True):
+        root = to_root(read.alias.steps, operand, mesh)
+        if root is None or not is_legal(setting.metas[read.alias.root].shape, root, mesh):
+            return None
+        # a view of whole dims must also be a view of the local dims
+        if from_root(read.alias.steps, root, mesh) != operand:
+            return None
+        reads.append(root)
+    key = site.form, site.zeros, choice
+    if key not in setting.local_seconds:
+        setting.local_seconds[key] = operator_seconds(
+            setting, site, rule, splits_of(rule, choice), operands, results, choice
+        )
+    return Option(choice=choice, reads=tuple(reads), makes=results, seconds=setting.local_seconds[key], bytes=0.0)
+
+
+OPTION = {
+    "op": _op_option,
+    "parameter": _stored_option,
+    "input": _stored_option,
+    "output": _stored_option,
+    "border": _stored_option,
+    "buffer": _whole_option,
+    "tangent": _whole_option,
+    "seed": _whole_option,
+    "shared": _whole_option,
+}
+"""Kind of a site -> the function that says what a choice means there."""

@@ -1,0 +1,271 @@
+"""Propagation: which splits are worth considering at each site.
+
+They are found by a fixpoint: every factor of every contraction and every dim of parameters and inputs seeds a digit,
+and digits travel along the operators and views that preserve them (CFP Eq. 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autopar.ir.layout import Placement, Routed, Split, is_legal, period_of, periods_of
+from autopar.ops import localize
+from autopar.ops.emit import local_shapes
+
+from .choices import WHOLE, AxisChoice, SiteChoice
+from .collapse import from_root, to_root
+from .operator_layouts import operand_layout, result_layout
+from .sites import Read, Site, joined_borders
+from .space import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where a digit travels: the factors of operators (by id of the site), and the splits of roots."""
+
+    factors: Mapping[int, Mapping[tuple[int, int], None]]
+    splits: Mapping[str, Mapping[Split, None]]
+
+    def choices(self, site: Site) -> tuple[AxisChoice, ...]:
+        """The choices of an operator that split by the digit."""
+        return tuple(("S", number, period) for number, period in self.factors.get(id(site), {}))
+
+
+def reached(space: Space, ranks: int, starts: Sequence[tuple[str, Split]]) -> Reached:
+    """Where the given splits of roots lead, along operators and views that preserve them."""
+    fixpoint = Propagation(space, ranks)
+    for root, split in starts:
+        fixpoint.digit(root, split)
+    return Reached(fixpoint.seeds, fixpoint.digits)
+
+
+Travel: TypeAlias = Iterator["Travel"]
+"""A way of a digit, which yields the ways that it leads to."""
+
+
+class Propagation:
+    """Which digits each root may be split by on an axis of `ranks`, and so which choices a site has."""
+
+    def __init__(self, space: Space, ranks: int) -> None:
+        self.space, self.ranks = space, ranks
+        self.digits: dict[str, dict[Split, None]] = {}
+        self.sites = [site for region in space.regions() for site in region.sites.values()]
+        self.reading: dict[str, list[Site]] = {}
+        for site in self.sites:
+            for root in {read.alias.root: None for read in site.reads}:
+                self.reading.setdefault(root, []).append(site)
+        self.seeds: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
+        self.routes: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
+        """As `seeds`: rows that may be with their experts."""
+        self.twins = joined_borders(space.repeats)
+        self.making = {name: site for site in self.sites for name in site.makes if name and site.kind != "shared"}
+        self.borders: dict[str, list[Site]] = {}
+        for site in self.sites:
+            if site.kind == "border":
+                self.borders.setdefault(site.name, []).append(site)
+
+    def run(self) -> None:
+        if self.ranks > 1:
+            for site in self.sites:
+                self._seed(site)
+        for site in self.sites:
+            site.choices[self.ranks] = tuple(self._choices(site))
+
+    def digit(self, root: str, split: Placement) -> None:
+        """A root may be split so: so may all that the split leads to."""
+        self._run(self._digit(root, split))
+
+    @staticmethod
+    def _run(travel: Travel) -> None:
+        """Depth first, without recursion: a digit travels as far as the graph is long."""
+        waiting = [travel]
+        while waiting:
+            further = next(waiting[-1], None)
+            if further is None:
+                waiting.pop()
+            else:
+                waiting.append(further)
+
+    def _seed(self, site: Site) -> None:
+        rule = site.rule
+        if site.kind in ("parameter", "input"):
+            assert site.meta is not None
+            for dim, size in enumerate(site.meta.shape):
+                for period in self._stored_periods(site, size):
+                    self.digit(site.name, Split(dim, period))
+                    for read in site.reads:
+                        # a gradient may be made as its parameter is held
+                        layout = to_root(read.alias.steps, (Split(dim, period),), (self.ranks,))
+                        if layout is not None:
+                            self.digit(read.alias.root, layout[0])
+        elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
+            for number, factor in enumerate(rule.factors):
+                for period in factor.periods(self.ranks, self.space.mesh):
+                    self._run(self._factor(site, number, period))
+
+    def _stored_periods(self, site: Site, size: int) -> tuple[int, ...]:
+        """The batch may be split by all axes together, however few rows there are."""
+        periods = periods_of(size, self.ranks, self.space.mesh)
+        joint = period_of(size, math.prod(self.space.mesh))
+        return tuple(dict.fromkeys((*periods, joint))) if site.kind == "input" else periods
+
+    def _inner_periods(self, site: Site, size: int) -> tuple[int, ...]:
+        """Where a mesh has three axes or more, two may split a matrix by rows and columns for use while a third splits
+        one of these dims further at rest, inside of what they give a rank: what it gathers is then what is used."""
+        others = [n for n in self.space.mesh if n > 1]
+        if site.kind != "parameter" or len(others) < 3 or site.meta is None or len(site.meta.shape) < 2:
+            return ()
+        others.remove(self.ranks)
+        return tuple(size // n for n in dict.fromkeys(others) if size % (n * self.ranks) == 0)
+
+    def _is_stored(self, root: str) -> bool:
+        maker = self.making.get(root)
+        return maker is not None and maker.kind == "parameter"
+
+    def _factor(self, site: Site, number: int, period: int) -> Travel:
+        """A site may split a factor: so may whatever carries it."""
+        rule = site.rule
+        assert rule is not None
+        if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[id(site)]:
+            return
+        self.seeds[id(site)][number, period] = None
+        if rule.routing is not None and rule.routing.starts and number == rule.routing.rows:
+            yield self._route(site, number, period)
+        for operand, read in enumerate(site.reads):
+            for split in rule.input_splits(operand, number, period):
+                layout = to_root(read.alias.steps, (split,), (self.ranks,))
+                if layout is not None:
+                    yield self._digit(read.alias.root, layout[0])
+        for output, name in enumerate(site.makes):
+            for split in rule.output_splits(output, number, period) if name else ():
+                yield self._digit(name, split)
+
+    def _route(self, site: Site, number: int, period: int) -> Travel:
+        """The rows of a site may be with their experts: so may those of whatever reads them one by one."""
+        assert site.rule is not None
+        routing = site.rule.routing
+        if (number, period) in self.routes[id(site)] or (routing is not None and routing.count % self.ranks):
+            return
+        self.routes[id(site)][number, period] = None
+        for position, name in enumerate(site.makes):
+            if not name or (routing is not None and position in routing.returned):
+                continue
+            for split in site.rule.output_splits(position, number, period):
+                yield self._rows_of(name, Routed(split.dim, split.period))
+
+    def _rows_of(self, root: str, rows: Routed) -> Travel:
+        """The rows of a root may be with their experts: so may those of the sites that read it."""
+        for site in self.reading.get(root, ()):
+            for position, read in enumerate(site.reads):
+                layout = from_root(read.alias.steps, (rows,), (self.ranks,)) if read.alias.root == root else None
+                if layout is not None and isinstance(layout[0], Routed):
+                    yield self._receive(site, position, layout[0])
+
+    def _receive(self, site: Site, position: int, rows: Routed) -> Travel:
+        rule = site.rule
+        found = rule.input_factor(position, Split(rows.dim, rows.period)) if rule is not None else None
+        if rule is None or found is None:
+            return
+        number, period = found
+        routing, factor = rule.routing, rule.factors[number]
+        if routing is None:
+            fits = not (factor.expands or factor.contiguous) and (period, factor.size % period) == (rows.period, 0)
+            fits = fits and self._takes_any_number(site, number)
+        else:
+            fits = number == routing.rows and position not in (*routing.settled, *routing.whole)
+        if fits:
+            yield self._route(site, number, rows.period)
+
+    def _takes_any_number(self, site: Site, number: int) -> bool:
+        """Whether the op has no argument that says how many rows there are."""
+        call, rule, mesh = site.call, site.rule, (self.ranks,)
+        assert call is not None and rule is not None
+        choice: SiteChoice = (("S", number, rule.factors[number].size),)
+        operands = [operand_layout(i, choice, mesh, rule) for i in range(len(rule.inputs))]
+        results = [result_layout(i, choice, mesh, rule) for i in range(len(rule.outputs))]
+        if None in operands or None in results:
+            return False
+        made = tuple(layout for layout in results if layout)
+        shapes = local_shapes(call, tuple(layout for layout in operands if layout), made, mesh)
+        return localize(call, *shapes, made, mesh) == (call.node.args, call.node.kwargs)
+
+    def _digit(self, root: str, split: Placement) -> Travel:
+        """A root may be split so: so may the sites that make or read it."""
+        assert isinstance(split, Split)
+        shape = self.space.metas[root].shape
+        if not is_legal(shape, (split,), (self.ranks,)) or split in self.digits.setdefault(root, {}):
+            return
+        self.digits[root][split] = None
+        maker = self.making.get(root)
+        if maker is not None and maker.rule is not None:
+            found = maker.rule.output_factor(maker.makes.index(root), split)
+            if found is not None:
+                yield self._factor(maker, *found)
+        for site in self.reading.get(root, ()):
+            for position, read in enumerate(site.reads):
+                if read.alias.root != root:
+                    continue
+                layout = from_root(read.alias.steps, (split,), (self.ranks,))
+                if layout is None:
+                    continue
+                there = layout[0]
+                assert isinstance(there, Split)
+                if site.kind == "border":
+                    yield self._digit(site.name, there)
+                elif site.rule is not None:
+                    found = site.rule.input_factor(position, there)
+                    if found is not None:
+                        yield self._factor(site, *found)
+        for twin in self.twins.get(root, ()):
+            yield self._digit(twin, split)
+        for site in self.borders.get(root, ()):
+            for read in site.reads:
+                layout = to_root(read.alias.steps, (split,), (self.ranks,))
+                if layout is not None:
+                    yield self._digit(read.alias.root, layout[0])
+
+    def _linear(self, site: Site) -> Iterator[int]:
+        """Linear sets worth taking: those that pass on every operand as a partial sum, masks and single
+        numbers aside (an add of two gradients shares one reduction), and those of which the op makes less. Work that
+        is done in full on partial sums only repeats on every rank what reducing first would have shared."""
+        assert site.rule is not None and site.call is not None
+        if site.rule.flops:
+            return
+        for number, operands in enumerate(site.rule.linear):
+            rest = [meta for i, meta in enumerate(site.call.inputs) if i not in operands]
+            passed_on = all(not meta.dtype.is_floating_point or meta.numel == 1 for meta in rest)
+            made = sum(meta.numel for meta in site.call.outputs if meta is not None)
+            shrinks = made < min(site.call.inputs[i].numel for i in operands)
+            if (passed_on or shrinks) and all(self._may_be_partial(site.reads[o]) for o in operands):
+                yield number
+
+    def _may_be_partial(self, read: Read) -> bool:
+        maker = self.making.get(read.alias.root)
+        return maker is None or maker.kind in ("op", "border")
+
+    def _choices(self, site: Site) -> Iterator[AxisChoice]:
+        yield WHOLE
+        if self.ranks == 1 or site.fixed:
+            return
+        if site.rule is not None:
+            for number, period in self.seeds[id(site)]:
+                yield ("S", number, period)
+            for number, period in self.routes[id(site)]:
+                yield ("X", number, period)
+            for number in self._linear(site):
+                yield ("P", number)
+        elif site.kind == "border":
+            for split in self.digits.get(site.name, ()):
+                yield ("S", split.dim, split.period)
+            yield ("P",)
+        elif site.meta is not None and not site.module.startswith("mutation"):
+            # What the user holds is a DTensor: contiguous shards, which can be gathered and checkpointed.
+            names = site.makes if site.makes else [site.reads[0].alias.root]
+            if site.kind in ("parameter", "input") or self.digits.get(names[0]):
+                for dim, size in enumerate(site.meta.shape):
+                    for period in (*self._stored_periods(site, size), *self._inner_periods(site, size)):
+                        if is_legal((size,), (Split(0, period),), (self.ranks,)):
+                            yield ("S", dim, period)

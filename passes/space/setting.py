@@ -1,0 +1,31 @@
+"""The setting of a search space: what options are judged by, and what was worked out for sites that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cluster.machine import Cluster
+from autopar.cost.optimizers import Optimizer
+from autopar.cost.redistribute import Redistributor
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import Layout, Shape
+
+from .choices import SiteChoice
+
+
+@dataclass(kw_only=True, eq=False)
+class Setting:
+    """What options are judged by: the mesh, the machine, the optimizer and the tensors."""
+
+    mesh: Shape
+    cluster: Cluster
+    optimizer: Optimizer
+    redistributor: Redistributor
+    metas: Mapping[str, TensorMeta]
+    layouts: dict[tuple[int, SiteChoice], tuple[tuple[Layout, ...], tuple[Layout, ...]] | None] = field(
+        default_factory=dict
+    )
+    """(form of an op, choice) -> the layouts of operands and results, or None if they are not legal."""
+    local_seconds: dict[tuple[int, tuple[bool, ...], SiteChoice], float] = field(default_factory=dict)
+    """(form of an op, its operands with zeros as padding, choice) -> seconds of the local work."""

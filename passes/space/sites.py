@@ -1,0 +1,107 @@
+"""Sites: the places of decision, which are every operator that is not a view, every parameter, input and output, and
+every border between repeated layers.
+
+A choice for every mesh axis is an *option* of a site: it fixes the layout in which each operand is read, the layout of
+each result, and the seconds of the local work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import JointGraph, Node, TensorMeta
+from autopar.ir.layout import Layout
+from autopar.ops.rule import Call, OpRule
+from autopar.passes.segments.segment import Repeated
+
+from .choices import AxisChoice, SiteChoice
+from .collapse import Alias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a choice means. `reads[i]` is the layout of the *root* of operand i; `makes[j]` of result j."""
+
+    choice: SiteChoice
+    reads: tuple[Layout, ...]
+    makes: tuple[Layout, ...]
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    alias: Alias
+    backward: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class Site:
+    """One place of decision. `choices` are the choices on one axis (what is legal depends on the
+    axis size and on the other axes). `kind`: op, parameter, buffer, input, tangent, seed, output, border,
+    shared. `node` is the graph's node of an op."""
+
+    name: str
+    kind: str
+    reads: tuple[Read, ...] = ()
+    makes: tuple[str, ...] = ()
+    backward: bool = False
+    module: str = ""
+    node: Node | None = None
+    call: Call | None = None
+    rule: OpRule | None = None
+    meta: TensorMeta | None = None
+    fixed: bool = False
+    """Made whole because every copy of a repeat reads it."""
+    zeros: tuple[bool, ...] = ()
+    """Of which operands of an op padding is zero: of parameters and inputs, which are given so."""
+    form: int = -1
+    """The same for ops that do the same to operands of the same metas, and are free to do it in parts or are not."""
+    choices: dict[int, tuple[AxisChoice, ...]] = field(default_factory=dict)
+    """Axis size -> choices on an axis of that size."""
+    options: dict[SiteChoice, Option | None] = field(default_factory=dict)
+    held: tuple[SiteChoice, ...] = ()
+    """The only choices of a parameter that stays where it is, if it does."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Region:
+    """Sites that are solved together: the rest of the graph, or one copy of a repeated segment.
+
+    `left` and `right` are names of border sites (for a body), in the order of the segment's borders.
+    """
+
+    name: str
+    sites: dict[str, Site]
+    left: tuple[str, ...] = ()
+    right: tuple[str, ...] = ()
+
+
+def border_name(value: str) -> str:
+    return f"{value}|border"
+
+
+def joined_borders(repeats: Sequence[Repeated]) -> dict[str, tuple[str, ...]]:
+    """Names of border sites -> the names of all that take the same options: the ends of a run and what crosses within
+    it, and, where what leaves one run enters the next, those of both."""
+    joined: dict[str, tuple[str, ...]] = {}
+    for repeat in repeats:
+        for border in repeat.borders:
+            ends = [border_name(value) for value in (border.values[0], border.values[1], border.values[-1])]
+            group = tuple(dict.fromkeys(name for end in ends for name in joined.get(end, (end,))))
+            joined.update(dict.fromkeys(group, group))
+    return joined
+
+
+def output_name(number: int) -> str:
+    return f"output {number}"
+
+
+def output_numbers(graph: JointGraph) -> dict[str, list[int]]:
+    """Value -> its places among the graph's outputs, without the gradients that parameters' sites read."""
+    found: dict[str, list[int]] = {}
+    for number, output in enumerate(graph.outputs):
+        if output.name is not None and not (output.role == "gradient" and output.target in graph.parameters):
+            found.setdefault(output.name, []).append(number)
+    return found

@@ -1,0 +1,96 @@
+"""The space: all sites of a graph on a mesh.
+
+Data parallel, FSDP, tensor, sequence and vocabulary parallel plans and their combinations are points of this space;
+nothing in it is special to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import JointGraph
+from autopar.ir.layout import Layout, describe
+from autopar.passes.segments.segment import Repeated, Segments
+
+from .choices import KEEP, REGATHER, WHOLE, SiteChoice
+from .collapse import Roots, from_root
+from .options import OPTION
+from .setting import Setting
+from .sites import Option, Region, Site
+
+
+@dataclass(kw_only=True, eq=False)
+class Space(Setting):
+    """All sites of a graph on a mesh: the rest, and for each repeated segment one body.
+
+    In the rest, each repeat appears as its border sites only: `rest_borders[r]` names (left, right).
+    """
+
+    graph: JointGraph
+    axes: tuple[str, ...]
+    roots: Roots
+    rest: Region
+    bodies: tuple[Region, ...]
+    segments: Segments
+    rest_borders: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    without_rule: Mapping[str, int]
+    """Op -> how many nodes have no rule and are replicated."""
+    without_rule_in: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Op -> the modules of those nodes, as paths, those of several layers as one with "*" for the number."""
+
+    @property
+    def repeats(self) -> tuple[Repeated, ...]:
+        return self.segments.repeats
+
+    def regions(self) -> Iterator[Region]:
+        yield self.rest
+        yield from self.bodies
+
+    def option(self, site: Site, choice: SiteChoice) -> Option | None:
+        """What a choice means, or None if it is not legal."""
+        if site.held and choice not in site.held:
+            return None
+        if choice not in site.options:
+            site.options[choice] = OPTION[site.kind](self, site, choice)
+        return site.options[choice]
+
+    def whole(self, site: Site) -> SiteChoice:
+        """The choice that is always legal: everything replicated, or where it is held."""
+        if site.held:
+            return site.held[0]
+        return (WHOLE,) * len(self.mesh) + ((KEEP,) if site.kind == "parameter" else ())
+
+
+def hold(space: Space, site: Site, layouts: Collection[Layout]) -> None:
+    """Let a parameter take no other layouts at rest than these.
+
+    Raises ValueError for one that is none of its own.
+    """
+    assert site.meta is not None
+    # also those that it would not take of itself, as where every copy of a layer reads it
+    every = (WHOLE, *(("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
+    per_axis = [tuple(dict.fromkeys((*every, *site.choices[ranks]))) for ranks in space.mesh]
+    found: dict[Layout, list[SiteChoice]] = {layout: [] for layout in layouts}
+    for choice in itertools.product(*per_axis):
+        for policy in (KEEP, REGATHER):
+            option = space.option(site, (*choice, policy))
+            if option is not None and option.makes[0] in found:
+                found[option.makes[0]].append((*choice, policy))
+    if missing := [layout for layout, choices in found.items() if not choices]:
+        raise ValueError(f"parameter {site.module} cannot be {describe(missing[0], space.axes)} at rest")
+    site.held = tuple(choice for choices in found.values() for choice in choices)
+    for ranks in set(space.mesh):
+        parts = (c[axis] for c in site.held for axis, n in enumerate(space.mesh) if n == ranks)
+        site.choices[ranks] = tuple(dict.fromkeys(parts))
+
+
+def operand_layouts(site: Site, option: Option, space: Space) -> tuple[Layout, ...]:
+    """Layouts of an operator's operands, as it reads them."""
+    layouts = []
+    for read, layout in zip(site.reads, option.reads, strict=True):
+        here = from_root(read.alias.steps, layout, space.mesh)
+        assert here is not None
+        layouts.append(here)
+    return tuple(layouts)
