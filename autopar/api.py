@@ -46,18 +46,18 @@ def plan(
 
     `mesh_shape` maps axis names to sizes, outermost first; a number of devices, or "auto" for all that the cluster has,
     lets the mesh be chosen too (`plan.mesh`). `args` and `kwargs` are the global example inputs (real, meta or fake;
-    values are read only where forward's Python reads them); the model may be on meta. `solver` is "dp" (dynamic programming), "ilp" (integer
-    program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp", "megatron", "megatron_sp", "atp", "par4d",
-    "meshslice" (see `autopar.planning.presets`). `cost` is "serial", the cheapest plan as if nothing overlapped, or
-    "analytical": that one, the cheapest with most of what travels in buckets hidden, or that of a preset, whichever has
-    the shortest step on its timeline (`autopar.cost.timeline`), or "volume", the plan with the fewest bytes on links as
-    Alpa counts them (`autopar.planning.volume`), or "hybrid", as "analytical" with operators measured on this device,
-    and kept in the database `profiles` (a file; the user's own if not given; see docs/profiling.md). `cluster` is a
-    name or a `Cluster`; `memory_limit_bytes` bounds the predicted peak of what a rank holds during a training step, of
-    which the states of the `optimizer` are a part: "adamw", "adamw_fp32" (float32 moments, and float32 weights beside
-    narrower ones), "sgd", "sgd_momentum", or a number of bytes per element of a parameter. `constraints` pins
-    placements of parameters and inputs, and keeps modules off an axis: `{"lm_head.weight": {"tp": "S(0)"},
-    "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
+    values are read only where forward's Python reads them); the model may be on meta. `solver` is "dp" (dynamic
+    programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp", "megatron",
+    "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`). `cost` is "serial", the cheapest plan
+    as if nothing overlapped, or "analytical": that one, the cheapest with most of what travels in buckets hidden, or
+    that of a preset, whichever has the shortest step on its timeline (`autopar.cost.timeline`), or "volume", the plan
+    with the fewest bytes on links as Alpa counts them (`autopar.planning.volume`), or "hybrid", as "analytical" with
+    operators measured on this device, and kept in the database `profiles` (a file; the user's own if not given; see
+    docs/profiling.md). `cluster` is a name or a `Cluster`; `memory_limit_bytes` bounds the predicted peak of what a
+    rank holds during a training step, of which the states of the `optimizer` are a part: "adamw", "adamw_fp32" (float32
+    moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of bytes per element of a
+    parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an axis:
+    `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
