@@ -18,7 +18,7 @@ from autopar.passes.segments import segments
 from autopar.passes.space.problem import ProblemBuilder, str_choice
 from autopar.passes.space.strategies import strategies
 from autopar.planning.account import account
-from autopar.planning.search import joint, unique_sites
+from autopar.planning.options import joint, unique_sites
 from autopar.runtime.simulate import simulate_step
 from autopar.solve import solve
 
