@@ -164,12 +164,12 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.planning.candidates import profiled
     from autopar.planning.planner import Planner
     from autopar.profile.database import Profiles
     from autopar.profile.programs import Costs, Order, structure
     from autopar.runtime.agree import on_first_rank
     from autopar.runtime.module import ParallelModule
+    from autopar.runtime.profiled import profiled
     from autopar.runtime.profiler import bench_of
 
     cell = Cell(**cell_fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pkgutil
 import re
@@ -160,6 +161,15 @@ def test_what_the_docs_name_in_modules_exists() -> None:
     assert "autopar.planning.planner" in named and "autopar.runtime.memory.step_bytes" in named
     for name in sorted(named):
         pkgutil.resolve_name(name)
+
+
+def test_benchmarks_and_examples_import_what_exists() -> None:
+    """Many of them take minutes, or root, and no test runs those."""
+    files = [file for folder in ("benchmarks", "examples") for file in (ROOT / folder).glob("*.py")]
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autopar"):
+            for alias in node.names:
+                pkgutil.resolve_name(f"{node.module}.{alias.name}")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
