@@ -103,7 +103,7 @@ def test_the_command_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_comparing_as_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block("docs/planning.md", "autopar.compare"), "planning.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
-    shown = block("docs/planning.md", "peak memory", "").splitlines()
+    shown = block("docs/planning.md", "exposed  ", "").splitlines()
     assert [line.split()[0] for line in printed] == [line.split()[0] for line in shown]
     assert [line.split()[1] for line in printed] == [line.split()[1] for line in shown]
 
