@@ -45,20 +45,19 @@ def plan(
     """The plan for a model on a mesh, without devices and without a process group.
 
     `mesh_shape` maps axis names to sizes, outermost first; a number of devices, or "auto" for all that the cluster has,
-    lets the mesh be chosen too (`plan.mesh`). `args` and `kwargs` are the global example
-    inputs (real, meta or fake; only shapes and dtypes are read); the model may be on meta. `solver`
-    is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp",
-    "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `presets`). `cost` is "serial", the cheapest plan as if
-    nothing overlapped, or "analytical": that one, the cheapest with most of what travels in buckets hidden, or that of
-    a preset, whichever has the shortest step on its timeline (`timeline`), or "volume", the plan with the fewest bytes
-    on links as Alpa counts them (`volume`), or "hybrid", as "analytical" with operators measured on this device, and
-    kept in the database `profiles` (a file; the user's own if not given; see `profiling`). `cluster` is a name or a
-    `Cluster`;
-    `memory_limit_bytes` bounds the predicted peak of what a rank holds during a training step, of which the states of
-    the `optimizer` are a part: "adamw", "adamw_fp32" (float32 moments, and float32 weights beside narrower ones),
-    "sgd", "sgd_momentum", or a number of bytes per element of a parameter. `constraints` pins placements of parameters
-    and inputs, and keeps modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}`
-    (see `constraints`).
+    lets the mesh be chosen too (`plan.mesh`). `args` and `kwargs` are the global example inputs (real, meta or fake;
+    values are read only where forward's Python reads them); the model may be on meta. `solver` is "dp" (dynamic
+    programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp", "megatron",
+    "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`). `cost` is "serial", the cheapest plan
+    as if nothing overlapped, or "analytical": that one, the cheapest with most of what travels in buckets hidden, or
+    that of a preset, whichever has the shortest step on its timeline (`autopar.cost.timeline`), or "volume", the plan
+    with the fewest bytes on links as Alpa counts them (`autopar.planning.volume`), or "hybrid", as "analytical" with
+    operators measured on this device, and kept in the database `profiles` (a file; the user's own if not given; see
+    docs/profiling.md). `cluster` is a name or a `Cluster`; `memory_limit_bytes` bounds the predicted peak of what a
+    rank holds during a training step, of which the states of the `optimizer` are a part: "adamw", "adamw_fp32" (float32
+    moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of bytes per element of a
+    parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an axis:
+    `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
@@ -159,10 +158,10 @@ def parallelize(
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
     To be called by every rank of the mesh, with the same model and the same global example inputs.
-    The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then
-    write the same program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among
-    which the first one chooses, as far as the database `profiles` does not know them (see `profiling`). A model on meta
-    must be given values with `materialize` before its first step.
+    The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then write the same
+    program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the
+    first one chooses, as far as the database `profiles` does not know them (docs/profiling.md). A model on meta must be
+    given values with `materialize` before its first step.
 
     Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and gets the plain tensors
     that the model gives on one device, for code that computes a metric or a loss with plain labels.

@@ -1,28 +1,43 @@
-"""What the README and the examples say runs as written."""
+"""What the README, the docs and the examples say runs as written."""
 
 from __future__ import annotations
 
+import ast
 import os
+import pkgutil
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_floors import FLOORS
 
 import autopar
+from autopar.cli import main
 from autopar.ir.layout import Split
 from autopar.planning.planner import Planner
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+README, *_ = PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = runpy.run_path(str(ROOT / "docs/modules.py"))
+PICTURES = runpy.run_path(str(ROOT / "docs/images/draw.py"))
 
 
-def block(with_text: str) -> str:
-    (found,) = (b for b in BLOCKS if with_text in b)
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def blocks(name: str, language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page(name), flags=re.DOTALL | re.MULTILINE)
+    return [text for word, text in fenced if word == language]
+
+
+def block(name: str, with_text: str, language: str = "python") -> str:
+    (found,) = (b for b in blocks(name, language) if with_text in b)
     return found
 
 
@@ -40,34 +55,67 @@ def torchrun(*arguments: str | Path, folder: Path) -> str:
     return result.stdout
 
 
-def test_training_as_in_the_readme(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block("init_device_mesh"))
+def test_training_as_in_the_docs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block("docs/training.md", "init_device_mesh"))
     printed = torchrun("train.py", folder=tmp_path)
     assert "plan of LlamaForCausalLM on mesh dp=2, tp=2" in printed
     assert "def forward(" in printed
 
 
-def test_planning_as_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_diff_of_the_readme_is_of_the_script_that_trains() -> None:
+    """Which the test above runs."""
+    (diff,) = blocks("README.md", "diff")
+    script = block("docs/training.md", "init_device_mesh")
+    assert {line[0] for line in diff.splitlines()} == {"+", " "}
+    assert "\n".join(line[1:] for line in diff.splitlines() if line[0] == "+") in script
+    assert all(line[1:] in script.splitlines() for line in diff.splitlines())
+
+
+def test_planning_as_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shorter = block("dgx-h100").replace("num_hidden_layers=32", "num_hidden_layers=3")
-    exec(compile(shorter, "README.md", "exec"), {})
-    assert autopar.Plan.load("plan.json").cluster == "dgx-h100"
-
-
-def test_comparing_as_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(block("autopar.compare"), "README.md", "exec"), {})
-    solvers = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert solvers[0] == "dp" and len(solvers) == 5
-
-
-def test_editing_as_in_the_readme(tmp_path: Path) -> None:
+    shorter = block("docs/planning.md", "vocab_size=128256").replace("num_hidden_layers=32", "num_hidden_layers=3")
     made: dict[str, Any] = {}
-    exec(block("init_device_mesh").split("mesh = ")[0], made)
+    exec(compile(shorter, "planning.md", "exec"), made)
+    assert autopar.Plan.load("plan.json").cluster == "dgx-h100"
+    exec(compile(block("docs/planning.md", "constraints = {"), "planning.md", "exec"), made)
+    assert made["plan"].constraints == made["constraints"]
+    assert made["plan"].parameters["lm_head.weight"].at_rest[1] == "S(0)"
+
+
+def test_the_command_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *arguments = shlex.split(block("README.md", "autopar plan", "bash"))
+    assert name == "autopar"
+    shorter = ["--set", "num_hidden_layers=3", "--out", str(tmp_path / "plan.json")]
+    with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *arguments[: arguments.index("--out")], *shorter])
+        main()
+    assert not ended.value.code
+    printed, shown = capsys.readouterr().out.splitlines(), page("README.md").splitlines()
+    assert printed[0].split(" (")[0] in (line.split(" (")[0] for line in shown)
+    rows = re.compile(r"(?:all_\w+|reduce_scatter) (?:dp|tp)|model\.embed_tokens.*")
+    claimed, true = (
+        {found[0] for line in text if (found := rows.match(" ".join(line.split())))} for text in (shown, printed)
+    )
+    assert len(claimed) > 2 and claimed <= true
+    assert autopar.Plan.load(tmp_path / "plan.json").mesh == {"dp": 8, "tp": 8}
+
+
+def test_comparing_as_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block("docs/planning.md", "autopar.compare"), "planning.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    shown = block("docs/planning.md", "exposed  ", "").splitlines()
+    assert [line.split()[0] for line in printed] == [line.split()[0] for line in shown]
+    assert [line.split()[1] for line in printed] == [line.split()[1] for line in shown]
+
+
+def test_editing_as_in_the_docs(tmp_path: Path) -> None:
+    made: dict[str, Any] = {}
+    exec(block("docs/training.md", "init_device_mesh").split("mesh = ")[0], made)
     planner = Planner(made["model"], {"dp": 2, "tp": 2}, kwargs=made["loader"][0])
     planner.plan(solver="megatron").save(tmp_path / "plan.json")
     text, before, after = (tmp_path / "plan.json").read_text(), '"R S0%256 keep"', '"S1%128 S0%256 keep"'
     for choice in (before, after):
-        assert choice.strip('"') in README
+        assert choice.strip('"') in page("docs/planning.md")
     assert f'"model_embed_tokens_weight": {before}' in text
     (tmp_path / "plan.json").write_text(text.replace(before, after, 1))
     program = planner.program(autopar.Plan.load(tmp_path / "plan.json"))
@@ -77,18 +125,73 @@ def test_editing_as_in_the_readme(tmp_path: Path) -> None:
 
 def test_the_guide_on_operators_of_your_own(tmp_path: Path) -> None:
     """In a process of its own, for the operator's name is taken once."""
-    text = (ROOT / "docs/guide.md").read_text()
-    (tmp_path / "guide.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)))
+    (tmp_path / "guide.py").write_text("\n".join(blocks("docs/guide.md", "python")))
     result = subprocess.run([sys.executable, "guide.py"], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(r"mylib\.scale_rows\.default: \d+ instances, factors m, k\n", result.stdout)
 
 
-def test_the_readme_names_every_file() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", README, flags=re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(\w+)(?:\.py|/)`", row)}
-    files = {p.stem for folder in ("autopar", "passes", "runtime") for p in (ROOT / folder).glob("*.py")}
-    assert files - {"__init__"} <= named
+def test_the_readme_is_short() -> None:
+    """A newcomer reads it in a minute; what is more stands on a page of docs/."""
+    assert len(page("README.md").splitlines()) <= 150
+
+
+def test_the_chart_is_of_the_table_and_the_docs_agree() -> None:
+    ratios = sorted(cell.ratio for cell in PICTURES["cells"](page("docs/lab.md")))
+    assert len(ratios) == 8
+    for name in ("README.md", "docs/speed.md"):
+        assert f"{ratios[0]} to {ratios[-1]} of the step" in page(name)
+
+
+def test_every_floor_has_a_row_in_its_order() -> None:
+    rows = re.findall(r"^\| `(?:autopar/)?(\w+)(?:/|\.py)` \|", page("docs/code.md"), flags=re.MULTILINE)
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names if name}
+    assert sorted(rows) == sorted(floor)
+    assert [floor[name] for name in rows] == sorted(floor.values())
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    """So that docs/modules.py lists them all, and no list by hand goes stale."""
+    silent = [str(file) for file in MODULES["modules"]("autopar", "passes", "runtime") if not MODULES["purpose"](file)]
+    assert not silent
+
+
+def test_what_the_docs_name_in_modules_exists() -> None:
+    named = {name for path in PAGES for name in re.findall(r"\bautopar(?:\.\w+){2,}", path.read_text())}
+    assert "autopar.planning.planner" in named and "autopar.runtime.memory.step_bytes" in named
+    for name in sorted(named):
+        pkgutil.resolve_name(name)
+
+
+def test_benchmarks_and_examples_import_what_exists() -> None:
+    """Many of them take minutes, or root, and no test runs those."""
+    files = [file for folder in ("benchmarks", "examples") for file in (ROOT / folder).glob("*.py")]
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autopar"):
+            for alias in node.names:
+                pkgutil.resolve_name(f"{node.module}.{alias.name}")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    wrong = []
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="(.+?)"', text)
+    for target in targets:
+        file, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            wrong.append(target)
+    paths = re.findall(r"`((?:autopar|passes|runtime|tests|benchmarks|examples|docs)/[\w./-]*)`", text)
+    wrong += [name for name in paths if not (ROOT / name).exists()]
+    assert not wrong
+
+
+def anchors(file: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_training_example_equals_one_process() -> None:

@@ -55,8 +55,8 @@ class Moment:
 
 
 def peak(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> Peak:
-    """Of the program as it is run (after `passes.bucket`). `device_type` is that of the mesh: "cpu" or "cuda"; `known`
-    is how results lay in memory in other programs."""
+    """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda";
+    `known` is how results lay in memory in other programs."""
     return _step(program, optimizer, device_type, known).peak()
 
 
