@@ -31,7 +31,7 @@ sys.path[:0] = [path for path in (str(ROOT / "tests"), str(ROOT / "examples")) i
 from golden_text import differences, group_lines, plan_lines, program_lines  # noqa: E402
 
 from autopar.cli.models import Loaded, load  # noqa: E402
-from autopar.planner import Planner  # noqa: E402
+from autopar.planning.planner import Planner  # noqa: E402
 
 CLUSTER = "dgx-h100"
 MESHES: Mapping[str, Mapping[str, int]] = {"2x2": {"a": 2, "b": 2}, "8x8": {"dp": 8, "tp": 8}}

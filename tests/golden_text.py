@@ -12,10 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from autopar.graph import JointGraph, map_references
-from autopar.layout import describe
-from autopar.plan import ParameterPlan, Plan
-from autopar.program import Instruction, Program, source_line
+from autopar.ir.graph import JointGraph, map_references
+from autopar.ir.layout import describe
+from autopar.ir.program import Instruction, source_line
+from autopar.planning.plan import ParameterPlan, Plan
+from autopar.program import Program
 
 LISTS = ("collectives of", "forward", "backward")
 """How the names of sections begin that are lists."""
