@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autopar.ir.graph import JointGraph, map_references
 from autopar.ir.layout import describe
-from autopar.ir.program import Instruction, source_line
+from autopar.ir.program import Instruction, Program, source_line
 from autopar.planning.plan import ParameterPlan, Plan
-from autopar.program import Program
 
 LISTS = ("collectives of", "forward", "backward")
 """How the names of sections begin that are lists."""
