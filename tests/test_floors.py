@@ -105,5 +105,5 @@ def test_no_import_hides_in_a_function() -> None:
 
 def test_the_root_holds_what_people_import() -> None:
     assert {path.name for path in (ROOT / "autopar").iterdir() if path.is_file()} == {
-        "__init__.py", "api.py", "compat.py", "py.typed",
+        "__init__.py", "api.py", "py.typed",
     }  # fmt: skip

@@ -1,0 +1,113 @@
+"""The one place that touches private torch API. It serves torch 2.11, 2.12 and 2.13.
+
+Everything here is thin: a name of ours for something of torch's that may move between versions. Importing it under
+another torch raises `ImportError`.
+"""
+
+# ruff: noqa: I001 (the version first: under another torch nothing else here can be imported)
+from .versions import SERVED
+
+from .distributed import all_gather_single, local_tensor, make_dtensor, reduce_scatter_single, strided_shard
+from .exporting import as_exported, autocast_dtype, plain_attention, without_autocast
+from .joint import Joint, Placeholder, Result, joint
+from .nodes import is_accumulation, is_backward, module_path
+from .recording import PLACE, Recorded, RecordedInput, is_recorded_function, place_of, recorded, set_place
+from .tensors import (
+    VALUES_MOST,
+    by_tensor,
+    fake_mode,
+    is_fake,
+    is_observed,
+    is_plain,
+    is_profiling,
+    is_real,
+    is_torchs,
+    memory_of,
+    notes_of,
+    number_of,
+    shell,
+    stand_in,
+    storage_span,
+    take_notes,
+    uncompiled,
+    unmodified,
+    value_of,
+    version,
+)
+from .watching import (
+    Watching,
+    WritesReal,
+    decides_by_data,
+    global_backward_hooks,
+    global_forward_hooks,
+    hook_registries,
+    hooks_gradient,
+    hooks_gradients,
+    leaves_numbers,
+    saving,
+    seeding,
+    suspended_in_branches,
+    without_modes,
+    written_by,
+)
+
+__all__ = [
+    "PLACE",
+    "SERVED",
+    "VALUES_MOST",
+    "Joint",
+    "Placeholder",
+    "Recorded",
+    "RecordedInput",
+    "Result",
+    "Watching",
+    "WritesReal",
+    "all_gather_single",
+    "as_exported",
+    "autocast_dtype",
+    "by_tensor",
+    "decides_by_data",
+    "fake_mode",
+    "global_backward_hooks",
+    "global_forward_hooks",
+    "hook_registries",
+    "hooks_gradient",
+    "hooks_gradients",
+    "is_accumulation",
+    "is_backward",
+    "is_fake",
+    "is_observed",
+    "is_plain",
+    "is_profiling",
+    "is_real",
+    "is_recorded_function",
+    "is_torchs",
+    "joint",
+    "leaves_numbers",
+    "local_tensor",
+    "make_dtensor",
+    "memory_of",
+    "module_path",
+    "notes_of",
+    "number_of",
+    "place_of",
+    "plain_attention",
+    "recorded",
+    "reduce_scatter_single",
+    "saving",
+    "seeding",
+    "set_place",
+    "shell",
+    "stand_in",
+    "storage_span",
+    "strided_shard",
+    "suspended_in_branches",
+    "take_notes",
+    "uncompiled",
+    "unmodified",
+    "value_of",
+    "version",
+    "without_autocast",
+    "without_modes",
+    "written_by",
+]

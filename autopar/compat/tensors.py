@@ -1,0 +1,203 @@
+"""Tensors as torch keeps them: fakes, values, memory, and what people note on them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+# ---------------------------------------------------------------------------------------------- profiler
+
+
+def is_profiling() -> bool:
+    """Whether a `torch.profiler` records in this process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fakes with the dtypes that CPU kernels give. torch 2.13 has others for norms of a bfloat16 or float16 input
+    beside wider weights, as autocast makes them, and for running statistics in these dtypes."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = super().dispatch(func, types, args, kwargs)
+        if not isinstance(results, tuple) or not any(isinstance(r, torch.Tensor) and r.is_cpu for r in results):
+            return results
+        wanted = _norm_dtypes(str(func), args)
+        return tuple(
+            result
+            if dtype is None or result is None or result.dtype == dtype
+            else super(_Kernels, self).dispatch(torch.ops.aten._to_copy.default, types, (result,), {"dtype": dtype})
+            for result, dtype in itertools.zip_longest(results, wanted[: len(results)])
+        )
+
+
+def control_flow() -> None:
+    """Control flow on `_Kernels` is what it is on any fakes: torch looks for the very class."""
+    from torch._higher_order_ops.cond import cond_op
+
+    cond_op.py_impl(_Kernels)(cond_op.python_key_table[FakeTensorMode])
+
+
+def _norm_dtypes(op: str, args: Any) -> list[torch.dtype | None]:
+    """The dtypes of a norm's results, None where the fakes are right."""
+    if op in ("aten.native_layer_norm.default", "aten.native_group_norm.default"):
+        weight = args[2] if "layer" in op else args[1]
+        return [None, *[_wider(args[0], weight)] * 2]
+    if op.startswith(("aten.native_batch_norm.", "aten._native_batch_norm_legit")) and "no_training" not in op:
+        running = args[3:5] if isinstance(args[3], torch.Tensor) else (None, None)
+        return [None, *[_wider(args[0], args[1])] * 2, *(None if r is None else r.dtype for r in running)]
+    if op == "aten.native_group_norm_backward.default":
+        return [args[1].dtype, *[_wider(args[1], args[4])] * 2]
+    return []
+
+
+def _wider(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
+    return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
+
+
+def meta_kernels() -> None:
+    """Shapes of gradients of random numbers, which torch has for real devices alone."""
+    for op in ("_standard_gamma_grad", "_dirichlet_grad"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "Meta"):
+            torch.library.impl(f"aten::{op}", "Meta")(lambda first, *_: torch.empty_like(first))
+
+
+def number_of(tensor: torch.Tensor) -> Any:
+    """The number that a real tensor of one element holds, whatever modes are active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return tensor.item()
+
+
+VALUES_MOST = 1 << 16
+
+
+def value_of(tensor: torch.Tensor) -> bytes | None:
+    """What a small real tensor holds; None for others."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if not is_real(tensor) or tensor.numel() > VALUES_MOST:
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        return repr(tensor.tolist()).encode()
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fresh mode under which tensors have shapes and no data. Real tensors that a model closes
+    over are let in (and become constants of the graph)."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return _Kernels(allow_non_fake_inputs=True, shape_env=ShapeEnv(), export=True)
+
+
+@contextlib.contextmanager
+def unmodified() -> Iterator[None]:
+    """Within it operators on real tensors run as they are, whatever modes are active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def stand_in(kind: type[Any]) -> Any:
+    """An empty tensor of a subclass, whatever modes are active: fakes are of no class but their own."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return torch.empty(0).as_subclass(kind)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether it has values."""
+    return not is_fake(tensor) and tensor.device.type != "meta"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a strided tensor without a subclass of behaviour: real, meta or fake."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, nn.Buffer) or is_fake(tensor)
+    return plain and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(identity of the storage, first byte, byte after the last one) of a strided tensor."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    first = int(tensor.storage_offset())
+    return tensor.untyped_storage()._cdata, first * tensor.itemsize, (first + int(extent)) * tensor.itemsize
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Identity of the storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is under `torch.compile`: Dynamo would follow it into planning."""
+    reason = "a parallel module is compiled already: what it runs is its program"
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often it has been written in place. That of a DTensor counts writes that its local tensor's does not."""
+    return tensor._version
+
+
+def shell(dtensor: DTensor) -> int:
+    """Identity of the storage that stands for a DTensor's in its outer tensor, which holds nothing: another one after
+    `dtensor.data = ...`, of which the local tensor learns nothing."""
+    return int(dtensor.untyped_storage()._cdata)
+
+
+def is_observed(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
+    return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
+
+
+def take_notes(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Give a tensor the attributes that people set on another (a scale, a group), which forward may read."""
+    vars(tensor).update({name: value for name, value in notes_of(source).items() if name not in vars(tensor)})
+
+
+def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Attributes that people set on a tensor."""
+    own = vars(_bare_fake()) if is_fake(tensor) else {}
+    return {name: value for name, value in vars(tensor).items() if name not in own and not is_torchs(name)}
+
+
+def is_torchs(name: str) -> bool:
+    """Whether torch itself sets such an attribute on tensors that it traces."""
+    return name.endswith("_memo") or name.startswith("_dynamo_")
+
+
+@cache
+def _bare_fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(()))
+
+
+def by_tensor() -> MutableMapping[torch.Tensor, Any]:
+    """A dictionary of tensors, by identity, that keeps none of them alive."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
+
+
+control_flow()
+meta_kernels()

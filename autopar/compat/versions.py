@@ -1,0 +1,12 @@
+"""Which versions of torch are served."""
+
+from __future__ import annotations
+
+import torch
+
+SERVED = ("2.11", "2.12", "2.13")
+
+if ".".join(torch.__version__.split(".")[:2]) not in SERVED:
+    raise ImportError(
+        f"autopar serves torch {', '.join(SERVED)} and this is torch {torch.__version__}: install one of those"
+    )

@@ -1,0 +1,183 @@
+"""Modes that watch a trace, hooks, and generators of random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# ---------------------------------------------------------------------------------------------- fake tensors
+
+
+class WritesReal(Exception):
+    """An operator of a traced model writes a tensor that is neither of the traced copy nor made by it."""
+
+    def __init__(self, op: str, tensor: torch.Tensor) -> None:
+        super().__init__(f"{op} writes a tensor that is not a buffer of the model")
+        self.op, self.tensor = op, tensor
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a call of an operator writes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return list(pytree.tree_leaves(given))
+
+
+@contextlib.contextmanager
+def suspended_in_branches(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """A context that is left while Dynamo traces the branches of `torch.cond`, and entered again after it."""
+    from torch._higher_order_ops import utils
+
+    compiled = getattr(utils, "_hop_compile_and_call", None)
+    if compiled is None:
+        with context():
+            yield
+        return
+    entered = [context()]
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        entered.pop().__exit__(None, None, None)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            entered.append(context())
+            entered[-1].__enter__()
+
+    entered[-1].__enter__()
+    utils._hop_compile_and_call = outside
+    try:
+        yield
+    finally:
+        utils._hop_compile_and_call = compiled
+        entered.pop().__exit__(None, None, None)
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that looks at operators and leaves them as they are. Dynamo, which traces the branches of `torch.cond`,
+    works under it as without."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
+def decides_by_data(error: Exception) -> bool:
+    """Whether tracing stopped where Python code asks for a value of a tensor: a branch, an index, a size."""
+    # the other is what indexing by a tensor without data says
+    return isinstance(error, GuardOnDataDependentSymNode) or "its data is not allocated yet" in str(error)
+
+
+def leaves_numbers(error: Exception) -> bool:
+    """Whether tracing stopped since a number that was read of a tensor is known to nobody."""
+    return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
+
+
+# ---------------------------------------------------------------------------------------------- hooks and seeds
+
+
+def hooks_gradient(tensor: torch.Tensor) -> bool:
+    """Whether hooks wait for its gradient."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def hooks_gradients(module: nn.Module) -> bool:
+    """Whether it has full backward hooks or full backward pre-hooks."""
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
+def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Where a module keeps its hooks: those of forward, and then those of backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_forward_hooks() -> dict[str, dict[int, Any]]:
+    """The hooks that run before and after the forward of every module."""
+    from torch.nn.modules import module
+
+    return {
+        "the global forward hooks": module._global_forward_hooks,
+        "the global forward pre-hooks": module._global_forward_pre_hooks,
+    }
+
+
+def global_backward_hooks() -> str:
+    """What kind of hooks torch has for the backward of every module; empty where it has none."""
+    from torch.nn.modules import module
+
+    if module._global_backward_pre_hooks:
+        return "global full backward pre-hooks"
+    return "global backward hooks" if module._global_backward_hooks else ""
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors are what they are, while a model is traced too."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(torch.inference_mode(False))
+    return stack
+
+
+class _Seeded:
+    """Torch's default generator, but for seeds."""
+
+    def __init__(self, generator: torch.Generator, seeded: Callable[[], None]) -> None:
+        self._generator, self._seeded = generator, seeded
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self._seeded()
+        return self._generator.manual_seed(seed)
+
+    def seed(self) -> int:
+        self._seeded()
+        return self._generator.seed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+
+@contextlib.contextmanager
+def seeding(seeded: Callable[[], None]) -> Iterator[None]:
+    """Within it `seeded` is called where torch's own generator is given a seed."""
+    holder: Any = torch.random
+    known = holder.default_generator
+    holder.default_generator = _Seeded(known, seeded)
+    try:
+        yield
+    finally:
+        holder.default_generator = known
+
+
+@contextlib.contextmanager
+def saving(saved: Callable[[], None]) -> Iterator[None]:
+    """Within it `saved` is called where hooks are set on what autograd saves (not those of torch itself)."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    known = hooks.__enter__
+
+    def enter(self: Any) -> None:
+        if type(self) is hooks:
+            saved()
+        known(self)
+
+    hooks.__enter__ = enter
+    try:
+        yield
+    finally:
+        hooks.__enter__ = known
