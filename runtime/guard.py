@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from autopar import compat
-from autopar.passes.capture.state import Drawn, Look, Reads, look
+from autopar.passes.capture.looks import Drawn, Look, Reads
+from autopar.passes.capture.state import look
 from autopar.passes.capture.witness import check_hooks
 
 logger = logging.getLogger("autopar")

@@ -25,7 +25,6 @@ from .fit import is_replicated, mismatch
 from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 from .sharing import Shared
-from .submodules import empty_submodule
 
 logger = logging.getLogger("autopar")
 
@@ -73,21 +72,6 @@ class State:
         self.shared: Shared | None = None
 
     # -- modules and values
-
-    def mirror(self, module: nn.Module) -> nn.Module:
-        """A module of the same class and attributes, with tensors of its own to come."""
-        if id(module) not in self.mirrors:
-            made = empty_submodule(type(module))
-            vars(made).update(vars(module))
-            vars(made).update(
-                _parameters=dict(module._parameters),
-                _buffers=dict(module._buffers),
-                _modules={},
-                _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
-            )
-            self.mirrors[id(module)] = made
-            made._modules.update({n: None if m is None else self.mirror(m) for n, m in module._modules.items()})
-        return self.mirrors[id(module)]
 
     def own(self, parallel: nn.Module, model: nn.Module) -> None:
         """Find where each name of a parameter or buffer is registered, and which names are one tensor."""

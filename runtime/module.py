@@ -26,6 +26,7 @@ from .fit import mismatch
 from .guard import OWNERS, Original
 from .held import State
 from .mode import Again
+from .submodules import mirrored
 from .values import InitFunction, values_from, values_made, values_of
 from .verify import Verifier
 from .versions import Versions
@@ -84,7 +85,7 @@ class ParallelModule(nn.Module):
         state = State(captured, program, plan, mesh)
         state.whole_outputs = whole_outputs
         vars(self)["_state"] = state
-        root = state.mirror(model)
+        root = mirrored(state.mirrors, model)
         # the same dictionaries: the root's parameters and submodules are this module's own
         self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
         self._non_persistent_buffers_set = root._non_persistent_buffers_set

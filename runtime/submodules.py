@@ -43,3 +43,19 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
     Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
     Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__
     return Submodule
+
+
+def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, with tensors of its own to come."""
+    if id(module) not in mirrors:
+        made = empty_submodule(type(module))
+        vars(made).update(vars(module))
+        vars(made).update(
+            _parameters=dict(module._parameters),
+            _buffers=dict(module._buffers),
+            _modules={},
+            _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
+        )
+        mirrors[id(module)] = made
+        made._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
+    return mirrors[id(module)]

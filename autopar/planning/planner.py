@@ -114,28 +114,10 @@ class Planner:
         )
         graph = self.captured.graph
         self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
-        if names := self.captured.without_gradient:
-            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-            logger.warning(
-                "%d trainable parameters get no gradient, since nothing that is differentiated depends on them: %s",
-                len(names),
-                shown,
-            )
-        if self.captured.pinned:
-            logger.warning(
-                "the model's Python reads %s: a program is right for inputs of which it reads the same, and "
-                "parallelize captures and plans again for others",
-                self.captured.pinned,
-            )
+        _report_captured(self.captured)
         self.segments: Segments = self.seconds.timed("segments", segments, graph)
         self._place()
-        if self.space.without_rule:
-            modules = self.space.without_rule_in
-            ops = "; ".join(
-                f"{count} x {op} in {', '.join(path or 'the model' for path in modules[op])}"
-                for op, count in self.space.without_rule.items()
-            )
-            logger.warning("replicated, since the op has no rule: %s", ops)
+        _report_without_rule(self.space)
 
     def _place(self) -> None:
         """The space of the mesh on the cluster, and what writes its programs."""
@@ -251,44 +233,7 @@ class Planner:
     ) -> Plan:
         """The best plan on any of several meshes. Raises ValueError as `plan`, where no mesh has one."""
         with uncollected():
-            return self._over(candidates, solver, cost, memory_limit_bytes, constraints)
-
-    def _over(
-        self,
-        candidates: Sequence[Mapping[str, int]],
-        solver: str,
-        cost: str,
-        memory_limit_bytes: float | None,
-        constraints: Constraints | None,
-    ) -> Plan:
-        check_options(solver, cost, memory_limit_bytes, constraints)
-        planners = {tuple(mesh.items()): self.on(mesh, self.cluster) for mesh in candidates}
-
-        @cache
-        def of(axes: tuple[tuple[str, int], ...]) -> Plan:
-            return planners[axes].plan(
-                solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
-            )
-
-        def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
-            made = of(tuple(mesh.items()))
-            return made.objective_seconds if cost in ("serial", "volume") else made.seconds, made
-
-        def quick(mesh: Mapping[str, int], below: float) -> float:
-            on = planners[tuple(mesh.items())]
-            search = on.search("dp", memory_limit_bytes, constraints, share=min(1.0, MESHES_WORK / len(candidates)))
-            try:
-                return search.run(bounded=False, thorough=False, below=below).score.objective
-            except Infeasible:
-                return math.inf
-
-        def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
-            try:
-                return planned(mesh)[0]
-            except ValueError:
-                return math.inf
-
-        return best_mesh(candidates, preset_seconds if solver in PRESETS else quick, planned, logger.info)
+            return _best_over(self, candidates, solver, cost, memory_limit_bytes, constraints)
 
     def plan(
         self,
@@ -360,3 +305,68 @@ class Planner:
         Raises ValueError for a layout that a parameter cannot have.
         """
         return best_at_rest(self.on(self.mesh, self.cluster).space, at_rest)
+
+
+def _report_captured(captured: Captured) -> None:
+    """Warn of parameters that do not train, and of numbers that are read off inputs."""
+    if names := captured.without_gradient:
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        logger.warning(
+            "%d trainable parameters get no gradient, since nothing that is differentiated depends on them: %s",
+            len(names),
+            shown,
+        )
+    if captured.pinned:
+        logger.warning(
+            "the model's Python reads %s: a program is right for inputs of which it reads the same, and "
+            "parallelize captures and plans again for others",
+            captured.pinned,
+        )
+
+
+def _report_without_rule(space: Space) -> None:
+    if space.without_rule:
+        modules = space.without_rule_in
+        ops = "; ".join(
+            f"{count} x {op} in {', '.join(path or 'the model' for path in modules[op])}"
+            for op, count in space.without_rule.items()
+        )
+        logger.warning("replicated, since the op has no rule: %s", ops)
+
+
+def _best_over(
+    planner: Planner,
+    candidates: Sequence[Mapping[str, int]],
+    solver: str,
+    cost: str,
+    memory_limit_bytes: float | None,
+    constraints: Constraints | None,
+) -> Plan:
+    check_options(solver, cost, memory_limit_bytes, constraints)
+    planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
+
+    @cache
+    def of(axes: tuple[tuple[str, int], ...]) -> Plan:
+        return planners[axes].plan(
+            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
+        )
+
+    def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
+        made = of(tuple(mesh.items()))
+        return made.objective_seconds if cost in ("serial", "volume") else made.seconds, made
+
+    def quick(mesh: Mapping[str, int], below: float) -> float:
+        on = planners[tuple(mesh.items())]
+        search = on.search("dp", memory_limit_bytes, constraints, share=min(1.0, MESHES_WORK / len(candidates)))
+        try:
+            return search.run(bounded=False, thorough=False, below=below).score.objective
+        except Infeasible:
+            return math.inf
+
+    def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
+        try:
+            return planned(mesh)[0]
+        except ValueError:
+            return math.inf
+
+    return best_mesh(candidates, preset_seconds if solver in PRESETS else quick, planned, logger.info)

@@ -17,7 +17,7 @@ from autopar.ir.graph import JointGraph, TensorMeta
 from autopar.ir.tree import flatten
 
 from .known import Pinned
-from .state import Reads
+from .looks import Reads
 
 logger = logging.getLogger(__name__)
 

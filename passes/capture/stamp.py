@@ -14,15 +14,13 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.ir.graph import GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
 from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated
 
 from .cut import Cut, Run
-
-Item = TypeVar("Item", GraphInput, GraphOutput)
+from .order import in_order
 
 
 class Unfit(Exception):
@@ -39,7 +37,7 @@ def stamped(graph: JointGraph, places: Mapping[str, int], found: Cut) -> JointGr
     plans = [_plan(graph, places, found, run, repeats) for run in found.runs]
     for plan in plans:
         graph = _Stamp(graph, plan).graph()
-    return _in_order(graph, found.order)
+    return in_order(graph, found.order)
 
 
 # ---- what a run is in the graph --------------------------------------------------------------------
@@ -382,24 +380,4 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
         node,
         args=map_references(node.args, rename),
         kwargs=tuple((key, map_references(value, rename)) for key, value in node.kwargs),
-    )
-
-
-def _in_order(graph: JointGraph, order: Sequence[str]) -> JointGraph:
-    """Inputs and outputs in the order of the whole record: those of a role stand together."""
-    rank = {target: i for i, target in enumerate(dict.fromkeys(order))}
-
-    def sorted_by(items: Sequence[Item], roles: tuple[str, ...]) -> tuple[Item, ...]:
-        first = {role: i for i, role in reversed([*enumerate(item.role for item in items)])}
-        return tuple(
-            sorted(items, key=lambda i: (first[i.role], rank.get(i.target, len(rank)) if i.role in roles else 0))
-        )
-
-    inputs = sorted_by(graph.inputs, ("parameter", "buffer"))
-    names = [*(i.name for i in inputs), *(name for node in graph.nodes for name in node.outputs if name)]
-    return replace(
-        graph,
-        inputs=inputs,
-        outputs=sorted_by(graph.outputs, ("gradient", "mutation")),
-        metas={name: graph.metas[name] for name in names},
     )

@@ -24,8 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
+from .looks import Drawn, Look, Reads, Same
 from .repeat import Numbering
-from .state import Drawn, Look, Reads, Same, is_library, line_of_model, look
+from .sources import is_library, line_of_model
+from .state import look
 
 logger = logging.getLogger(__name__)
 
