@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pytest
 from generator import ODDITIES, OPERATORS, STATES, TABLES, Spec, build, chain, specs
-from generator_programs import FAILURES, Hang, Outcome, outcomes, within
+from generator_programs import FAILURES, Hang, Outcome, named, outcomes, within
 from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from autopar.testing.trial import Trial
 
 FOUND: tuple[Spec, ...] = (
     Spec(family="chain", shape=(4, 3, 4), parts=(), loss="tensor", mode="input"),  # no operator at all
@@ -44,6 +46,19 @@ def test_a_sample_of_each_family(family: str) -> None:
 @pytest.mark.parametrize("spec", FOUND, ids=str)
 def test_what_failed_once(spec: Spec) -> None:
     assert not failures(spec, 0, meshes=1)
+
+
+def test_a_preset_where_one_run_ends_and_the_next_begins() -> None:
+    """The border is one decision, and legal in both."""
+    parts, others = (("writes", 7), ("norm", 0), ("linear", 2)), (("softmax", 1),)
+    spec = Spec(
+        family="runs", shape=(8, 4, 3), parts=parts, others=others, copies=(4, 4, 4), odd="constant", at=(4,),
+        loss="classes", mode="eval",
+    )  # fmt: skip
+    built = build(spec)
+    trial = Trial(built.model, built.args, loss_fn=built.loss_fn, steps=spec.steps)
+    row = named(trial, {"a": 3}, "megatron_sp")
+    assert row is not None and row.equal
 
 
 def test_every_operator_has_a_shape_that_it_takes() -> None:
