@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from .held import State
 from .placements import local_slice
 from .sharing import Shared, overlapping
 from .verify import Check
-
-logger = logging.getLogger("autopar")
 
 
 def prepared_call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:

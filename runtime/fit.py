@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.layout import Layout, Partial, Replicate, describe
 from autopar.ir.program import Program
 
 from .placements import is_gatherable
-
-logger = logging.getLogger("autopar")
 
 
 def is_replicated(layout: Layout) -> bool:

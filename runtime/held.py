@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +24,6 @@ from .fit import is_replicated, mismatch
 from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
 from .seeds import step_seed
 from .sharing import Shared
-
-logger = logging.getLogger("autopar")
 
 
 class State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ from torch import nn
 
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
-
-logger = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, slots=True)

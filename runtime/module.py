@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +29,6 @@ from .submodules import mirrored
 from .values import InitFunction, values_from, values_made, values_of
 from .verify import Verifier
 from .versions import Versions
-
-logger = logging.getLogger("autopar")
 
 
 class ParallelModule(nn.Module):

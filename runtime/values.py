@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from .held import State
-
-logger = logging.getLogger("autopar")
-
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-# ---------------------------------------------------------------------------------------------- distributed
-
-
 def all_gather_single(output: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Start gathering `x` along dim 0 into `output`. Until 2.12 the function has another name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,8 +16,6 @@ from .exporting import autocast_dtype, without_autocast
 from .recording import Recorded, writes
 from .tensors import is_real, value_of
 
-# ---------------------------------------------------------------------------------------------- joint export
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:

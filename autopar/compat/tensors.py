@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# ---------------------------------------------------------------------------------------------- profiler
-
-
 def is_profiling() -> bool:
     """Whether a `torch.profiler` records in this process."""
     return bool(torch.autograd.profiler._is_profiler_enabled)

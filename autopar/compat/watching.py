@@ -12,8 +12,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# ---------------------------------------------------------------------------------------------- fake tensors
-
 
 class WritesReal(Exception):
     """An operator of a traced model writes a tensor that is neither of the traced copy nor made by it."""
@@ -85,9 +83,6 @@ def decides_by_data(error: Exception) -> bool:
 def leaves_numbers(error: Exception) -> bool:
     """Whether tracing stopped since a number that was read of a tensor is known to nobody."""
     return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
-
-
-# ---------------------------------------------------------------------------------------------- hooks and seeds
 
 
 def hooks_gradient(tensor: torch.Tensor) -> bool:

@@ -257,9 +257,9 @@ class Planner:
         if solver in PRESETS:
             allowed = self.seconds.timed("preset", self.preset, solver)
         space = self.seconds.timed("strategies", volumes, self.space) if cost == "volume" else self.space
-        search = self.search(solver if solver in SOLVERS else "dp", memory_limit_bytes, constraints, space)
-        if cost == "volume" and solver not in PRESETS:
-            search = search.pinned(with_arithmetic_split(space, search.options.pins))
+        pinned = with_arithmetic_split if cost == "volume" and solver not in PRESETS else None
+        solver_of_search = solver if solver in SOLVERS else "dp"
+        search = self.search(solver_of_search, memory_limit_bytes, constraints, space, pinned=pinned)
         bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
         if solver not in PRESETS and cost == "analytical":
             return Choice(self.searches, self.steps, self.describe, self.seconds).shortest(

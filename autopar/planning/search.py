@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 
 from autopar.passes.space.problem import Allowed, Assignment
 from autopar.passes.space.space import Space
@@ -62,10 +61,6 @@ class Search:
         work: float = SEARCH_BUDGET.work,
     ) -> None:
         """`work` is divided into the shares of `SearchBudget`."""
-        self.pinned: Callable[[Pins], Search] = partial(
-            Search, space, solver, bytes_limit, log, level, peaks=peaks, work=work
-        )
-        """The same search under other pins."""
         self.space, self.bytes_limit, self.peaks, self.log, self.work = space, bytes_limit, peaks, log, work
         self.options = Options(space, pins or {}, bytes_limit)
         self.sites = self.options.sites

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.cost.redistribute import Redistributor
@@ -14,7 +15,7 @@ from autopar.solve.budget import SEARCH_BUDGET
 from autopar.solve.problem import Score
 
 from .account import account
-from .constraints import Constraints, pins
+from .constraints import Constraints, Pins, pins
 from .presets import preset
 from .search import Found, Search
 from .steps import Steps
@@ -38,15 +39,18 @@ class Searches:
         constraints: Constraints | None,
         space: Space | None = None,
         share: float = 1.0,
+        pinned: Callable[[Space, Pins], Pins] | None = None,
     ) -> Search:
-        """A search of the space, or of one with other prices, with a share of the work of a search."""
+        """A search of the space, or of one with other prices, with a share of the work of a search. What constraints
+        pin is `pinned` further."""
         self.steps.forget()
+        space, given = space or self.space, pins(self.space, constraints or {})
         return Search(
-            space or self.space,
+            space,
             solver,
             memory_limit_bytes,
             logger.info,
-            pins=pins(self.space, constraints or {}),
+            pins=given if pinned is None else pinned(space, given),
             peaks=self.steps.told(memory_limit_bytes),
             work=share * SEARCH_BUDGET.work,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,8 +17,6 @@ from autopar.ir.tree import flatten
 
 from .known import Pinned
 from .looks import Reads
-
-logger = logging.getLogger(__name__)
 
 
 class CaptureError(ValueError):
@@ -103,9 +100,6 @@ class Captured:
         """The model's output, in its own structure, from its tensors by path."""
         leaves = [leaf.constant if leaf.meta is None else values[leaf.path] for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
-
-
-# ---------------------------------------------------------------------------------------------- paths
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:

@@ -9,7 +9,6 @@ the gradient of no forward node; their module is "" and their sequence -1.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -23,11 +22,6 @@ from .captured import CaptureError, meta_of
 from .draft import Draft, Drafts, identifier
 from .refusals import OfData, Unlocated, line_of_node
 from .views import FILLED, LAZY, NO_OPS, PERMUTES, RESHAPES, aten, dense, inverse, long_dims
-
-logger = logging.getLogger(__name__)
-
-
-# ---------------------------------------------------------------------------------------------- conversion
 
 
 class Conversion(Drafts):

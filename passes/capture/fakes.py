@@ -18,9 +18,6 @@ from .captured import CaptureError
 logger = logging.getLogger(__name__)
 
 
-# ---------------------------------------------------------------------------------------------- fakes
-
-
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the first name of the same tensor."""
     names: dict[str, str] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ import torch
 from torch import nn
 
 from autopar import compat
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

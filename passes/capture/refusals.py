@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sysconfig
 import traceback
@@ -16,8 +15,6 @@ from autopar import compat
 
 from . import checks
 from .captured import CaptureError
-
-logger = logging.getLogger(__name__)
 
 
 class OfData(CaptureError):

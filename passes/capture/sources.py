@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import sysconfig
 import types
@@ -11,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-logger = logging.getLogger(__name__)
-
 
 _PLACES = tuple(sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
 

@@ -25,9 +25,6 @@ from .witness import Witness
 logger = logging.getLogger(__name__)
 
 
-# ---------------------------------------------------------------------------------------------- the step
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
     """What the model was seen to give."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
-import logging
 import random
 import sys
 import types
@@ -17,9 +16,6 @@ import torch
 from torch import nn
 
 from .looks import Drawn, Look, Same, put_back_generator
-
-logger = logging.getLogger(__name__)
-
 
 ARRAY_BYTES_MOST = 1 << 16
 """Arrays up to this size are compared at every call."""

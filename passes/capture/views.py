@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-logger = logging.getLogger(__name__)
-
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from autopar.ir.layout import REPLICATE, Layout, local_shape
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, SiteChoice, str_choice
-from .sites import Option, Region, Site, joined_borders
+from .sites import Option, Region, Site, joined_sites
 from .space import Space
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
@@ -59,7 +59,7 @@ class ProblemBuilder:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.tables: dict[Any, _Table] = {}
-        self.twins = joined_borders(space.repeats)
+        self.joined = joined_sites(space.regions(), space.repeats)
 
     def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
         """The problem in which each site takes one of its allowed options.
@@ -96,20 +96,12 @@ class ProblemBuilder:
     def _legal(self, allowed: Allowed) -> dict[str, tuple[Option, ...]]:
         """Allowed options that mean something; border sites that are one variable agree on theirs."""
         legal: dict[str, tuple[Option, ...]] = {}
-        sites: dict[str, list[Site]] = {}
-        for region in self.space.regions():
-            for site in region.sites.values():
-                sites.setdefault(site.name, []).append(site)
-        for name, same in sites.items():
-            group = [s for twin in self.twins.get(name, (name,)) for s in sites[twin]]
-            options = []
-            for choice in allowed[name]:
-                found = [self.space.option(site, choice) for site in same]
-                if all(self.space.option(site, choice) is not None for site in group):
-                    options.append(found[0])
+        for name, sites in self.joined.items():
+            found = ([self.space.option(site, choice) for site in sites] for choice in allowed[name])
+            options = tuple(first for first, *others in found if first is not None and None not in others)
             if not options:
-                raise ValueError(f"site {name} ({same[0].module}): none of {len(allowed[name])} options is legal")
-            legal[name] = tuple(o for o in options if o is not None)
+                raise ValueError(f"site {name} ({sites[0].module}): none of {len(allowed[name])} options is legal")
+            legal[name] = options
         return legal
 
     def _region(

@@ -7,7 +7,7 @@ each result, and the seconds of the local work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import JointGraph, Node, TensorMeta
@@ -92,6 +92,17 @@ def joined_borders(repeats: Sequence[Repeated]) -> dict[str, tuple[str, ...]]:
             group = tuple(dict.fromkeys(name for end in ends for name in joined.get(end, (end,))))
             joined.update(dict.fromkeys(group, group))
     return joined
+
+
+def joined_sites(regions: Iterable[Region], repeats: Sequence[Repeated]) -> dict[str, list[Site]]:
+    """Names of sites -> the sites that take the same option, wherever they stand: one of that name first."""
+    by_name: dict[str, list[Site]] = {}
+    for region in regions:
+        for name, site in region.sites.items():
+            by_name.setdefault(name, []).append(site)
+    joined = joined_borders(repeats)
+    others = {name: [other for other in joined.get(name, ()) if other != name] for name in by_name}
+    return {name: [*sites, *(s for other in others[name] for s in by_name[other])] for name, sites in by_name.items()}
 
 
 def output_name(number: int) -> str:

@@ -32,7 +32,7 @@ from itertools import product
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Allowed
-from autopar.passes.space.sites import Site, joined_borders
+from autopar.passes.space.sites import Site, joined_sites
 from autopar.passes.space.space import Space
 
 from .axis import AxisChoices, data, megatron, sharded_data, sharded_matrices
@@ -83,7 +83,7 @@ def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
     grid = _grid_axes(space, name) if chosen.grid else ()
     rules = _axis_rules(space, chosen, grid)
     _check_batch(context, name, rules)
-    stands = _where_sites_stand(space)
+    joined = joined_sites(space.regions(), space.repeats)
     allowed: dict[str, list[SiteChoice]] = {}
     for site_name, site in context.sites.items():
         policies = tuple((policy,) for policy in chosen.policies) if site.kind == "parameter" else ((),)
@@ -91,22 +91,11 @@ def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
         for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, chosen.grid, grid)):
             every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
             found = [(*c, *policy) for choices in every for c in choices for policy in policies]
-            found = [c for c in found if all(space.option(at, c) is not None for at in stands[site_name])]
+            found = [c for c in found if all(space.option(at, c) is not None for at in joined[site_name])]
             if not all(any(part[0] == "P" for part in c) for c in found):
                 break
         allowed[site_name] = found
     return allowed
-
-
-def _where_sites_stand(space: Space) -> dict[str, list[Site]]:
-    """Sites by name. One between two runs of layers stands in both, under a name in each, and its choices are legal
-    where it ends the one and begins the other."""
-    by_name: dict[str, list[Site]] = {}
-    for region in space.regions():
-        for name, site in region.sites.items():
-            by_name.setdefault(name, []).append(site)
-    twins = joined_borders(space.repeats)
-    return {name: [site for twin in twins.get(name, (name,)) for site in by_name[twin]] for name in by_name}
 
 
 def _lines(context: Context, site: Site, rules: Mapping[int, AxisRule]) -> list[dict[int, AxisChoices]]:
