@@ -147,7 +147,7 @@ def operator_level(made: Planner, bytes_limit: float | None) -> Problem:
     space = made.space
     axes = range(len(space.mesh))
     allowed = {
-        name: joint(space, site, [axis_choices(space, site, axis) for axis in axes], bytes_limit)
+        name: joint(site, [axis_choices(space, site, axis) for axis in axes], bytes_limit)
         for name, site in unique_sites(space).items()
     }
     return ProblemBuilder(space).build(allowed)[0]

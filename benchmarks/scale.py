@@ -63,10 +63,10 @@ def scattered(space: Space, rng: random.Random) -> Assignment:
 
 def _random(space: Space, region: Region, name: str, rng: random.Random) -> SiteChoice:
     site = region.sites[name]
-    policy = (rng.choice((KEEP, REGATHER)),) if site.kind == "parameter" else ()
+    policy = rng.choice((KEEP, REGATHER)) if site.kind == "parameter" else ""
     for _ in range(TRIES):
-        parts = [[c for c in site.choices[n] if c == WHOLE or c[0] == "S"] for n in space.mesh]
-        choice = (*map(rng.choice, parts), *policy)
+        parts = [[c for c in site.choices[n] if c == WHOLE or c.splits] for n in space.mesh]
+        choice = SiteChoice(tuple(map(rng.choice, parts)), policy)
         if space.option(site, choice) is not None:
             return choice
     return space.whole(site)

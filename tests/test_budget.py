@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.planning import choice, descent, limit, searches
 from autopar.planning import search as searching
+from autopar.planning.options import joint
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.search import Search
@@ -115,10 +116,7 @@ def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds(monkeyp
     def found(*works: float) -> list[tuple[float, bool]]:
         search = Search(made.space, "dp", None, lambda _: None)
         whole = {name: site.choices[2][:2] for name, site in search.sites.items()}
-        allowed = {
-            n: [(a, b, *("keep",) * (search.sites[n].kind == "parameter")) for a in c for b in c]
-            for n, c in whole.items()
-        }
+        allowed = {n: joint(search.sites[n], [c, c], None) for n, c in whole.items()}
         allowed = {n: [c for c in cs if made.space.option(search.sites[n], c) is not None] for n, cs in allowed.items()}
         solved = [search.solve(allowed, "dp", purse=Purse(left=work)) for work in works]
         return [(one.score.objective, one.cut_at is not None) for one in solved]

@@ -19,7 +19,7 @@ sequence); what such an option reads and makes there is `ANY` layout, from and t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -27,7 +27,7 @@ from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.build import strategies
-from autopar.passes.space.choices import KEEP, AxisChoice, SiteChoice
+from autopar.passes.space.choices import KEEP, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
@@ -64,15 +64,17 @@ def lower_bound_seconds(space: Space, work: float = math.inf) -> float:
 class _Alone:
     """The space of one axis, as if the others split everything."""
 
-    def __init__(self, space: Space, sub: Space) -> None:
+    def __init__(self, sub: Space) -> None:
         self.space = sub
         self.regions = list(sub.regions())
+        self.unknown: dict[tuple[str, SiteChoice], Option] = {}
+        """Key of a site and choice -> what it means, where that is known only jointly with other axes."""
         self.splits: dict[str, set[Split]] = {}
         """Root -> the splits that some site makes or reads it in."""
         for region in self.regions:
             for site in region.sites.values():
                 for choice in site.choices[sub.mesh[0]]:
-                    option = sub.option(site, self.with_policy(site, choice))
+                    option = sub.option(site, with_policy(site, [choice]))
                     if option is None:
                         continue
                     roots = [read.alias.root for read in site.reads], site.makes
@@ -80,9 +82,12 @@ class _Alone:
                         if isinstance(layout[0], Split):
                             self.splits.setdefault(root, set()).add(layout[0])
 
-    @staticmethod
-    def with_policy(site: Site, *choice: AxisChoice) -> SiteChoice:
-        return (*choice, KEEP) if site.kind == "parameter" else choice
+    def options(self, site: Site) -> list[SiteChoice]:
+        return [with_policy(site, [choice]) for choice in site.choices[self.space.mesh[0]]]
+
+
+def with_policy(site: Site, axes: Iterable[AxisChoice]) -> SiteChoice:
+    return SiteChoice(tuple(axes), KEEP if site.kind == "parameter" else "")
 
 
 def _alone(space: Space, axis: int) -> _Alone:
@@ -90,9 +95,9 @@ def _alone(space: Space, axis: int) -> _Alone:
     link = space.redistributor.links[axis]
     sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments, space.optimizer)
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
-    sub.redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
-    sub.redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
-    return _Alone(space, sub)
+    redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
+    redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
+    return _Alone(sub.priced(redistributor))
 
 
 def _site(
@@ -114,11 +119,11 @@ def _site(
     for axis, single in alone.items():
         twin = single.regions[region].sites[site.name]
         for part in per_axis[axis]:
-            projected = single.space.option(twin, _Alone.with_policy(twin, part))
+            projected = single.space.option(twin, with_policy(twin, [part]))
             apart[axis, part] = ((ANY,),) * len(roots) if projected is None else (*projected.reads, *projected.makes)
     splits = {axis: [single.splits.get(root, set()) for root in roots] for axis, single in alone.items()}
     for choice in product(*per_axis):
-        option = space.option(site, _Alone.with_policy(site, *choice))
+        option = space.option(site, with_policy(site, choice))
         if option is None:
             continue
         seconds[choice] = option.seconds
@@ -130,10 +135,10 @@ def _site(
                     unknown.setdefault((axis, choice[axis]), set()).add(position)
     for (axis, axis_choice), positions in unknown.items():
         twin = alone[axis].regions[region].sites[site.name]
-        key = _Alone.with_policy(twin, axis_choice)
+        key = with_policy(twin, [axis_choice])
         marked = tuple((ANY,) if i in positions else layout for i, layout in enumerate(apart[axis, axis_choice]))
         reads, makes = marked[: len(site.reads)], marked[len(site.reads) :]
-        twin.options[key] = Option(choice=key, reads=reads, makes=makes, seconds=0.0, bytes=0.0)
+        alone[axis].unknown[twin.key, key] = Option(choice=key, reads=reads, makes=makes, seconds=0.0, bytes=0.0)
     least = min(seconds.values())
     added = {
         axis: {
@@ -162,11 +167,18 @@ def _projects(together: object, apart: object, splits: set[Split]) -> bool:
 class _BoundBuilder(ProblemBuilder):
     """Problems of one axis with the costs of the bound."""
 
+    def __init__(self, alone: _Alone) -> None:
+        super().__init__(alone.space)
+        self.unknown = alone.unknown
+
+    def option(self, site: Site, choice: SiteChoice) -> Option | None:
+        return self.unknown.get((site.key, choice)) or super().option(site, choice)
+
     def cost(
         self,
         meta: TensorMeta,
         produced: Layout,
-        policy: str,
+        policy: Policy,
         wanted: Sequence[tuple[Layout, bool]],
         *,
         kept: bool,
@@ -186,18 +198,14 @@ class _BoundBuilder(ProblemBuilder):
 
 def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], work: float) -> float:
     """The exact optimum of one axis under the bound's costs. `added` is for each region (their names may be alike)."""
-    space = alone.space
-    allowed = {}
-    for region in alone.regions:
-        for name, site in region.sites.items():
-            allowed[name] = [_Alone.with_policy(site, c) for c in site.choices[space.mesh[0]]]
-    problem, decoder = _BoundBuilder(space).build(allowed)
+    allowed = {name: alone.options(site) for region in alone.regions for name, site in region.sites.items()}
+    problem, decoder = _BoundBuilder(alone).build(allowed)
 
     def priced(part: Problem, number: int) -> tuple[Variable, ...]:
         variables = []
         for variable in part.variables:
             site = alone.regions[number].sites[variable.name]
-            order = {_Alone.with_policy(site, c): i for i, c in enumerate(site.choices[space.mesh[0]])}
+            order = {choice: i for i, choice in enumerate(alone.options(site))}
             values = added[number][variable.name]
             kept = [order[option.choice] for option in decoder.options[variable.name]]
             seconds = tuple(values[i] if math.isfinite(values[i]) else 1e30 for i in kept)

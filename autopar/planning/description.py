@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar.cost.memory import Peak
 from autopar.cost.optimizers import Optimizer
 from autopar.ir.layout import Layout, Split
-from autopar.passes.space.choices import KEEP, REGATHER, parse_choice, str_choice
-from autopar.passes.space.problem import Assignment
+from autopar.passes.space.choices import SiteChoice, parse_choice
+from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
@@ -54,7 +53,7 @@ class Subject:
             cluster=self.cluster,
             solver=solver,
             cost=cost,
-            decisions={name: str_choice(choice) for name, choice in assignment.rest.items()},
+            decisions={name: str(choice) for name, choice in assignment.rest.items()},
             segments=tuple(
                 Segment(name=repeat.name, runs=_runs(copies, assignment.again(number)))
                 for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True))
@@ -116,7 +115,7 @@ class Subject:
         again = tuple(tuple(run.recompute for run in s.runs for _ in range(run.count)) for s in plan.segments)
         return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
 
-    def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+    def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, SiteChoice]:
         missing, extra = region.sites.keys() - decisions.keys(), decisions.keys() - region.sites.keys()
         if missing or extra:
             raise ValueError(
@@ -130,7 +129,7 @@ class Subject:
             except ValueError as error:
                 raise ValueError(f"{site.kind} {name} ({site.module}): {error}") from error
             if not _offered(self.space, site, choice) or self.space.option(site, choice) is None:
-                words = [str_choice(c) for axis in site.choices.values() for c in [axis]]
+                words = [" ".join(map(str, choices)) for choices in site.choices.values()]
                 raise ValueError(
                     f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; "
                     f"choices on an axis: {', '.join(dict.fromkeys(words))}"
@@ -145,25 +144,24 @@ def asked(plan: Plan, limit: float | None, constraints: Constraints | None) -> P
     return replace(plan, memory_limit_bytes=limit, constraints=pinned)
 
 
-def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:
+def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:
     """Whether a choice has a part for each axis that the site offers there, and for a parameter a policy."""
-    width = len(space.mesh)
     return (
-        len(choice) == len(space.whole(site))
-        and all(part in site.choices[ranks] for part, ranks in zip(choice[:width], space.mesh, strict=True))
-        and all(part in (KEEP, REGATHER) for part in choice[width:])
+        len(choice.axes) == len(space.mesh)
+        and all(part in site.choices[ranks] for part, ranks in zip(choice.axes, space.mesh, strict=True))
+        and bool(choice.policy) == (site.kind == "parameter")
     )
 
 
-def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]], recompute: Sequence[bool]) -> tuple[Run, ...]:
-    runs: list[tuple[int, Mapping[str, tuple[Any, ...]], bool]] = []
+def _runs(copies: Sequence[Decisions], recompute: Sequence[bool]) -> tuple[Run, ...]:
+    runs: list[tuple[int, Decisions, bool]] = []
     for decisions, again in zip(copies, recompute, strict=True):
         if runs and runs[-1][1:] == (decisions, again):
             runs[-1] = (runs[-1][0] + 1, decisions, again)
         else:
             runs.append((1, decisions, again))
     return tuple(
-        Run(count=count, decisions={name: str_choice(c) for name, c in decisions.items()}, recompute=again)
+        Run(count=count, decisions={name: str(c) for name, c in decisions.items()}, recompute=again)
         for count, decisions, again in runs
     )
 

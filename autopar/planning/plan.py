@@ -52,7 +52,7 @@ class Segment:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
-    `passes.space.problem.str_choice`, one for each mesh axis, and so is `bucket_bytes`, how much of gathers and
+    `passes.space.choices`, one for each mesh axis, and so is `bucket_bytes`, how much of gathers and
     reductions of parameters travels together (`passes.lower.bucket`). All else describes it. `graph` is the digest of
     the joint graph that it was made for."""
 

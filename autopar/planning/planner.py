@@ -166,9 +166,8 @@ class Planner:
         """A planner with what was measured as prices. Plans stay the programs that they are: with the same routes, and
         lowered as before."""
         other = self.on(self.mesh, costs.measured(self.space.mesh))
-        other.space = replace(
-            other.space, redistributor=hidden_buckets(other.space.redistributor, 0.0, self.writer.space.redistributor)
-        )
+        routes = self.writer.space.redistributor
+        other.space = other.space.priced(hidden_buckets(other.space.redistributor, 0.0, routes))
         other.costs, other.writer, other.operators = costs, self.writer, Known(made=self.memory)
         other._gather()
         return other
@@ -304,7 +303,7 @@ class Planner:
 
         Raises ValueError for a layout that a parameter cannot have.
         """
-        return best_at_rest(self.on(self.mesh, self.cluster).space, at_rest)
+        return best_at_rest(self.space, at_rest)
 
 
 def _report_captured(captured: Captured) -> None:

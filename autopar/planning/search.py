@@ -116,7 +116,7 @@ class Search:
             allowed = {name: self.options.keeping(self.sites[name], choices) for name, choices in allowed.items()}
         elif sum(1 for n in self.space.mesh if n > 1) <= 1 or max(self.options.counts.values()) <= JOINT_OPTIONS_MOST:
             everything = self.options.everything()
-            allowed = {n: joint(self.space, self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
+            allowed = {n: joint(self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
         self.proved, self.several = allowed is not None, allowed is None and thorough
         descent = self.descent
         if allowed is not None:

@@ -1,4 +1,4 @@
-"""The setting of a search space: what options are judged by, and what was worked out for sites that are alike."""
+"""The setting of a search space: what options are judged by, and what was worked out for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Shape
 
 from .choices import SiteChoice
+from .sites import Option
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
+class Memo:
+    """What choices mean, as far as anybody asked. It holds for one setting, whatever redistribution costs there."""
+
+    options: dict[str, dict[SiteChoice, Option | None]] = field(default_factory=dict)
+    """Key of a site -> choice -> what it means, or None if it is not legal."""
+    layouts: dict[tuple[int, SiteChoice], tuple[tuple[Layout, ...], tuple[Layout, ...]] | None] = field(
+        default_factory=dict
+    )
+    """(form of an op, choice) -> the layouts of operands and results, or None if they are not legal."""
+    local_seconds: dict[tuple[int, tuple[bool, ...], SiteChoice], float] = field(default_factory=dict)
+    """(form of an op, its operands with zeros as padding, choice) -> seconds of the local work."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Setting:
     """What options are judged by: the mesh, the machine, the optimizer and the tensors."""
 
@@ -23,9 +38,4 @@ class Setting:
     optimizer: Optimizer
     redistributor: Redistributor
     metas: Mapping[str, TensorMeta]
-    layouts: dict[tuple[int, SiteChoice], tuple[tuple[Layout, ...], tuple[Layout, ...]] | None] = field(
-        default_factory=dict
-    )
-    """(form of an op, choice) -> the layouts of operands and results, or None if they are not legal."""
-    local_seconds: dict[tuple[int, tuple[bool, ...], SiteChoice], float] = field(default_factory=dict)
-    """(form of an op, its operands with zeros as padding, choice) -> seconds of the local work."""
+    memo: Memo = field(default_factory=Memo, repr=False)

@@ -30,7 +30,7 @@ from functools import partial
 from itertools import product
 
 from autopar.passes.blocks.block import Blocks
-from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, AxisChoice, SiteChoice
+from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, WHOLE, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.sites import Site, joined_sites
 from autopar.passes.space.space import Space
@@ -56,7 +56,7 @@ class Preset:
     tensor: AxisRule | None = None
     grid: GridRule | None = None
     z: AxisRule | None = None
-    policies: tuple[str, ...] = (KEEP,)
+    policies: tuple[Policy, ...] = (KEEP,)
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -86,13 +86,13 @@ def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
     joined = joined_sites(space.regions(), space.repeats)
     allowed: dict[str, list[SiteChoice]] = {}
     for site_name, site in context.sites.items():
-        policies = tuple((policy,) for policy in chosen.policies) if site.kind == "parameter" else ((),)
+        policies = chosen.policies if site.kind == "parameter" else NO_POLICY
         found: list[SiteChoice] = []
         for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, chosen.grid, grid)):
             every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
-            found = [(*c, *policy) for choices in every for c in choices for policy in policies]
+            found = [SiteChoice(axes, policy) for choices in every for axes in choices for policy in policies]
             found = [c for c in found if all(space.option(at, c) is not None for at in joined[site_name])]
-            if not all(any(part[0] == "P" for part in c) for c in found):
+            if not all(any(on_axis.is_partial for on_axis in c.axes) for c in found):
                 break
         allowed[site_name] = found
     return allowed
@@ -110,7 +110,7 @@ def _grid(context: Context, site: Site, rule: GridRule | None, axes: tuple[int, 
     return [*tiers, [(WHOLE,) * len(axes)]]
 
 
-def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[SiteChoice]:
+def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[AxisChoices]:
     """Choices for all axes of the mesh; those of one rank are whole."""
     return list(
         product(*((joint[axis],) if axis in joint else lines.get(axis, (WHOLE,)) for axis in range(len(space.mesh))))
