@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from autopar.passes.space.space import Space  # noqa: E402
 from autopar.planning.choice import HIDDEN  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
+from autopar.planning.request import Request  # noqa: E402
 from autopar.planning.search import Search  # noqa: E402
 
 CHIPS = (16, 32, 64, 128, 256)
@@ -360,10 +360,10 @@ def frameworks(planner: Planner) -> dict[str, float]:
     found["Alpa"] = planner.plan(cost="volume").seconds
     space = planner.space
     steps = []
-    for priced in (space, replace(space, redistributor=with_buckets_hidden(space))):
+    for priced in (space, space.priced(with_buckets_hidden(space))):
         search = Search(priced, "dp", None, lambda _: None, level="cfp")
-        planner.peaks = {}
-        steps.append(planner.describe(search.run(bounded=False), "cfp", "serial").seconds)
+        planner.steps.forget()
+        steps.append(planner.describe(search.run(bounded=False), Request(cost="serial")).seconds)
     found["CFP"] = min(steps)
     found["free"] = planner.plan().seconds
     return found

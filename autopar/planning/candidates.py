@@ -16,9 +16,9 @@ from autopar.profile.programs import Costs, Measure, Order, segment_programs, st
 from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
+from .request import Request
 
 if TYPE_CHECKING:
-    from .constraints import Constraints
     from .planner import Planner
 
 logger = logging.getLogger("autopar")
@@ -76,10 +76,7 @@ class Candidates:
     planner: Planner
     costs: Costs
     measure: Measure
-    solver: str
-    memory_limit_bytes: float | None
-    constraints: Constraints | None
-    cost: str
+    request: Request
     report: Callable[[float, str], None] = lambda part, what: None
 
     def run(self) -> tuple[Plan, Profiled]:
@@ -131,7 +128,7 @@ class Candidates:
         told = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
         logger.info("%s", told)
         plan = self.phases.timed("compose", lambda: self.planner.profiled(self.costs).again(best_of_all.plan))
-        return replace(plan, cost=self.cost), told
+        return replace(plan, cost=self.request.cost), told
 
     def _programs(self) -> int:
         planner = self.planner
@@ -144,30 +141,26 @@ class Candidates:
 
     def _first(self) -> list[Candidate]:
         """The solver's plan, and the presets'."""
-        plans = []
-        for name in dict.fromkeys((self.solver, *(PRESETS if self.solver not in PRESETS else ()))):
+        plans, asked = [], self.request.solver
+        for name in dict.fromkeys((asked, *(() if self.request.preset else PRESETS))):
             try:
-                plan = self.planner.plan(
-                    solver=name, memory_limit_bytes=self.memory_limit_bytes, constraints=self.constraints
-                )
-                plans.append(plan)
+                plans.append(self.planner.planned(replace(self.request, solver=name, cost="analytical")))
             except ValueError as error:
-                if name == self.solver:
+                if name == asked:
                     raise
                 logger.info("%s is no candidate: %s", name, error)
         return [self._candidate(plan) for plan in plans if self._fits(plan)]
 
     def _nearby(self, start: Candidate) -> list[Candidate]:
         """What the solver finds from there with the costs known now."""
-        if self.solver in PRESETS:
+        if self.request.preset:
             return []
-        plans = self.planner.profiled(self.costs).nearby(
-            start.plan, solver=self.solver, memory_limit_bytes=self.memory_limit_bytes, constraints=self.constraints
-        )
+        plans = self.planner.profiled(self.costs).nearby(start.plan, replace(self.request, cost="analytical"))
         return [self._candidate(plan) for plan in plans if self._fits(plan)]
 
     def _fits(self, plan: Plan) -> bool:
-        return self.memory_limit_bytes is None or plan.bytes <= self.memory_limit_bytes
+        limit = self.request.memory_limit_bytes
+        return limit is None or plan.bytes <= limit
 
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Of a step of each, by its key, as far as is known now."""

@@ -20,10 +20,10 @@ from autopar.solve.problem import Infeasible
 
 from .account import account, least_seconds
 from .beside import beside
-from .constraints import Constraints
 from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
+from .request import Request
 from .search import Found, Search
 from .searches import Searches
 from .solving import Solved
@@ -57,7 +57,7 @@ PRESET_SHARE = SEARCH_BUDGET.presets / len(PRESETS) / (SEARCH_BUDGET.descents + 
 class Describe(Protocol):
     """Gives the plan that an assignment is."""
 
-    def __call__(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan: ...
+    def __call__(self, found: Found, request: Request) -> Plan: ...
 
 
 class Choice:
@@ -67,22 +67,20 @@ class Choice:
         self.searches, self.steps, self.describe, self.phases = searches, steps, describe, phases
         self.space = searches.space
 
-    def shortest(
-        self, search: Search, solver: str, limit: float | None, constraints: Constraints | None, bounded: bool
-    ) -> Plan:
+    def shortest(self, search: Search, request: Request, *, bounded: bool) -> Plan:
         """The plan with the shortest step on its timeline, of what the search finds and of `_others`: these, and the
         bound, are looked for beside what the limit takes, and the writing of the first plan's program."""
         started = time.perf_counter()
         cheapest = self.phases.timed("search", search.explore, bounded=bounded)
-        looked_for = self._others(cheapest, solver, limit, constraints)
+        looked_for = self._others(cheapest, request)
         with (
             search.bounding(bounded) as bound,
             beside(lambda: list(looked_for), worthwhile=search.is_large) as others,
         ):
             found: Found = self.phases.timed("search", self._within, search, cheapest)
             found = replace(found, lower_bound=max(found.lower_bound, self.phases.timed("bound", bound)))
-            plan = self.phases.timed("describe", self.describe, found, solver, "analytical", limit)
-            plan = self._shorter(found, plan, self.phases.timed("others", others), limit, constraints)
+            plan = self.phases.timed("describe", self.describe, found, request)
+            plan = self._shorter(found, plan, self.phases.timed("others", others), request)
         return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
 
     def _within(self, search: Search, cheapest: Solved) -> Found:
@@ -120,22 +118,16 @@ class Choice:
                 return other
         return whole
 
-    def _shorter(
-        self,
-        found: Found,
-        plan: Plan,
-        others: Sequence[tuple[str, Found]],
-        limit: float | None,
-        constraints: Constraints | None,
-    ) -> Plan:
+    def _shorter(self, found: Found, plan: Plan, others: Sequence[tuple[str, Found]], request: Request) -> Plan:
         """The plan, or one of the others with a shorter step on its timeline."""
+        limit = request.memory_limit_bytes
         best, seen = plan, [found.assignment]
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
             if least_seconds(self.space, other.assignment) >= best.seconds:
                 continue
             if name in PRESETS and limit is not None:
                 try:
-                    search = self.searches.search("dp", limit, constraints, share=PRESET_SHARE)
+                    search = self.searches.search(replace(request, solver="dp"), share=PRESET_SHARE)
                     other = self.phases.timed("others", search.run, self.searches.preset(name), bounded=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
@@ -148,29 +140,27 @@ class Choice:
             if nearly * (1 - UNSURE) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
-            made = self.phases.timed("describe", self.describe, other, plan.solver, plan.cost, limit)
+            made = self.phases.timed("describe", self.describe, other, request)
             if made.seconds < best.seconds * (1 - LEAST_GAIN) and (limit is None or made.bytes <= limit):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, made.seconds * 1e3, best.seconds * 1e3)
                 best = made
         return best
 
-    def _others(
-        self, cheapest: Solved, solver: str, limit: float | None, constraints: Constraints | None
-    ) -> Iterator[tuple[str, Found]]:
+    def _others(self, cheapest: Solved, request: Request) -> Iterator[tuple[str, Found]]:
         """Plans that some prices do not foretell: what a second search finds, from the cheapest of the first, with most
         of what travels in buckets hidden, under the limit; and what the presets leave, of which some hide much, without
         a limit yet. At the prices of the first search."""
         priced = account(self.space, cheapest.assignment)
         if priced.communication_seconds >= WORTH * priced.seconds:
-            search = self.searches.search(solver, limit, constraints, self.searches.hiding(HIDDEN), HIDDEN_SHARE)
+            search = self.searches.search(request, self.searches.hiding(HIDDEN), HIDDEN_SHARE)
             try:
                 hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
                 yield "hidden buckets", self.searches.priced(hidden)
             except Infeasible as error:
                 logger.info("no plan where most of what travels in buckets is hidden: %s", error)
-        search = self.searches.search("dp", None, constraints, share=PRESET_SHARE)
+        search = self.searches.search(replace(request, solver="dp", memory_limit_bytes=None), share=PRESET_SHARE)
         tried: list[Allowed] = []
-        for name in PRESETS if solver in EXACT else ():
+        for name in PRESETS if request.solver in EXACT else ():
             try:
                 allowed = self.searches.preset(name)
                 options = sum(map(len, allowed.values())) / len(allowed)

@@ -15,7 +15,7 @@ from .plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostMode:
-    """`plan(planner, solver=, memory_limit_bytes=, constraints=)` gives the plan that is best by this cost."""
+    """`plan(planner, request)` gives the plan that is best by this cost."""
 
     name: str
     meaning: str

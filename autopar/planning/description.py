@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost.memory import Peak
 from autopar.cost.optimizers import Optimizer
@@ -14,8 +14,8 @@ from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts
-from .constraints import Constraints
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .request import Request
 from .search import Found
 
 
@@ -36,23 +36,25 @@ class Subject:
     def described(
         self,
         found: Found,
+        request: Request,
         *,
-        solver: str,
-        cost: str,
         bucket_bytes: int,
         peak: Peak,
         seconds: float,
         exposed_seconds: float,
     ) -> Plan:
-        """The plan that an assignment is, whose step takes so many seconds and so much memory."""
+        """The plan that an assignment is, as the answer to a request: its step takes so many seconds and so much
+        memory."""
         space, assignment = self.space, found.assignment
         return Plan(
             model=self.model,
             graph=self.graph,
             mesh=dict(self.mesh),
             cluster=self.cluster,
-            solver=solver,
-            cost=cost,
+            solver=request.solver,
+            cost=request.cost,
+            memory_limit_bytes=request.memory_limit_bytes,
+            constraints=request.pinned,
             decisions={name: str(choice) for name, choice in assignment.rest.items()},
             segments=tuple(
                 Segment(name=repeat.name, runs=_runs(copies, assignment.again(number)))
@@ -136,12 +138,6 @@ class Subject:
                 )
             read[name] = choice
         return read
-
-
-def asked(plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
-    """With what was asked of it."""
-    pinned = {pattern: dict(placements) for pattern, placements in (constraints or {}).items()}
-    return replace(plan, memory_limit_bytes=limit, constraints=pinned)
 
 
 def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:

@@ -75,8 +75,8 @@ class Limit:
         self.estimate: Peaks | None = None
         if peaks is not None:
             self.peak, self.estimate = peaks
-        self.peaks: dict[int, tuple[Solved, float]] = {}
-        """As estimated, by the identity of the assignment."""
+        self.peaks: dict[Assignment, tuple[Solved, float]] = {}
+        """As estimated."""
 
     def best(self, cheapest: Solved, solve_at: SolveAt, *, sure: bool) -> Solved:
         """The best that keeps the limit, if there is one, as estimated or, if that is to be `sure`, in truth. Where the
@@ -237,10 +237,10 @@ class Limit:
         """Of an assignment: its program, or one of fewer copies, is written for that."""
         if self.estimate is None:
             return found.score.bytes
-        key = id(found.assignment)
-        if key not in self.peaks:
-            self.peaks[key] = found, self.estimate(found.assignment)
-        return self.peaks[key][1]
+        assignment = found.assignment
+        if assignment not in self.peaks:
+            self.peaks[assignment] = found, self.estimate(assignment)
+        return self.peaks[assignment][1]
 
     def _true_peak(self, found: Solved) -> float:
         return found.score.bytes if self.peak is None else self.peak(found.assignment)

@@ -36,7 +36,6 @@ from autopar.passes.space.build import strategies
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
-from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible, Score
 
 from .account import account
@@ -44,12 +43,12 @@ from .at_rest import best_at_rest
 from .choice import HIDDEN, Choice
 from .constraints import Constraints
 from .costs import COSTS
-from .description import Subject, asked
-from .given import check_mesh, check_model, check_options, check_profiles
+from .description import Subject
+from .given import check_mesh, check_model, check_profiles
 from .meshes import best_mesh
 from .phases import Phases
 from .plan import Plan
-from .presets import PRESETS
+from .request import Request
 from .search import Found
 from .searches import Searches, hidden_buckets
 from .steps import Steps
@@ -172,37 +171,35 @@ class Planner:
         other._gather()
         return other
 
-    def nearby(
-        self,
-        plan: Plan,
-        *,
-        solver: str,
-        memory_limit_bytes: float | None = None,
-        constraints: Constraints | None = None,
-    ) -> list[Plan]:
+    def nearby(self, plan: Plan, request: Request) -> list[Plan]:
         """What one descent from a plan finds with the prices of this planner, as if nothing overlapped and as if most
         of what travels in buckets did."""
         start = self.assignment(plan)
         found: list[Plan] = []
         for hidden in (0.0, HIDDEN):
-            search = self.search(solver, memory_limit_bytes, constraints, self.searches.hiding(hidden))
+            search = self.search(request, self.searches.hiding(hidden))
             try:
                 other = self.searches.priced(search.run(start=start, bounded=False, thorough=False))
             except Infeasible as error:
                 logger.info("nothing near: %s", error)
                 continue
-            near = self.describe(replace(other, lower_bound=0.0), solver, "analytical")
-            found.append(asked(near, memory_limit_bytes, constraints))
+            found.append(self.describe(replace(other, lower_bound=0.0), request))
         return found
 
     def again(self, plan: Plan) -> Plan:
         """A plan with the prices of this planner."""
         assignment = self.assignment(plan)
-        self.steps.peaks = {id(assignment): (assignment, plan.bucket_bytes, plan.peak)}
+        self.steps.peaks = {assignment: (plan.bucket_bytes, plan.peak)}
         priced = account(self.space, assignment)
         score = Score(seconds=priced.seconds, bytes=priced.bytes)
         found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
-        return asked(self.describe(found, plan.solver, plan.cost), plan.memory_limit_bytes, plan.constraints)
+        request = Request(
+            solver=plan.solver,
+            cost=plan.cost,
+            memory_limit_bytes=plan.memory_limit_bytes,
+            constraints=plan.constraints,
+        )
+        return self.describe(found, request)
 
     def moved_bytes(self, program: Program) -> int:
         """Read and written by a step of the optimizer."""
@@ -221,18 +218,10 @@ class Planner:
     def kind_of_device(self) -> str:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
-    def over(
-        self,
-        candidates: Sequence[Mapping[str, int]],
-        *,
-        solver: str = "dp",
-        cost: str = "analytical",
-        memory_limit_bytes: float | None = None,
-        constraints: Constraints | None = None,
-    ) -> Plan:
+    def over(self, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
         """The best plan on any of several meshes. Raises ValueError as `plan`, where no mesh has one."""
         with uncollected():
-            return _best_over(self, candidates, solver, cost, memory_limit_bytes, constraints)
+            return _best_over(self, candidates, request)
 
     def plan(
         self,
@@ -242,42 +231,43 @@ class Planner:
         memory_limit_bytes: float | None = None,
         constraints: Constraints | None = None,
     ) -> Plan:
-        """Raises ValueError for an unknown solver or cost, for constraints that cannot be, and where nothing keeps the
-        limit."""
-        check_options(solver, cost, memory_limit_bytes, constraints)
-        if (by_measuring := COSTS[cost].plan) is not None:
-            return by_measuring(self, solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
-        with uncollected():
-            made = self._plan(solver, cost, memory_limit_bytes, constraints)
-        return asked(made, memory_limit_bytes, constraints)
+        """The answer to a request of these (`planned`)."""
+        return self.planned(
+            Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+        )
 
-    def _plan(self, solver: str, cost: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Plan:
-        allowed = None
-        if solver in PRESETS:
-            allowed = self.seconds.timed("preset", self.preset, solver)
-        space = self.seconds.timed("strategies", volumes, self.space) if cost == "volume" else self.space
-        pinned = with_arithmetic_split if cost == "volume" and solver not in PRESETS else None
-        solver_of_search = solver if solver in SOLVERS else "dp"
-        search = self.search(solver_of_search, memory_limit_bytes, constraints, space, pinned=pinned)
+    def planned(self, request: Request) -> Plan:
+        """The best plan that answers a request. Raises ValueError for constraints that cannot be, and where nothing
+        keeps the limit."""
+        if (by_measuring := COSTS[request.cost].plan) is not None:
+            return by_measuring(self, request)
+        with uncollected():
+            return self._planned(request)
+
+    def _planned(self, request: Request) -> Plan:
+        preset = request.preset
+        allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
+        by_volume = request.cost == "volume"
+        space = self.seconds.timed("strategies", volumes, self.space) if by_volume else self.space
+        pinned = with_arithmetic_split if by_volume and preset is None else None
+        search = self.search(request, space, pinned=pinned)
         bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
-        if solver not in PRESETS and cost == "analytical":
-            return Choice(self.searches, self.steps, self.describe, self.seconds).shortest(
-                search, solver, memory_limit_bytes, constraints, bounded
-            )
+        if preset is None and request.cost == "analytical":
+            choice = Choice(self.searches, self.steps, self.describe, self.seconds)
+            return choice.shortest(search, request, bounded=bounded)
         found: Found = self.seconds.timed("search", search.run, allowed, bounded=bounded)
         if space is not self.space:
             logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
             found = replace(self.searches.priced(found), lower_bound=0.0)
-        return self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
+        return self.seconds.timed("describe", self.describe, found, request)
 
-    def describe(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan:
-        """The plan that an assignment is."""
-        bucket_bytes, most = self.peak(found.assignment, memory_limit_bytes)
+    def describe(self, found: Found, request: Request) -> Plan:
+        """The plan that an assignment is, as the answer to a request."""
+        bucket_bytes, most = self.peak(found.assignment, request.memory_limit_bytes)
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, found.assignment, bucket_bytes)
         return self.subject.described(
             found,
-            solver=solver,
-            cost=cost,
+            request,
             bucket_bytes=bucket_bytes,
             peak=most,
             seconds=seconds,
@@ -333,30 +323,20 @@ def _report_without_rule(space: Space) -> None:
         logger.warning("replicated, since the op has no rule: %s", ops)
 
 
-def _best_over(
-    planner: Planner,
-    candidates: Sequence[Mapping[str, int]],
-    solver: str,
-    cost: str,
-    memory_limit_bytes: float | None,
-    constraints: Constraints | None,
-) -> Plan:
-    check_options(solver, cost, memory_limit_bytes, constraints)
+def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
     planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
 
     @cache
     def of(axes: tuple[tuple[str, int], ...]) -> Plan:
-        return planners[axes].plan(
-            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
-        )
+        return planners[axes].planned(request)
 
     def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
         made = of(tuple(mesh.items()))
-        return made.objective_seconds if cost in ("serial", "volume") else made.seconds, made
+        return made.objective_seconds if request.cost in ("serial", "volume") else made.seconds, made
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]
-        search = on.search("dp", memory_limit_bytes, constraints, share=min(1.0, MESHES_WORK / len(candidates)))
+        search = on.search(replace(request, solver="dp"), share=min(1.0, MESHES_WORK / len(candidates)))
         try:
             return search.run(bounded=False, thorough=False, below=below).score.objective
         except Infeasible:
@@ -368,4 +348,4 @@ def _best_over(
         except ValueError:
             return math.inf
 
-    return best_mesh(candidates, preset_seconds if solver in PRESETS else quick, planned, logger.info)
+    return best_mesh(candidates, preset_seconds if request.preset else quick, planned, logger.info)

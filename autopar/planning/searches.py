@@ -15,8 +15,9 @@ from autopar.solve.budget import SEARCH_BUDGET
 from autopar.solve.problem import Score
 
 from .account import account
-from .constraints import Constraints, Pins, pins
+from .constraints import Pins, pins
 from .presets import preset
+from .request import Request
 from .search import Found, Search
 from .steps import Steps
 
@@ -34,9 +35,7 @@ class Searches:
 
     def search(
         self,
-        solver: str,
-        memory_limit_bytes: float | None,
-        constraints: Constraints | None,
+        request: Request,
         space: Space | None = None,
         share: float = 1.0,
         pinned: Callable[[Space, Pins], Pins] | None = None,
@@ -44,14 +43,14 @@ class Searches:
         """A search of the space, or of one with other prices, with a share of the work of a search. What constraints
         pin is `pinned` further."""
         self.steps.forget()
-        space, given = space or self.space, pins(self.space, constraints or {})
+        space, given = space or self.space, pins(self.space, request.constraints or {})
         return Search(
             space,
-            solver,
-            memory_limit_bytes,
+            request.exact_solver,
+            request.memory_limit_bytes,
             logger.info,
             pins=given if pinned is None else pinned(space, given),
-            peaks=self.steps.told(memory_limit_bytes),
+            peaks=self.steps.told(request.memory_limit_bytes),
             work=share * SEARCH_BUDGET.work,
         )
 

@@ -50,8 +50,8 @@ class Steps:
         self.space, self.cluster, self.writer, self.operators = space, cluster, writer, operators
         self.optimizer, self.kind_of_device, self.memory = optimizer, kind_of_device, memory
         self.phases, self.costs = phases, costs
-        self.peaks: dict[int, tuple[Assignment, int, Peak]] = {}
-        """Of one search, by the identity of the assignment."""
+        self.peaks: dict[Assignment, tuple[int, Peak]] = {}
+        """Of one search."""
 
     def forget(self) -> None:
         """Peaks are those of one limit."""
@@ -69,13 +69,12 @@ class Steps:
     ) -> tuple[int, Peak]:
         """The largest buckets with which the program of an assignment keeps the limit (else those with which it needs
         the least), and the most memory that a rank then needs during a training step."""
-        key = id(assignment)
-        if key not in self.peaks:
+        if assignment not in self.peaks:
             found = self.phases.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes, buckets)))
             fits = memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes
             best = found[-1] if fits else min(found, key=lambda item: item[1].bytes)
-            self.peaks[key] = assignment, *best
-        return self.peaks[key][1:]
+            self.peaks[assignment] = best
+        return self.peaks[assignment]
 
     def _estimate(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> float:
         """The peak of `peak`, told from the program of fewer copies, in which nothing runs in parts: what these would

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autopar.ir.graph import TensorMeta
@@ -28,7 +29,7 @@ Decisions = Mapping[str, SiteChoice]
 """Site name -> the option that it took."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
     """A decision for every site: of the rest, and for each repeat of each of its copies. `recompute` says which of
     the copies are made again in backward (none given: none)."""
@@ -36,6 +37,14 @@ class Assignment:
     rest: Decisions
     copies: tuple[tuple[Decisions, ...], ...] = ()
     recompute: tuple[tuple[bool, ...], ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        copies = tuple(tuple(frozenset(copy.items()) for copy in here) for here in self.copies)
+        return hash((frozenset(self.rest.items()), copies, self.recompute))
 
     def again(self, repeat: int) -> tuple[bool, ...]:
         """Of each copy of a repeat."""
