@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.solve import SOLVERS
 
-from .costs import unknown_cost
+from .costs import COSTS
 from .presets import PRESETS
 
 WIDE_AXES_MOST = 5
@@ -61,8 +61,7 @@ def check_solver(solver: Any) -> None:
 def check_options(solver: Any, cost: Any, memory_limit_bytes: Any, constraints: Any) -> None:
     """Raises ValueError for an option that is none. What constraints name is looked at where they are taken."""
     check_solver(solver)
-    if (wrong := unknown_cost(cost)) is not None:
-        raise wrong
+    COSTS.named(cost)
     check_limit(memory_limit_bytes)
     check_constraints(constraints)
 

@@ -25,14 +25,10 @@ from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Program
 from autopar.ops import rule_of
-from autopar.ops.routing import in_token_order
+from autopar.passes import CAPTURE, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.trace import capture
-from autopar.passes.seeds import seeds
 from autopar.passes.segments.fingerprint import fingerprint
-from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Segments
-from autopar.passes.space.build import strategies
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
@@ -47,13 +43,11 @@ from .costs import COSTS
 from .description import Subject, asked
 from .given import check_mesh, check_model, check_options, check_profiles
 from .meshes import best_mesh
-from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
 from .search import Found
 from .searches import Searches, hidden_buckets
 from .steps import Steps
-from .volume import volumes, with_arithmetic_split
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
@@ -69,10 +63,12 @@ def captured_for_planning(
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     device_type: str | None = None,
+    flow: Flow | None = None,
 ) -> Captured:
     """What `capture` returns, with random operators that read keys and experts' rows in the order of tokens."""
-    captured = capture(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
-    return replace(captured, graph=in_token_order(seeds(captured.graph), rule_of))
+    flow = Flow() if flow is None else flow
+    captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+    return replace(captured, graph=flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of))
 
 
 class Planner:
@@ -107,24 +103,22 @@ class Planner:
         """Where programs that were measured are found, if this planner's prices are measured ones."""
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
-        self.seconds = Phases()
-        """What each step took, for the benchmarks."""
-        self.captured: Captured = captured or self.seconds.timed(
-            "capture", captured_for_planning, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
+        self.seconds = Flow()
+        """What each step took."""
+        self.captured: Captured = captured or captured_for_planning(
+            model, args, kwargs, loss_fn=loss_fn, device_type=device_type, flow=self.seconds
         )
         graph = self.captured.graph
         self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         _report_captured(self.captured)
-        self.segments: Segments = self.seconds.timed("segments", segments, graph)
+        self.segments: Segments = self.seconds.run(SEGMENTS, graph)
         self._place()
         _report_without_rule(self.space)
 
     def _place(self) -> None:
         """The space of the mesh on the cluster, and what writes its programs."""
         graph = self.captured.graph
-        self.space: Space = self.seconds.timed(
-            "strategies", strategies, graph, self.mesh, self.cluster, self.segments, self.optimizer
-        )
+        self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
         self.writer = Writer(self.space, self.cluster, self.memory, self.seconds)
         self.operators = self.writer.known
         """What timelines found out about the device's operators."""
@@ -158,7 +152,7 @@ class Planner:
         """A planner for the same captured model on another mesh or cluster."""
         check_mesh(mesh_shape)
         other = copy(self)
-        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Phases()
+        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Flow()
         other._place()
         return other
 
@@ -253,21 +247,21 @@ class Planner:
         return asked(made, memory_limit_bytes, constraints)
 
     def _plan(self, solver: str, cost: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Plan:
-        allowed = None
+        mode, allowed = COSTS[cost], None
         if solver in PRESETS:
             allowed = self.seconds.timed("preset", self.preset, solver)
-        space = self.seconds.timed("strategies", volumes, self.space) if cost == "volume" else self.space
-        pinned = with_arithmetic_split if cost == "volume" and solver not in PRESETS else None
+        space = self.space if mode.space is None else self.seconds.timed("prices", mode.space, self.space)
+        pinned = None if solver in PRESETS else mode.pinned
         solver_of_search = solver if solver in SOLVERS else "dp"
         search = self.search(solver_of_search, memory_limit_bytes, constraints, space, pinned=pinned)
         bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
-        if solver not in PRESETS and cost == "analytical":
+        if solver not in PRESETS and mode.by_timeline:
             return Choice(self.searches, self.steps, self.describe, self.seconds).shortest(
                 search, solver, memory_limit_bytes, constraints, bounded
             )
         found: Found = self.seconds.timed("search", search.run, allowed, bounded=bounded)
         if space is not self.space:
-            logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
+            logger.info("%s: %.6g, at least %.6g", cost, found.score.seconds, found.lower_bound)
             found = replace(self.searches.priced(found), lower_bound=0.0)
         return self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
 
@@ -344,6 +338,7 @@ def _best_over(
 ) -> Plan:
     check_options(solver, cost, memory_limit_bytes, constraints)
     planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
+    mode = COSTS[cost]
 
     @cache
     def of(axes: tuple[tuple[str, int], ...]) -> Plan:
@@ -353,7 +348,7 @@ def _best_over(
 
     def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
         made = of(tuple(mesh.items()))
-        return made.objective_seconds if cost in ("serial", "volume") else made.seconds, made
+        return made.seconds if mode.by_timeline or mode.plan is not None else made.objective_seconds, made
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]
