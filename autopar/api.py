@@ -89,7 +89,7 @@ def compare(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solvers: Sequence[str] = ("dp", *PRESETS),
+    solvers: Sequence[str] | None = None,
     cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,
@@ -100,9 +100,11 @@ def compare(
     """Plans of several solvers and presets side by side, on one mesh and cluster or each of several; the model is
     captured once.
 
-    Arguments as for `plan`. A solver that finds nothing (no plan keeps the limit, a preset that does
-    not fit the batch) has its error in the place of a plan. `report` is told the part that is done, and what is next.
+    Arguments as for `plan`; `solvers` are "dp" and all presets if not given. A solver that finds nothing (no plan keeps
+    the limit, a preset that does not fit the batch) has its error in the place of a plan. `report` is told the part
+    that is done, and what is next.
     """
+    solvers = ("dp", *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
         raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['dp', 'fsdp']")
     requests = [

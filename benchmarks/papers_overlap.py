@@ -17,7 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[1] / "tests")
+ROOT = Path(__file__).parents[1]
+sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]
 
 import paper_figures as figures  # noqa: E402
 import paper_gemms as gemms  # noqa: E402

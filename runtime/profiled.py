@@ -69,13 +69,11 @@ def _of_ranks(planner: Planner, request: Request) -> Plan:
     )
 
 
-register_cost(
-    CostMode(name="hybrid", meaning="the analytical one, with operators that this device measured", plan=_hybrid)
+HYBRID = CostMode(name="hybrid", meaning="the analytical one, with operators that this device measured", plan=_hybrid)
+PROFILED = CostMode(
+    name="profiled",
+    meaning="the analytical one, with operators, collectives and segment programs that the ranks measured",
+    plan=_of_ranks,
 )
-register_cost(
-    CostMode(
-        name="profiled",
-        meaning="the analytical one, with operators, collectives and segment programs that the ranks measured",
-        plan=_of_ranks,
-    )
-)
+for mode in (HYBRID, PROFILED):
+    register_cost(mode)

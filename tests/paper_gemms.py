@@ -23,7 +23,7 @@ from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.slice import sliced
-from autopar.passes.rivals import RIVALS
+from benchmarks.rivals import RIVALS
 
 FLOPS = 245.7e12
 BYTES_PER_SECOND = 74.2e9

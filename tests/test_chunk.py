@@ -13,9 +13,11 @@ from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.layout import REPLICATE
 from autopar.ir.program import Program
+from autopar.passes import LOWERINGS
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.chunk import chunk, chunked, why_whole
+from autopar.passes.lower.chunk import chunked, why_whole
+from autopar.passes.lower.lowering import Target
 from autopar.passes.lower.overlap import overlap
 from autopar.runtime.agree import coordinate_of, process_groups
 from autopar.runtime.execute import compile
@@ -86,8 +88,8 @@ def test_uneven_batches_are_left_alone_by_name() -> None:
 def test_chunks_are_taken_where_the_step_gets_shorter_and_only_there() -> None:
     cluster = named_cluster("a100-pcie")
     small, large = block(8), block(32768, 8192)
-    assert chunk(small, cluster) is small
-    taken = chunk(large, cluster)
+    assert LOWERINGS["chunk"].on(small, Target(cluster=cluster)) is small
+    taken = LOWERINGS["chunk"].on(large, Target(cluster=cluster))
     assert timeline(taken, cluster).seconds < 0.9 * timeline(large, cluster).seconds
 
 
@@ -112,7 +114,7 @@ def test_like_stretches_on_other_axes_are_looked_at_apart() -> None:
     inputs = tuple(replace(i, layout=(REPLICATE, REPLICATE)) for i in given.inputs)
     weight = replace(inputs[0], name="w", role="parameter", target="w", meta=given.metas["w"])
     given = replace(given, axes=("a", "b"), mesh=(2, 2), inputs=(*inputs, weight))
-    made = chunk(given, named_cluster(LAB))
+    made = LOWERINGS["chunk"].on(given, Target(cluster=named_cluster(LAB)))
     in_chunks = {i.args[-1]: "_chunk" in i.outputs[0] for i in made.forward if i.collective}
     assert in_chunks == {0: True, 1: False}
 

@@ -13,8 +13,10 @@ from pairwise import pairwise
 from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
+from autopar.passes import LOWERINGS
 from autopar.passes.codegen.program import codegen
-from autopar.passes.lower.slice import slice_products, sliced, why_whole
+from autopar.passes.lower.lowering import Target
+from autopar.passes.lower.slice import sliced, why_whole
 
 MESHES = ((2, 2), (4, 2), (1, 4))
 SLICES = (2, 3, 4, 8)
@@ -67,8 +69,8 @@ def test_uneven_extents_are_left_alone_by_name() -> None:
 def test_slices_are_taken_where_the_step_gets_shorter_and_only_there() -> None:
     cluster = named_cluster("dgx-a100")
     small, large = (product("output", (2, 2), size, torch.bfloat16) for size in (64, 16384))
-    assert slice_products(small, cluster) is small
-    taken = slice_products(large, cluster)
+    assert LOWERINGS["slice"].on(small, Target(cluster=cluster)) is small
+    taken = LOWERINGS["slice"].on(large, Target(cluster=cluster))
     assert timeline(taken, cluster).exposed_seconds < 0.5 * timeline(large, cluster).exposed_seconds
     assert shards(taken) > shards(large)
     assert replace(taken, forward=(), backward=(), metas={}) == replace(large, forward=(), backward=(), metas={})

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from autopar.cost.streams import Known, timeline
 from autopar.ir.program import Program
+from autopar.passes import Flow
 from autopar.profile.database import ProgramRow
 from autopar.profile.programs import Costs, Measure, Order, segment_programs, structure
 
-from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
 from .request import Request
@@ -82,7 +82,7 @@ class Candidates:
     def run(self) -> tuple[Plan, Profiled]:
         """The best plan, and what it took to find it. Raises ValueError as `plan`."""
         self.costs = replace(self.costs, programs=(), collectives=frozenset())
-        self.phases = Phases(dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0))
+        self.phases = Flow(dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0))
         self.counts = dict.fromkeys(("measured", "known", "abandoned"), 0)
         self.off = 0.0
         """The most by which a prediction was too high, of what was measured."""

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from autopar.passes import Flow
 from autopar.passes.space.problem import Allowed
-from autopar.solve import EXACT
+from autopar.solve import SOLVERS
 from autopar.solve.budget import SEARCH_BUDGET
 from autopar.solve.problem import Infeasible
 
 from .account import account, least_seconds
 from .beside import beside
-from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
 from .request import Request
@@ -50,8 +50,9 @@ as one problem, it takes longer than that."""
 HIDDEN_SHARE = SEARCH_BUDGET.hidden / (SEARCH_BUDGET.descents + SEARCH_BUDGET.limit)
 """Of the work of a search: the second one is one descent, and what the limit takes."""
 
-PRESET_SHARE = SEARCH_BUDGET.presets / len(PRESETS) / (SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
-"""Of the work of a search: what a preset leaves is solved as one problem."""
+PRESET_SHARE = SEARCH_BUDGET.presets / len(PRESETS.own) / (SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
+"""Of the work of a search: what a preset leaves is solved as one problem. One that was registered takes none
+from the others."""
 
 
 class Describe(Protocol):
@@ -63,24 +64,24 @@ class Describe(Protocol):
 class Choice:
     """Chooses among the candidates of one space."""
 
-    def __init__(self, searches: Searches, steps: Steps, describe: Describe, phases: Phases) -> None:
-        self.searches, self.steps, self.describe, self.phases = searches, steps, describe, phases
+    def __init__(self, searches: Searches, steps: Steps, describe: Describe, flow: Flow) -> None:
+        self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
         self.space = searches.space
 
     def shortest(self, search: Search, request: Request, *, bounded: bool) -> Plan:
         """The plan with the shortest step on its timeline, of what the search finds and of `_others`: these, and the
         bound, are looked for beside what the limit takes, and the writing of the first plan's program."""
         started = time.perf_counter()
-        cheapest = self.phases.timed("search", search.explore, bounded=bounded)
+        cheapest = self.flow.timed("search", search.explore, bounded=bounded)
         looked_for = self._others(cheapest, request)
         with (
             search.bounding(bounded) as bound,
             beside(lambda: list(looked_for), worthwhile=search.is_large) as others,
         ):
-            found: Found = self.phases.timed("search", self._within, search, cheapest)
-            found = replace(found, lower_bound=max(found.lower_bound, self.phases.timed("bound", bound)))
-            plan = self.phases.timed("describe", self.describe, found, request)
-            plan = self._shorter(found, plan, self.phases.timed("others", others), request)
+            found: Found = self.flow.timed("search", self._within, search, cheapest)
+            found = replace(found, lower_bound=max(found.lower_bound, self.flow.timed("bound", bound)))
+            plan = self.flow.timed("describe", self.describe, found, request)
+            plan = self._shorter(found, plan, self.flow.timed("others", others), request)
         return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
 
     def _within(self, search: Search, cheapest: Solved) -> Found:
@@ -128,7 +129,7 @@ class Choice:
             if name in PRESETS and limit is not None:
                 try:
                     search = self.searches.search(replace(request, solver="dp"), share=PRESET_SHARE)
-                    other = self.phases.timed("others", search.run, self.searches.preset(name), bounded=False)
+                    other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
                     continue
@@ -136,11 +137,11 @@ class Choice:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
-            nearly = self.phases.timed("steps", self.steps.estimated_seconds, other.assignment, limit, in_parts=False)
+            nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit, in_parts=False)
             if nearly * (1 - UNSURE) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
-            made = self.phases.timed("describe", self.describe, other, request)
+            made = self.flow.timed("describe", self.describe, other, request)
             if made.seconds < best.seconds * (1 - LEAST_GAIN) and (limit is None or made.bytes <= limit):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, made.seconds * 1e3, best.seconds * 1e3)
                 best = made
@@ -160,7 +161,7 @@ class Choice:
                 logger.info("no plan where most of what travels in buckets is hidden: %s", error)
         search = self.searches.search(replace(request, solver="dp", memory_limit_bytes=None), share=PRESET_SHARE)
         tried: list[Allowed] = []
-        for name in PRESETS if request.solver in EXACT else ():
+        for name in PRESETS if SOLVERS[request.solver].exact else ():
             try:
                 allowed = self.searches.preset(name)
                 options = sum(map(len, allowed.values())) / len(allowed)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import cycle
 
 from autopar.passes.space.choices import SiteChoice
-from autopar.solve import EXACT
+from autopar.solve import SOLVERS
 from autopar.solve.budget import SEARCH_BUDGET, Purse
 
 from .beside import together
@@ -46,7 +46,7 @@ class Descent:
         log: Callable[[str], None],
     ) -> None:
         self.options, self.solve, self.space, self.log = options, solves, options.space, log
-        self.solver, self.steps = solver, DESCENT_SOLVER if solver in EXACT else solver
+        self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
         self.work = work
 
     def purse(self, share: float) -> Purse:

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.solve import SOLVERS
 
-from .costs import unknown_cost
+from .costs import COSTS
 from .presets import PRESETS
 
 WIDE_AXES_MOST = 5
@@ -59,8 +59,7 @@ def check_solver(solver: Any) -> None:
 
 
 def check_cost(cost: Any) -> None:
-    if (wrong := unknown_cost(cost)) is not None:
-        raise wrong
+    COSTS.named(cost)
 
 
 def check_limit(memory_limit_bytes: Any) -> None:

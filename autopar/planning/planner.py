@@ -25,14 +25,10 @@ from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Program
 from autopar.ops import rule_of
-from autopar.ops.routing import in_token_order
+from autopar.passes import CAPTURE, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.trace import capture
-from autopar.passes.seeds import seeds
 from autopar.passes.segments.fingerprint import fingerprint
-from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Segments
-from autopar.passes.space.build import strategies
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
@@ -46,13 +42,11 @@ from .costs import COSTS
 from .description import Subject
 from .given import check_mesh, check_model, check_profiles
 from .meshes import best_mesh
-from .phases import Phases
 from .plan import Plan
 from .request import Request
 from .search import Found
 from .searches import Searches, hidden_buckets
 from .steps import Steps
-from .volume import volumes, with_arithmetic_split
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
@@ -68,10 +62,12 @@ def captured_for_planning(
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     device_type: str | None = None,
+    flow: Flow | None = None,
 ) -> Captured:
     """What `capture` returns, with random operators that read keys and experts' rows in the order of tokens."""
-    captured = capture(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
-    return replace(captured, graph=in_token_order(seeds(captured.graph), rule_of))
+    flow = Flow() if flow is None else flow
+    captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+    return replace(captured, graph=flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of))
 
 
 class Planner:
@@ -106,24 +102,22 @@ class Planner:
         """Where programs that were measured are found, if this planner's prices are measured ones."""
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
-        self.seconds = Phases()
-        """What each step took, for the benchmarks."""
-        self.captured: Captured = captured or self.seconds.timed(
-            "capture", captured_for_planning, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
+        self.seconds = Flow()
+        """What each step took."""
+        self.captured: Captured = captured or captured_for_planning(
+            model, args, kwargs, loss_fn=loss_fn, device_type=device_type, flow=self.seconds
         )
         graph = self.captured.graph
         self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         _report_captured(self.captured)
-        self.segments: Segments = self.seconds.timed("segments", segments, graph)
+        self.segments: Segments = self.seconds.run(SEGMENTS, graph)
         self._place()
         _report_without_rule(self.space)
 
     def _place(self) -> None:
         """The space of the mesh on the cluster, and what writes its programs."""
         graph = self.captured.graph
-        self.space: Space = self.seconds.timed(
-            "strategies", strategies, graph, self.mesh, self.cluster, self.segments, self.optimizer
-        )
+        self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
         self.writer = Writer(self.space, self.cluster, self.memory, self.seconds)
         self.operators = self.writer.known
         """What timelines found out about the device's operators."""
@@ -157,7 +151,7 @@ class Planner:
         """A planner for the same captured model on another mesh or cluster."""
         check_mesh(mesh_shape)
         other = copy(self)
-        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Phases()
+        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Flow()
         other._place()
         return other
 
@@ -247,17 +241,16 @@ class Planner:
     def _planned(self, request: Request) -> Plan:
         preset = request.preset
         allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
-        by_volume = request.cost == "volume"
-        space = self.seconds.timed("strategies", volumes, self.space) if by_volume else self.space
-        pinned = with_arithmetic_split if by_volume and preset is None else None
-        search = self.search(request, space, pinned=pinned)
+        mode = COSTS[request.cost]
+        space = self.space if mode.space is None else self.seconds.timed("prices", mode.space, self.space)
+        search = self.search(request, space, pinned=mode.pinned if preset is None else None)
         bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
-        if preset is None and request.cost == "analytical":
+        if preset is None and mode.by_timeline:
             choice = Choice(self.searches, self.steps, self.describe, self.seconds)
             return choice.shortest(search, request, bounded=bounded)
         found: Found = self.seconds.timed("search", search.run, allowed, bounded=bounded)
         if space is not self.space:
-            logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
+            logger.info("%s: %.6g, at least %.6g", request.cost, found.score.seconds, found.lower_bound)
             found = replace(self.searches.priced(found), lower_bound=0.0)
         return self.seconds.timed("describe", self.describe, found, request)
 
@@ -325,6 +318,7 @@ def _report_without_rule(space: Space) -> None:
 
 def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
     planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
+    mode = COSTS[request.cost]
 
     @cache
     def of(axes: tuple[tuple[str, int], ...]) -> Plan:
@@ -332,7 +326,7 @@ def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], reques
 
     def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
         made = of(tuple(mesh.items()))
-        return made.objective_seconds if request.cost in ("serial", "volume") else made.seconds, made
+        return made.seconds if mode.by_timeline or mode.plan is not None else made.objective_seconds, made
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.cost.redistribute import Redistributor
+from autopar.passes import BLOCKS
 from autopar.passes.blocks.block import Blocks
-from autopar.passes.blocks.partition import blocks
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.space import Space
 from autopar.solve.budget import SEARCH_BUDGET
@@ -16,7 +16,7 @@ from autopar.solve.problem import Score
 
 from .account import account
 from .constraints import Pins, pins
-from .presets import preset
+from .presets import PRESETS, Preset, allowed_by
 from .request import Request
 from .search import Found, Search
 from .steps import Steps
@@ -29,7 +29,7 @@ class Searches:
 
     def __init__(self, space: Space, steps: Steps) -> None:
         self.space, self.steps = space, steps
-        self.presets: dict[str, Allowed] = {}
+        self.presets: dict[Preset, Allowed] = {}
         """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
         self.blocks: list[Blocks] = []
 
@@ -56,11 +56,12 @@ class Searches:
 
     def preset(self, name: str) -> Allowed:
         """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
-        if name not in self.presets:
+        preset = PRESETS.named(name)
+        if preset not in self.presets:
             if not self.blocks:
-                self.blocks.append(blocks(self.space.graph, max(self.space.mesh)))
-            self.presets[name] = preset(self.space, self.blocks[0], name)
-        return self.presets[name]
+                self.blocks.append(self.steps.flow.run(BLOCKS, self.space.graph, max(self.space.mesh)))
+            self.presets[preset] = allowed_by(preset, self.space, self.blocks[0])
+        return self.presets[preset]
 
     def hiding(self, part: float) -> Space:
         """The space with a part of what travels in buckets at no price."""

@@ -14,6 +14,7 @@ from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments, peak
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.streams import Known, timeline
+from autopar.passes import Flow
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
@@ -22,7 +23,6 @@ from autopar.profile.programs import Costs
 
 from .account import account
 from .limit import Peaks
-from .phases import Phases
 from .writer import Writer
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
@@ -44,12 +44,12 @@ class Steps:
         optimizer: Optimizer,
         kind_of_device: str,
         memory: liveness.Known,
-        phases: Phases,
+        flow: Flow,
         costs: Costs | None = None,
     ) -> None:
         self.space, self.cluster, self.writer, self.operators = space, cluster, writer, operators
         self.optimizer, self.kind_of_device, self.memory = optimizer, kind_of_device, memory
-        self.phases, self.costs = phases, costs
+        self.flow, self.costs = flow, costs
         self.peaks: dict[Assignment, tuple[int, Peak]] = {}
         """Of one search."""
 
@@ -61,7 +61,7 @@ class Steps:
         """Peaks of assignments with such buckets, true and estimated."""
         return (
             lambda assignment: self.peak(assignment, limit, buckets)[1].bytes,
-            lambda assignment: self.phases.timed("estimate", self._estimate, assignment, limit, buckets),
+            lambda assignment: self.flow.timed("estimate", self._estimate, assignment, limit, buckets),
         )
 
     def peak(
@@ -70,7 +70,7 @@ class Steps:
         """The largest buckets with which the program of an assignment keeps the limit (else those with which it needs
         the least), and the most memory that a rank then needs during a training step."""
         if assignment not in self.peaks:
-            found = self.phases.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes, buckets)))
+            found = self.flow.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes, buckets)))
             fits = memory_limit_bytes is None or found[-1][1].bytes <= memory_limit_bytes
             best = found[-1] if fits else min(found, key=lambda item: item[1].bytes)
             self.peaks[assignment] = best

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from autopar.cluster.machine import Cluster
-from autopar.cost.streams import Known
 from autopar.ir.layout import Split
 from autopar.ir.program import Instruction, Program
 
-from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
+from .adopt import InParts, Place, Way, adopt, everywhere, reasons
+from .lowering import Adopted, Target
 from .regions import Metas
 from .slice import Around
 
@@ -26,9 +25,9 @@ LONGEST = 200
 """Instructions from the first to the last of a stretch."""
 
 
-def chunk(program: Program, cluster: Cluster, known: Known | None = None) -> Program:
-    """The program with stretches between collectives in chunks, where that makes the step on `cluster` shorter."""
-    return adopt(program, cluster, CHUNKING, known).program
+def chunk(program: Program, target: Target) -> Adopted | None:
+    """Stretches between collectives in chunks, where that makes the step shorter."""
+    return adopt(CHUNKING, program, target)
 
 
 def chunked(program: Program, chunks: int) -> Program:
@@ -90,4 +89,4 @@ def _between(around: Around, behind: Sequence[int], first: int, last: int) -> se
     return wanted if first in wanted else set()
 
 
-CHUNKING = Lowering(places=places, parts=CHUNKS, label="chunk")
+CHUNKING = InParts(places=places, parts=CHUNKS, label="chunk")

@@ -5,15 +5,12 @@ A view holds all the memory of its base: a slice of a mask that every rank makes
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopar.cost.liveness import Known, Memory
 from autopar.ir.graph import Ref, map_references
 from autopar.ir.program import Instruction, Program
-
-logger = logging.getLogger("autopar")
 
 CLONE = "aten.clone.default"
 LEAST = 2.0
@@ -45,7 +42,6 @@ def compact(program: Program, known: Known | None = None) -> Program:
     }
     if not copied:
         return program
-    logger.info("compact: +%d clone", len(copied))
     renamed: dict[str, str] = {}
     metas = dict(program.metas)
     forward = []

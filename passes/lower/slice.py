@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from autopar.cluster.machine import Cluster
-from autopar.cost.streams import Known
 from autopar.ir.layout import Split
 from autopar.ir.program import WAIT, Instruction, Program
 from autopar.ops import rule_of
 from autopar.ops.emit import call_of
 
-from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
+from .adopt import InParts, Place, Way, adopt, everywhere, reasons
 from .kinds import CONTIGUOUS, LAYOUT
+from .lowering import Adopted, Target
 from .regions import Metas
 
 SLICES = (2, 3, 4, 8)
@@ -32,9 +31,9 @@ FINER = (2, 4, 8)
 """Where the whole share is not a period for all that is cut, these parts of it are tried."""
 
 
-def slice_products(program: Program, cluster: Cluster, known: Known | None = None) -> Program:
-    """The program with its products in slices, where that makes the step on `cluster` shorter."""
-    return adopt(program, cluster, SLICING, known).program
+def slice_products(program: Program, target: Target) -> Adopted | None:
+    """Products in slices, where that makes the step shorter."""
+    return adopt(SLICING, program, target)
 
 
 def sliced(program: Program, slices: int) -> Program:
@@ -173,4 +172,4 @@ def _reduced(around: Around, position: int) -> Iterator[Way]:
             yield Way(members=tuple(sorted({position, wait, *chain})), seed=seed, cut=Split(dim, size))
 
 
-SLICING = Lowering(places=places, parts=SLICES, label="slice")
+SLICING = InParts(places=places, parts=SLICES, label="slice")
