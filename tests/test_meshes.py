@@ -12,9 +12,10 @@ import pytest
 import autopar
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.planning.meshes import FINALISTS, best_mesh, meshes
+from autopar.planning.meshes import best_mesh, meshes
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
+from autopar.solve.effort import EFFORT
 
 
 def test_meshes_are_all_ordered_products() -> None:
@@ -73,7 +74,7 @@ def test_the_best_few_meshes_are_searched_thoroughly() -> None:
         return true[tuple(mesh.items())] + (0.15 if mesh == candidates[0] else 0.0)
 
     assert best_mesh(candidates, quick, thorough, lambda text: None) == candidates[0]
-    assert len(asked) == FINALISTS
+    assert len(asked) == EFFORT.mesh_finalists
 
 
 @pytest.mark.parametrize("given", [0, -8, True, "all", 2.0])

@@ -32,18 +32,15 @@ from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
 from autopar.solve import TooWide, solve
-from autopar.solve.budget import Meter
+from autopar.solve.effort import EFFORT, Effort, Meter
 from autopar.solve.problem import Problem, Variable
-
-JOINT_OPTIONS_MOST = 5000
-"""A site with more joint options than this is not enumerated, and nothing is proved."""
 
 ANY = Split(-1, -1)
 """In the space of one axis: a layout that is only known jointly with other axes."""
 
 
-def lower_bound_seconds(space: Space, work: float = math.inf) -> float:
-    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved with so much work."""
+def lower_bound_seconds(space: Space, effort: Effort = EFFORT) -> float:
+    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved with so much effort."""
     axes = [a for a, ranks in enumerate(space.mesh) if ranks > 1]
     alone = {axis: _alone(space, axis) for axis in axes}
     added: dict[int, list[dict[str, list[float]]]] = {axis: [{} for _ in space.regions()] for axis in axes}
@@ -51,14 +48,14 @@ def lower_bound_seconds(space: Space, work: float = math.inf) -> float:
     for number, region in enumerate(space.regions()):
         count = 1 if number == 0 else len(space.repeats[number - 1].copies)
         for name, site in region.sites.items():
-            costs = _site(space, site, alone, number)
+            costs = _site(space, site, alone, number, effort.bound_options)
             if costs is None:
                 return 0.0
             base, by_axis = costs
             least += count * base
             for axis, values in by_axis.items():
                 added[axis][number][name] = values
-    return least + sum(_axis_bound(alone[axis], added[axis], work / len(axes)) for axis in axes)
+    return least + sum(_axis_bound(alone[axis], added[axis], effort, len(axes)) for axis in axes)
 
 
 class _Alone:
@@ -101,15 +98,15 @@ def _alone(space: Space, axis: int) -> _Alone:
 
 
 def _site(
-    space: Space, site: Site, alone: Mapping[int, _Alone], region: int
+    space: Space, site: Site, alone: Mapping[int, _Alone], region: int, most: int
 ) -> tuple[float, dict[int, list[float]]] | None:
     """The least seconds of a site, and per axis what each of its choices adds at least (scaled so that
-    the sum over axes never exceeds the truth); None where there are too many options to look at.
+    the sum over axes never exceeds the truth); None where there are more than `most` options to look at.
 
     Marks in the spaces of single axes what does not project on them.
     """
     per_axis = [site.choices[ranks] for ranks in space.mesh]
-    if math.prod(map(len, per_axis)) > JOINT_OPTIONS_MOST:
+    if math.prod(map(len, per_axis)) > most:
         return None
     seconds: dict[tuple[AxisChoice, ...], float] = {}
     roots = (*(read.alias.root for read in site.reads), *site.makes)
@@ -196,7 +193,7 @@ class _BoundBuilder(ProblemBuilder):
         return dearest, 0.0
 
 
-def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], work: float) -> float:
+def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effort: Effort, axes: int) -> float:
     """The exact optimum of one axis under the bound's costs. `added` is for each region (their names may be alike)."""
     allowed = {name: alone.options(site) for region in alone.regions for name, site in region.sites.items()}
     problem, decoder = _BoundBuilder(alone).build(allowed)
@@ -218,12 +215,12 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], work:
     )
     whole = replace(problem, variables=priced(problem, 0), repeats=repeats)
     try:
-        meter = Meter(most=work)
+        meter = Meter(most=effort.bound * effort.work / axes, effort=effort)
         return max(0.0, solve(whole, "dp", meter=meter).lower_bound)
     except TooWide:  # as the search does
         if meter.is_cut:
             return 0.0
     try:
-        return max(0.0, solve(whole, "ilp").lower_bound)
+        return max(0.0, solve(whole, "ilp", meter=Meter(effort=effort)).lower_bound)
     except TooWide:
         return 0.0  # no collective costs less

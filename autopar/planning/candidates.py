@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("autopar")
 
-WORTHLESS = 1.1
-"""A program is stopped when it is slower by so much than the best could be."""
-
-DOUBT = 0.25
-"""How far a prediction may be above the truth when one program was measured: from program to program, what they take
-over their timelines differs by so much. With n of them, in whose middle the truth is sought, by 1 / sqrt(n) of it."""
-
-MOST_PROGRAMS = 5
-"""That one search measures."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
@@ -95,10 +85,10 @@ class Candidates:
         pruned = 0
         again = True
         """Whether something was measured since the solver looked for plans."""
-        while len(done) < MOST_PROGRAMS:
+        while len(done) < self.planner.effort.measured_programs:
             best = min((seconds[key] for key in done), default=math.inf)
             left = sorted((key for key in found if key not in done), key=seconds.__getitem__)
-            doubt = max(self.off, DOUBT / math.sqrt(max(1, len(done))))
+            doubt = max(self.off, self.planner.effort.doubt / math.sqrt(max(1, len(done))))
             may = [key for key in left if seconds[key] * (1 - doubt) < best]
             pruned = len(left) - len(may)
             if not may and not again:
@@ -190,12 +180,13 @@ class Candidates:
             ratio = self.costs.usual_correction(program.mesh)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(
-                number / MOST_PROGRAMS, f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left"
+                number / self.planner.effort.measured_programs,
+                f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left",
             )
             order = Order(
                 program=program,
                 cases=self.costs.unmeasured(program),
-                limit_seconds=WORTHLESS * told.seconds * ratio * best / predicted,
+                limit_seconds=planner.effort.worthless * told.seconds * ratio * best / predicted,
             )
             found = self.phases.timed("measure", self.measure, order)
             self.phases["measure"] -= found.compile_seconds

@@ -16,7 +16,6 @@ from typing import Protocol
 from autopar.passes import Flow
 from autopar.passes.space.problem import Allowed
 from autopar.solve import SOLVERS
-from autopar.solve.budget import SEARCH_BUDGET
 from autopar.solve.problem import Infeasible
 
 from .account import account, least_seconds
@@ -31,29 +30,6 @@ from .steps import BUCKETS, Steps
 
 logger = logging.getLogger("autopar")
 
-HIDDEN = 0.8
-"""The part of what travels in buckets that the second plan takes to pass while the rank computes."""
-
-WORTH = 0.02
-"""A second search is made where communication has at least this part of the first one's step."""
-
-LEAST_GAIN = 1e-6
-"""Relative gain for which another plan is taken."""
-
-UNSURE = 0.2
-"""The part of a step that fewer copies tell, with nothing in parts, by which it may be shorter in truth."""
-
-PRESET_OPTIONS = 20
-"""A preset that leaves more options a site than this, as some do on four axes, is not looked at beside a search: solved
-as one problem, it takes longer than that."""
-
-HIDDEN_SHARE = SEARCH_BUDGET.hidden / (SEARCH_BUDGET.descents + SEARCH_BUDGET.limit)
-"""Of the work of a search: the second one is one descent, and what the limit takes."""
-
-PRESET_SHARE = SEARCH_BUDGET.presets / len(PRESETS.own) / (SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
-"""Of the work of a search: what a preset leaves is solved as one problem. One that was registered takes none
-from the others."""
-
 
 class Describe(Protocol):
     """Gives the plan that an assignment is."""
@@ -66,7 +42,7 @@ class Choice:
 
     def __init__(self, searches: Searches, steps: Steps, describe: Describe, flow: Flow) -> None:
         self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
-        self.space = searches.space
+        self.space, self.effort = searches.space, searches.effort
 
     def shortest(self, search: Search, request: Request, *, bounded: bool) -> Plan:
         """The plan with the shortest step on its timeline, of what the search finds and of `_others`: these, and the
@@ -128,7 +104,7 @@ class Choice:
                 continue
             if name in PRESETS and limit is not None:
                 try:
-                    search = self.searches.search(replace(request, solver="dp"), share=PRESET_SHARE)
+                    search = self.searches.search(replace(request, solver="dp"), share=self.effort.preset_share)
                     other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
@@ -138,11 +114,11 @@ class Choice:
                 continue
             seen.append(other.assignment)
             nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit, in_parts=False)
-            if nearly * (1 - UNSURE) > best.seconds:
+            if nearly * (1 - self.effort.unsure) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
             made = self.flow.timed("describe", self.describe, other, request)
-            if made.seconds < best.seconds * (1 - LEAST_GAIN) and (limit is None or made.bytes <= limit):
+            if made.seconds < best.seconds * (1 - self.effort.gain) and (limit is None or made.bytes <= limit):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, made.seconds * 1e3, best.seconds * 1e3)
                 best = made
         return best
@@ -152,20 +128,24 @@ class Choice:
         of what travels in buckets hidden, under the limit; and what the presets leave, of which some hide much, without
         a limit yet. At the prices of the first search."""
         priced = account(self.space, cheapest.assignment)
-        if priced.communication_seconds >= WORTH * priced.seconds:
-            search = self.searches.search(request, self.searches.hiding(HIDDEN), HIDDEN_SHARE)
+        if priced.communication_seconds >= self.effort.hidden_worth * priced.seconds:
+            search = self.searches.search(
+                request, self.searches.hiding(self.effort.hidden_part), self.effort.hidden_share
+            )
             try:
                 hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
                 yield "hidden buckets", self.searches.priced(hidden)
             except Infeasible as error:
                 logger.info("no plan where most of what travels in buckets is hidden: %s", error)
-        search = self.searches.search(replace(request, solver="dp", memory_limit_bytes=None), share=PRESET_SHARE)
+        search = self.searches.search(
+            replace(request, solver="dp", memory_limit_bytes=None), share=self.effort.preset_share
+        )
         tried: list[Allowed] = []
         for name in PRESETS if SOLVERS[request.solver].exact else ():
             try:
                 allowed = self.searches.preset(name)
                 options = sum(map(len, allowed.values())) / len(allowed)
-                if options > PRESET_OPTIONS:
+                if options > self.effort.preset_options:
                     logger.info("no plan by %s: it leaves %.0f options a site", name, options)
                 elif allowed not in tried:
                     tried.append(allowed)

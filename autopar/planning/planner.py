@@ -32,11 +32,12 @@ from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
+from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Infeasible, Score
 
 from .account import account
 from .at_rest import best_at_rest
-from .choice import HIDDEN, Choice
+from .choice import Choice
 from .constraints import Constraints
 from .costs import COSTS
 from .description import Subject
@@ -50,9 +51,6 @@ from .steps import Steps
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
-
-MESHES_WORK = 8.0
-"""Searches whose work the first looks at all meshes may take together, where the mesh is chosen too."""
 
 
 def captured_for_planning(
@@ -86,6 +84,7 @@ class Planner:
         device_type: str | None = None,
         profiles: str | Path | None = None,
         captured: Captured | None = None,
+        effort: Effort = EFFORT,
     ) -> None:
         """`captured` is the step, where it has been captured already."""
         check_mesh(mesh_shape)
@@ -93,7 +92,7 @@ class Planner:
         check_profiles(profiles)
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)
-        self.device_type = device_type
+        self.device_type, self.effort = device_type, effort
         self.memory = liveness.Known()
         """How results of operators lie in memory, whatever the mesh and the cluster."""
         self.profiles = profiles
@@ -134,9 +133,10 @@ class Planner:
             self.kind_of_device,
             self.memory,
             self.seconds,
+            self.effort,
             self.costs,
         )
-        self.searches = Searches(self.space, self.steps)
+        self.searches = Searches(self.space, self.steps, self.effort)
         self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
         self.subject = Subject(
             model=self.model_name,
@@ -147,11 +147,12 @@ class Planner:
         )
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
-    def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None) -> Planner:
-        """A planner for the same captured model on another mesh or cluster."""
+    def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:
+        """A planner for the same captured model on another mesh or cluster, or with another effort."""
         check_mesh(mesh_shape)
         other = copy(self)
         other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Flow()
+        other.effort = effort or self.effort
         other._place()
         return other
 
@@ -170,7 +171,7 @@ class Planner:
         of what travels in buckets did."""
         start = self.assignment(plan)
         found: list[Plan] = []
-        for hidden in (0.0, HIDDEN):
+        for hidden in (0.0, self.effort.hidden_part):
             search = self.search(request, self.searches.hiding(hidden))
             try:
                 other = self.searches.priced(search.run(start=start, bounded=False, thorough=False))
@@ -330,7 +331,7 @@ def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], reques
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]
-        search = on.search(replace(request, solver="dp"), share=min(1.0, MESHES_WORK / len(candidates)))
+        search = on.search(replace(request, solver="dp"), share=min(1.0, on.effort.meshes_work / len(candidates)))
         try:
             return search.run(bounded=False, thorough=False, below=below).score.objective
         except Infeasible:
@@ -342,4 +343,5 @@ def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], reques
         except ValueError:
             return math.inf
 
-    return best_mesh(candidates, preset_seconds if request.preset else quick, planned, logger.info)
+    first = preset_seconds if request.preset else quick
+    return best_mesh(candidates, first, planned, logger.info, planner.effort.mesh_finalists)

@@ -11,7 +11,7 @@ from autopar.passes import BLOCKS
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.space import Space
-from autopar.solve.budget import SEARCH_BUDGET
+from autopar.solve.effort import Effort
 from autopar.solve.problem import Score
 
 from .account import account
@@ -27,8 +27,8 @@ logger = logging.getLogger("autopar")
 class Searches:
     """Makes searches of a space, whose peaks are those of `steps`."""
 
-    def __init__(self, space: Space, steps: Steps) -> None:
-        self.space, self.steps = space, steps
+    def __init__(self, space: Space, steps: Steps, effort: Effort) -> None:
+        self.space, self.steps, self.effort = space, steps, effort
         self.presets: dict[Preset, Allowed] = {}
         """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
         self.blocks: list[Blocks] = []
@@ -51,7 +51,7 @@ class Searches:
             logger.info,
             pins=given if pinned is None else pinned(space, given),
             peaks=self.steps.told(request.memory_limit_bytes),
-            work=share * SEARCH_BUDGET.work,
+            effort=self.effort.share(share),
         )
 
     def preset(self, name: str) -> Allowed:

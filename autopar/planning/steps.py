@@ -20,6 +20,7 @@ from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs
+from autopar.solve.effort import Effort
 
 from .account import account
 from .limit import Peaks
@@ -27,9 +28,6 @@ from .writer import Writer
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
-
-IN_FLIGHT = 8
-"""A peak that is over the limit by so many buckets will not keep it with smaller ones."""
 
 
 class Steps:
@@ -45,11 +43,12 @@ class Steps:
         kind_of_device: str,
         memory: liveness.Known,
         flow: Flow,
+        effort: Effort,
         costs: Costs | None = None,
     ) -> None:
         self.space, self.cluster, self.writer, self.operators = space, cluster, writer, operators
         self.optimizer, self.kind_of_device, self.memory = optimizer, kind_of_device, memory
-        self.flow, self.costs = flow, costs
+        self.flow, self.effort, self.costs = flow, effort, costs
         self.peaks: dict[Assignment, tuple[int, Peak]] = {}
         """Of one search."""
 
@@ -91,7 +90,7 @@ class Steps:
             found = moments(bucketed, self.optimizer, self.kind_of_device, self.memory)
             most = short.most(found, bucketed, self.optimizer)
             yield most
-            if _is_settled(most, size, limit):
+            if self._is_settled(most, size, limit):
                 return
 
     def _peaks(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[tuple[int, Peak]]:
@@ -102,7 +101,7 @@ class Steps:
             bucketed = self.writer.written(assignment, size)
             found = peak(bucketed, self.optimizer, self.kind_of_device, self.memory)
             yield size, found
-            if _is_settled(found.bytes, size, limit):
+            if self._is_settled(found.bytes, size, limit):
                 return
 
     def estimated_seconds(self, assignment: Assignment, limit: float | None, *, in_parts: bool = True) -> float:
@@ -140,7 +139,7 @@ class Steps:
         segment = self.writer.segment_program(assignment, bucket_bytes)
         return self.costs.correction(segment, self.cluster, self.operators)
 
-
-def _is_settled(peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:
-    """Whether smaller buckets are not needed, or would not do."""
-    return limit is None or peak_bytes <= limit or peak_bytes > limit + IN_FLIGHT * bucket_bytes
+    def _is_settled(self, peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:
+        """Whether smaller buckets are not needed, or would not do."""
+        beyond = self.effort.buckets_in_flight * bucket_bytes
+        return limit is None or peak_bytes <= limit or peak_bytes > limit + beyond

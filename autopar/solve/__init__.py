@@ -9,8 +9,8 @@ from typing import Any
 from autopar.extensions import Table
 
 from .beam import solve_beam, solve_greedy
-from .budget import Meter
 from .dp import solve_dp
+from .effort import Meter
 from .exhaustive import solve_exhaustive
 from .ilp import solve_ilp
 from .problem import Problem, Solution, TooWide
@@ -43,7 +43,7 @@ SOLVERS: Table[Solver] = Table(
     Solver,
     (
         Solver(name="dp", run=solve_dp, exact=True, takes=("bounded", "meter")),
-        Solver(name="ilp", run=solve_ilp, exact=True),
+        Solver(name="ilp", run=solve_ilp, exact=True, takes=("meter",)),
         Solver(name="exhaustive", run=solve_exhaustive, exact=True),
         Solver(name="greedy", run=solve_greedy, takes=("meter",)),
         Solver(name="beam", run=solve_beam, takes=("meter",)),
@@ -66,7 +66,7 @@ def solve(
 ) -> Solution:
     """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given. Not
     `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
-    be done, which `dp`, `beam` and `greedy` count.
+    be done, which `dp`, `beam` and `greedy` count, and the effort.
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
     """
