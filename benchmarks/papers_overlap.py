@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -361,7 +362,7 @@ def frameworks(planner: Planner) -> dict[str, float]:
     found["Alpa"] = planner.plan(cost="volume").seconds
     space = planner.space
     steps = []
-    for priced in (space, space.priced(with_buckets_hidden(space))):
+    for priced in (space, replace(space, redistributor=with_buckets_hidden(space))):
         search = Search(priced, "dp", None, lambda _: None, level="cfp")
         planner.steps.forget()
         steps.append(planner.describe(search.run(bounded=False), Request(cost="serial")).seconds)
