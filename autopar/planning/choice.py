@@ -67,7 +67,7 @@ class Choice:
         limit = search.bytes_limit
         if limit is None:
             return search.within(None, sure=False)
-        largest, any_size = self.steps.told(limit, BUCKETS[:1]), self.steps.told(limit)
+        largest, any_size = self.steps.peaks_of(limit, BUCKETS[:1]), self.steps.peaks_of(limit)
 
         def parted() -> Found | None:
             try:

@@ -161,7 +161,7 @@ class Limit:
         return kept
 
     def _recomputing(self, candidates: Sequence[Solved], kept: Sequence[Solved], limit: float) -> list[Solved]:
-        """The best of these with copies of segments made again in backward: as few as keep the limit, those that save
+        """The best of these with copies of segments recomputed in backward: as few as keep the limit, those that save
         the most bytes a second first, and of these the earliest, which are held the longest.
 
         Better than what is `kept` without, if there is any.
@@ -185,7 +185,7 @@ class Limit:
                     break
                 found = way.solved(count)
                 over = self._is_over(found)
-                self.log(f"{count} of {most} copies made again: peak {self._peak(found):.0f}")
+                self.log(f"{count} of {most} copies recomputed: peak {self._peak(found):.0f}")
                 if not over:
                     made.append(found)
                     best = found.score.objective

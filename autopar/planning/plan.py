@@ -191,7 +191,7 @@ class Plan:
             if again:
                 numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in again)
                 lines.append(
-                    f"of {total} copies of {segment.name} (0 to {total - 1}), made again in backward: {numbers}"
+                    f"of {total} copies of {segment.name} (0 to {total - 1}), recomputed in backward: {numbers}"
                 )
         return lines
 

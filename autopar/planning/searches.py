@@ -50,7 +50,7 @@ class Searches:
             request.memory_limit_bytes,
             logger.info,
             pins=given if pinned is None else pinned(space, given),
-            peaks=self.steps.told(request.memory_limit_bytes),
+            peaks=self.steps.peaks_of(request.memory_limit_bytes),
             effort=self.effort.share(share),
         )
 

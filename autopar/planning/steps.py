@@ -1,7 +1,7 @@
 """The step of an assignment: its seconds, and the most memory that a rank needs during it.
 
-The truth is told by the assignment's program: its timeline, and its peak. An estimate is told by a program of fewer
-copies of each segment, in which nothing runs in parts.
+The exact figures are those of the assignment's program: its timeline, and its peak. An estimate comes from a program of
+fewer copies of each segment, in which nothing runs in parts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Steps:
         """Peaks are those of one limit."""
         self.peaks = {}
 
-    def told(self, limit: float | None, buckets: Sequence[int] = BUCKETS) -> tuple[Peaks, Peaks]:
+    def peaks_of(self, limit: float | None, buckets: Sequence[int] = BUCKETS) -> tuple[Peaks, Peaks]:
         """Peaks of assignments with such buckets, true and estimated."""
         return (
             lambda assignment: self.peak(assignment, limit, buckets)[1].bytes,
@@ -76,10 +76,10 @@ class Steps:
         return self.peaks[assignment]
 
     def _estimate(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> float:
-        """The peak of `peak`, told from the program of fewer copies, in which nothing runs in parts: what these would
+        """The peak of `peak`, estimated from the program of fewer copies, in which nothing runs in parts: what these would
         change of it is looked at where it counts, on the programs of answers."""
-        told = list(self._estimates(assignment, limit, buckets))
-        return min(told) if told else self.peak(assignment, limit, buckets)[1].bytes
+        estimates = list(self._estimates(assignment, limit, buckets))
+        return min(estimates) if estimates else self.peak(assignment, limit, buckets)[1].bytes
 
     def _estimates(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[float]:
         """With smaller and smaller buckets, as `_peaks`; none where there are no fewer copies."""
@@ -96,8 +96,8 @@ class Steps:
     def _peaks(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[tuple[int, Peak]]:
         """With smaller and smaller buckets, up to the first that keep the limit, or where it is not up to them; from
         the first on of which that is estimated."""
-        told = [] if limit is None else list(self._estimates(assignment, limit, buckets))
-        for size in buckets[max(0, len(told) - 1) :]:
+        tried = [] if limit is None else list(self._estimates(assignment, limit, buckets))
+        for size in buckets[max(0, len(tried) - 1) :]:
             bucketed = self.writer.written(assignment, size)
             found = peak(bucketed, self.optimizer, self.kind_of_device, self.memory)
             yield size, found
@@ -105,7 +105,7 @@ class Steps:
                 return
 
     def estimated_seconds(self, assignment: Assignment, limit: float | None, *, in_parts: bool = True) -> float:
-        """Nearly what `limited_seconds` says, told from the program of fewer copies, if there are fewer."""
+        """Nearly what `limited_seconds` says, estimated from the program of fewer copies, if there are fewer."""
         short = shortened(self.writer.space, assignment)
         if short is None:
             return self.limited_seconds(assignment, limit)
@@ -127,10 +127,10 @@ class Steps:
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """Seconds of an assignment's step by its timeline, and for how many of them a rank stands still."""
-        told = timeline(self.writer.written(assignment, bucket_bytes), self.cluster, self.operators)
+        step = timeline(self.writer.written(assignment, bucket_bytes), self.cluster, self.operators)
         ratio = self._correction(assignment, bucket_bytes)
         updating = account(self.space, assignment).optimizer_seconds
-        return told.seconds * ratio + updating, told.exposed_seconds * ratio
+        return step.seconds * ratio + updating, step.exposed_seconds * ratio
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
         """By what a timeline is multiplied: what measured programs took over theirs."""

@@ -22,7 +22,7 @@ class Placed:
     rename: Mapping[str, str]
     order: int
     again: bool = False
-    """Whether it is made again in backward."""
+    """Whether it is recomputed in backward."""
 
     def name(self, value: str) -> str:
         return self.rename.get(value, value)

@@ -32,7 +32,7 @@ Decisions = Mapping[str, SiteChoice]
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     """A decision for every site: of the rest, and for each repeat of each of its copies. `recompute` says which of
-    the copies are made again in backward (none given: none)."""
+    the copies are recomputed in backward (none given: none)."""
 
     rest: Decisions
     copies: tuple[tuple[Decisions, ...], ...] = ()
