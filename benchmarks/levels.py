@@ -32,7 +32,8 @@ from autopar.passes.widen import widened
 from autopar.planning.options import axis_choices, joint, unique_sites
 from autopar.planning.planner import Planner
 from autopar.planning.solving import priced
-from autopar.solve import TooWide, solve, solve_ilp
+from autopar.solve import TooWide, solve
+from autopar.solve.ilp import solve_ilp
 from autopar.solve.pricing import Library
 from autopar.solve.problem import Problem, Score, Solution, evaluate
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from autopar.extensions import Table
@@ -20,18 +21,18 @@ from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
 from autopar.ops.routing import in_token_order
 from autopar.solve import solve
-from autopar.solve.problem import Problem, Solution
 
 from .blocks.block import Blocks
 from .blocks.partition import blocks
 from .capture.captured import Captured
 from .capture.trace import capture
 from .codegen.program import codegen
-from .lower.chunk import chunk
+from .lower.adopt import adopt
+from .lower.chunk import CHUNKING
 from .lower.compact import compact
 from .lower.lowering import Adopted, Lowering, Target, When, always
 from .lower.prefetch import prefetch
-from .lower.slice import slice_products
+from .lower.slice import SLICING
 from .seeds import seeds
 from .segments.search import segments
 from .segments.segment import Segments
@@ -53,7 +54,7 @@ class Step(Generic[P, T]):
     takes: str
     gives: str
     run: Callable[P, T]
-    did: Callable[[T], str]
+    did: Callable[[T], str] = str
 
 
 def _captured(found: Captured) -> str:
@@ -82,14 +83,6 @@ def _built(space: Space) -> str:
     return f"{sum(len(region.sites) for region in space.regions())} sites, {sum(map(len, choices))} choices on axes"
 
 
-def _posed(posed: tuple[Problem, Any]) -> str:
-    return f"{len(posed[0].variables)} variables, {posed[0].option_count} options"
-
-
-def _solved(solution: Solution) -> str:
-    return f"{solution.score.seconds * 1e3:.3f} ms by {solution.solver}, gap {solution.gap:.1%}"
-
-
 def _written(program: Program) -> str:
     return f"{len(program.forward) + len(program.backward)} instructions{_listed(_collectives(program))}"
 
@@ -100,10 +93,8 @@ ROUTING = Step(name="routing", takes="a graph", gives="one in token order", run=
 SEGMENTS = Step(name="segments", takes="a graph", gives="layers that repeat", run=segments, did=_segmented)
 SPACE = Step(name="space", takes="a graph, mesh, cluster, segments", gives="the space", run=strategies, did=_built)
 BLOCKS = Step(name="blocks", takes="a graph", gives="what splits together, for presets", run=blocks, did=_blocked)
-PROBLEM = Step(
-    name="problem", takes="a space, allowed choices", gives="a problem", run=ProblemBuilder.build, did=_posed
-)
-SOLVE = Step(name="solve", takes="a problem", gives="a solution, which is an assignment", run=solve, did=_solved)
+PROBLEM = Step(name="problem", takes="a space, allowed choices", gives="a problem", run=ProblemBuilder.build)
+SOLVE = Step(name="solve", takes="a problem", gives="a solution, which is an assignment", run=solve)
 CODEGEN = Step(name="codegen", takes="a space, an assignment", gives="a program", run=codegen, did=_written)
 
 STEPS: tuple[Step[..., Any], ...] = (CAPTURE, SEEDS, ROUTING, SEGMENTS, SPACE, BLOCKS, PROBLEM, SOLVE, CODEGEN)
@@ -125,14 +116,14 @@ LOWERINGS = Table(
             applies="products next to a gather or a reduction",
             writes="2, 3, 4 or 8 slices: one is multiplied while others travel",
             costs="a latency for each slice, and smaller products",
-            adopt=slice_products,
+            adopt=partial(adopt, SLICING),
         ),
         Lowering(
             name="chunk",
             applies="stretches from a collective through the next one or two",
             writes="2 or 4 chunks of a dim: one is computed while others travel",
             costs="a latency for each chunk, and smaller operators",
-            adopt=chunk,
+            adopt=partial(adopt, CHUNKING),
         ),
         Lowering(
             name="compact",
@@ -143,6 +134,7 @@ LOWERINGS = Table(
             taken="last",
         ),
     ),
+    functions=("adopt",),
 )
 
 

@@ -28,7 +28,7 @@ from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.slice import sliced
+from autopar.passes.lower.slice import SLICING
 from autopar.passes.space.choices import AxisChoice, SiteChoice
 from autopar.passes.space.sites import Site
 from autopar.planning.planner import Planner
@@ -427,7 +427,7 @@ def test_products_of_several_results_in_slices(name: str) -> None:
     """A backward of a convolution makes sums that travel, and gradients of weights that no instruction reads."""
     made = planner(name, {"a": 4})
     plan = made.plan(solver="atp", cost="serial")
-    check(name, {"a": 4}, sliced(made.program(plan), 2))
+    check(name, {"a": 4}, SLICING.everywhere(made.program(plan), 2))
 
 
 @pytest.mark.parametrize("name", [f"{name} uneven" for name in MODELS])

@@ -24,7 +24,8 @@ from autopar.passes.lower.regions import Refused
 from autopar.planning.costs import COSTS
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.solve import SOLVERS, solve_beam
+from autopar.solve import SOLVERS
+from autopar.solve.beam import solve_beam
 
 PAGE = Path(__file__).parents[1] / "docs/extending.md"
 SECTIONS = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE))
@@ -89,17 +90,19 @@ def _other(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: autopar.Solver(name="a", run=5), "run is 5: give a function"),  # type: ignore[arg-type]
+        (lambda: autopar.register_solver(autopar.Solver(name="a", run=5)), "solver 'a': run is 5: give a function"),  # type: ignore[arg-type]
         (lambda: autopar.Solver(name="a", run=solve_beam, takes=("time",)), "takes time: give some of bounded, meter"),
-        (lambda: autopar.Preset(name="a", data=5), "data is 5: give a function"),  # type: ignore[arg-type]
+        (lambda: autopar.register_preset(autopar.Preset(name="a", data=5)), "data is 5: give a function"),  # type: ignore[arg-type]
         (lambda: autopar.Preset(name="a", policies=("drop",)), "policies are"),
-        (lambda: autopar.CostMode(name="a", meaning="", space=5), "space is 5: give a function"),  # type: ignore[arg-type]
+        (lambda: autopar.register_cost(autopar.CostMode(name="a", meaning="", space=5)), "space is 5: give a function"),  # type: ignore[arg-type]
         (
             lambda: autopar.CostMode(name="a", meaning="", space=lambda space: space, by_timeline=True),
             "more than one of space, by_timeline and plan",
         ),
         (
-            lambda: autopar.Lowering(name="a", applies="", writes="", costs="", adopt=5),  # type: ignore[arg-type]
+            lambda: autopar.register_lowering(
+                autopar.Lowering(name="a", applies="", writes="", costs="", adopt=5)  # type: ignore[arg-type]
+            ),
             "adopt is 5",
         ),
         (

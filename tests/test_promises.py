@@ -18,6 +18,7 @@ import pytest
 import torch
 from models import assert_same, case, eager, simulated
 from pairwise import pairwise
+from plans import count_collectives
 from torch import nn
 
 import autopar
@@ -27,7 +28,7 @@ from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.choices import WHOLE
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
-from autopar.planning.account import Account, account, count_collectives
+from autopar.planning.account import Account, account
 from autopar.planning.bound import lower_bound_seconds
 from autopar.planning.options import joint, taken
 from autopar.planning.plan import Plan

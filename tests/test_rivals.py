@@ -26,7 +26,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.program import Program
 from autopar.passes import LOWERINGS
 from autopar.passes.lower.lowering import Target
-from autopar.passes.lower.slice import sliced
+from autopar.passes.lower.slice import SLICING
 from benchmarks.rivals import RIVALS, cannon, register, summa, wang
 from tests.ranks import run
 
@@ -100,7 +100,7 @@ def test_the_print_says_who_made_it() -> None:
 
 
 def test_slices_and_rivals_are_the_product_on_gloo() -> None:
-    lowerings = {f"in {n} slices": partial(sliced, slices=n) for n in (1, 2, 3, 4, 8)} | dict(RIVALS)
+    lowerings = {f"in {n} slices": partial(SLICING.everywhere, parts=n) for n in (1, 2, 3, 4, 8)} | dict(RIVALS)
     cases = {
         f"{flow} on {mesh}, {name}": (flow, lowering(product(flow, mesh, 96)))
         for flow in DATAFLOWS

@@ -8,31 +8,34 @@ silently, and those of autopar never are. docs/extending.md adds one to each.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 GROUP = "autopar.extensions"
 """The group of entry points: functions without arguments that register what a package adds."""
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-Row = TypeVar("Row", bound=Named)
+Row = TypeVar("Row", bound=Any)
 
 
 class Table(Mapping[str, Row]):
-    """Rows of one kind by name: autopar's own first, and then what was registered. What solvers and presets are called
-    is one name space: a table `beside` another one shares no name with it."""
+    """Rows of one kind, dataclasses with a name: autopar's own first, and then what was registered. `functions` are
+    fields that hold functions, or None where that is their default. A table `beside` another one shares no name with
+    it, as those of solvers and presets."""
 
     def __init__(
-        self, kind: str, form: type[Row], rows: Iterable[Row] = (), *, beside: Table[Any] | None = None
+        self,
+        kind: str,
+        form: type[Row],
+        rows: Iterable[Row] = (),
+        *,
+        functions: Sequence[str] = (),
+        beside: Table[Any] | None = None,
     ) -> None:
-        self.kind, self.form = kind, form
+        self.kind, self.form, self.functions = kind, form, functions
         self.own = {row.name: row for row in rows}
         self.added: dict[str, Row] = {}
         self.beside = beside
@@ -41,11 +44,15 @@ class Table(Mapping[str, Row]):
         TABLES.append(self)
 
     def add(self, row: Row, *, replace: bool = False) -> None:
-        """Adds a row; an equal one again is no error. Raises ValueError for what is no row, or has no name, or one that
-        is taken."""
+        """Adds a row; an equal one again is no error. Raises ValueError for what is no such row, or has no name, or one
+        that is taken."""
         if not isinstance(row, self.form):
             raise ValueError(f"{self.kind} {row!r} is a {type(row).__name__}: give a {self.form.__name__}")
         name = row.name
+        for field in fields(row):
+            function = getattr(row, field.name)
+            if field.name in self.functions and not callable(function) and (function, field.default) != (None, None):
+                raise ValueError(f"{self.kind} {name!r}: {field.name} is {function!r}: give a function")
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"{self.kind} has the name {name!r}: give one of letters, digits, and _ . - between them")
         for table in (self, self.beside):

@@ -28,9 +28,6 @@ class CostMode:
     plan: Callable[..., Plan] | None = None
 
     def __post_init__(self) -> None:
-        for part, function in (("space", self.space), ("pinned", self.pinned), ("plan", self.plan)):
-            if function is not None and not callable(function):
-                raise ValueError(f"cost {self.name!r}: {part} is {function!r}: give a function, or None")
         if self.by_timeline + (self.space is not None) + (self.plan is not None) > 1:
             raise ValueError(f"cost {self.name!r} has more than one of space, by_timeline and plan: give one of them")
 
@@ -53,6 +50,7 @@ COSTS = Table(
             pinned=with_arithmetic_split,
         ),
     ),
+    functions=("space", "pinned", "plan"),
 )
 
 

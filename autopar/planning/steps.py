@@ -76,8 +76,8 @@ class Steps:
         return self.peaks[assignment]
 
     def _estimate(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> float:
-        """The peak of `peak`, estimated from the program of fewer copies, in which nothing runs in parts: what parts would
-        change of it is looked at where it counts, on the programs of answers."""
+        """The peak of `peak`, estimated from the program of fewer copies, in which nothing runs in parts: what that
+        would change of it is looked at where it counts, on the programs of answers."""
         estimates = list(self._estimates(assignment, limit, buckets))
         return min(estimates) if estimates else self.peak(assignment, limit, buckets)[1].bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
@@ -27,6 +27,9 @@ LATEST_INSTRUCTIONS = 400_000
 LATEST_CHOICES = 8
 """Assignments of which is kept what was found out about them."""
 
+Key = TypeVar("Key")
+T = TypeVar("T")
+
 Form = tuple[int, str, int, tuple[Lowering, ...]]
 """Of each run of copies alike at most so many (0: all); how far it is written; its largest bucket (0: none); and the
 lowerings that there were."""
@@ -44,9 +47,9 @@ class Writer:
         self.space, self.cluster, self.flow = space, cluster, flow
         self.known = Known(made=memory)
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
-        self.programs: list[tuple[Assignment, Form, Program]] = []
+        self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
         """The last ones that were written, the latest first."""
-        self.taken: dict[When, list[tuple[tuple[Any, ...], Taken]]] = {}
+        self.taken: dict[When, list[tuple[tuple[Any, ...], Taken]]] = {"first": [], "where quicker": []}
         """What was found out about lowerings of the last assignments, the latest first."""
 
     def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0) -> Program:
@@ -148,23 +151,21 @@ class Writer:
 
     def _latest(self, when: When, key: tuple[Any, ...], find: Callable[[], Taken]) -> Taken:
         """What was found out, or is found out now."""
-        latest = self.taken.setdefault(when, [])
-        for number, (other, taken) in enumerate(latest):
-            if other == key:
-                latest.insert(0, latest.pop(number))
-                return taken
-        taken = find()
-        self.taken[when] = [(key, taken), *latest[: LATEST_CHOICES - 1]]
+        taken = _remembered(self.taken[when], key, find)
+        del self.taken[when][LATEST_CHOICES:]
         return taken
 
     def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Program]) -> Program:
         """The program of an assignment, written if it is not there."""
-        for number, (other, known, program) in enumerate(self.programs):
-            if known == form and other == assignment:
-                self.programs.insert(0, self.programs.pop(number))
-                return program
-        program = write()
-        self.programs.insert(0, (assignment, form, program))
-        lengths = accumulate(len(p.forward) + len(p.backward) for _, _, p in self.programs)
+        program = _remembered(self.programs, (form, assignment), write)
+        lengths = accumulate(len(p.forward) + len(p.backward) for _, p in self.programs)
         del self.programs[max(2, sum(length <= LATEST_INSTRUCTIONS for length in lengths)) :]
         return program
+
+
+def _remembered(entries: list[tuple[Key, T]], key: Key, make: Callable[[], T]) -> T:
+    """The value of a key, made if it is not there; the entry comes first from now on."""
+    found = next((number for number, (other, _) in enumerate(entries) if other == key), None)
+    value = make() if found is None else entries.pop(found)[1]
+    entries.insert(0, (key, value))
+    return value

@@ -67,6 +67,41 @@ class InParts:
     parts: tuple[int, ...]
     label: str
 
+    def everywhere(self, program: Program, parts: int) -> Program:
+        """The program with the lowering wherever it can be taken, in so many parts, quicker or not. One part is the
+        program as it is."""
+        if parts == 1:
+            return program
+
+        def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
+            """The way that has most collectives in parts."""
+            found = []
+            for number in range(len(place.ways)):
+                made = writing.tried(place, trial, Chosen(number, parts))
+                if made is not None:
+                    found.append(Chosen(number, parts, float(len(made.collectives()))))
+            return max(found, key=lambda chosen: chosen.gain, default=None)
+
+        return _Lowering(program, self, None, widest).program()
+
+    def why_whole(self, program: Program, parts: int) -> dict[str, str]:
+        """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
+        found: dict[str, str] = {}
+        for half, _ in halves_of(program):
+            for place in self.places(half, program.metas, None):
+                why = []
+                for way in place.ways:
+                    first, last = way.span
+                    window, metas = half[first : last + 1], dict(program.metas)
+                    try:
+                        region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
+                        in_parts(window, metas, region, frozenset(), self.label)
+                    except Refused as refused:
+                        why.append(str(refused))
+                if len(why) == len(place.ways):
+                    found[place.collective] = "; ".join(dict.fromkeys(why))
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -129,43 +164,6 @@ def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None
         return None
     what = f"{writing.count} places, {step(told.seconds, seconds)}"
     return Adopted(given=program, program=made, write=Alike(lowering, ways, frozenset(starts)), what=what)
-
-
-def everywhere(program: Program, lowering: InParts, parts: int) -> Program:
-    """The program with the lowering wherever it can be taken, in so many parts, quicker or not: what a user compares.
-    One part is the program as it is."""
-    if parts == 1:
-        return program
-
-    def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
-        """The way that has most collectives in parts."""
-        found = []
-        for number in range(len(place.ways)):
-            made = writing.tried(place, trial, Chosen(number, parts))
-            if made is not None:
-                found.append(Chosen(number, parts, float(len(made.collectives()))))
-        return max(found, key=lambda chosen: chosen.gain, default=None)
-
-    return _Lowering(program, lowering, None, widest).program()
-
-
-def reasons(program: Program, lowering: InParts, parts: int) -> dict[str, str]:
-    """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
-    found: dict[str, str] = {}
-    for half, _ in halves_of(program):
-        for place in lowering.places(half, program.metas, None):
-            why = []
-            for way in place.ways:
-                first, last = way.span
-                window, metas = half[first : last + 1], dict(program.metas)
-                try:
-                    region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
-                    in_parts(window, metas, region, frozenset(), lowering.label)
-                except Refused as refused:
-                    why.append(str(refused))
-            if len(why) == len(place.ways):
-                found[place.collective] = "; ".join(dict.fromkeys(why))
-    return found
 
 
 def stood_still(told: Timeline) -> dict[str, float]:

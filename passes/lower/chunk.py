@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from autopar.ir.layout import Split
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Instruction
 
-from .adopt import InParts, Place, Way, adopt, everywhere, reasons
-from .lowering import Adopted, Target
+from .adopt import InParts, Place, Way
 from .regions import Metas
 from .slice import Around
 
@@ -23,21 +22,6 @@ THROUGH = (1, 2)
 """Collectives after the first one that a stretch goes through."""
 LONGEST = 200
 """Instructions from the first to the last of a stretch."""
-
-
-def chunk(program: Program, target: Target) -> Adopted | None:
-    """Stretches between collectives in chunks, where that makes the step shorter."""
-    return adopt(CHUNKING, program, target)
-
-
-def chunked(program: Program, chunks: int) -> Program:
-    """The program with stretches between collectives in so many chunks, whether that is quicker or not."""
-    return everywhere(program, CHUNKING, chunks)
-
-
-def why_whole(program: Program, chunks: int) -> dict[str, str]:
-    """Why stretches cannot run in so many chunks, by the name of the result of the collective that they begin with."""
-    return reasons(program, CHUNKING, chunks)
 
 
 def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:

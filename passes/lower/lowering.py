@@ -68,10 +68,6 @@ class Lowering:
     taken: When = "where quicker"
 
     def __post_init__(self) -> None:
-        if not callable(self.adopt):
-            raise ValueError(
-                f"lowering {self.name!r}: adopt is {self.adopt!r}: give what `always` or `where_quicker` make"
-            )
         if self.taken not in get_args(When):
             raise ValueError(
                 f"lowering {self.name!r} is taken {self.taken!r}: write one of {', '.join(get_args(When))}"

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from autopar.ir.layout import Split
-from autopar.ir.program import WAIT, Instruction, Program
+from autopar.ir.program import WAIT, Instruction
 from autopar.ops import rule_of
 from autopar.ops.emit import call_of
 
-from .adopt import InParts, Place, Way, adopt, everywhere, reasons
+from .adopt import InParts, Place, Way
 from .kinds import CONTIGUOUS, LAYOUT
-from .lowering import Adopted, Target
 from .regions import Metas
 
 SLICES = (2, 3, 4, 8)
@@ -29,21 +28,6 @@ AFTER = ("reduce_scatter", "all_reduce")
 """Collectives that reduce a product."""
 FINER = (2, 4, 8)
 """Where the whole share is not a period for all that is cut, these parts of it are tried."""
-
-
-def slice_products(program: Program, target: Target) -> Adopted | None:
-    """Products in slices, where that makes the step shorter."""
-    return adopt(SLICING, program, target)
-
-
-def sliced(program: Program, slices: int) -> Program:
-    """The program with all its products next to collectives in so many slices, whether that is quicker or not."""
-    return everywhere(program, SLICING, slices)
-
-
-def why_whole(program: Program, slices: int) -> dict[str, str]:
-    """Why products next to collectives cannot run in so many slices, by the name of the collective's result."""
-    return reasons(program, SLICING, slices)
 
 
 def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:

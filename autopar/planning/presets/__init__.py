@@ -63,11 +63,6 @@ class Preset:
     policies: tuple[Policy, ...] = (KEEP,)
 
     def __post_init__(self) -> None:
-        for role, rule in (("data", self.data), ("tensor", self.tensor), ("grid", self.grid), ("z", self.z)):
-            if not callable(rule) and (rule is not None or role == "data"):
-                raise ValueError(
-                    f"preset {self.name!r}: {role} is {rule!r}: give a function from a site to its choices"
-                )
         if not self.policies or not {KEEP, REGATHER}.issuperset(self.policies):
             raise ValueError(
                 f"preset {self.name!r}: policies are {self.policies!r}: give {KEEP!r}, {REGATHER!r}, or both"
@@ -86,6 +81,7 @@ PRESETS = Table(
         Preset(name="par4d", grid=partial(tensor, scatters_heads=False), z=sharded_matrices, policies=(KEEP, REGATHER)),
         Preset(name="meshslice", grid=stationary, policies=(REGATHER,)),
     ),
+    functions=("data", "tensor", "grid", "z"),
     beside=SOLVERS,
 )
 
