@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
+from autopar.passes.blocks.block import Blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.space.problem import Allowed, Assignment
 from autopar.passes.space.space import Space
 from autopar.solve.budget import SEARCH_BUDGET
@@ -25,7 +28,7 @@ from .constraints import Pins
 from .descent import Descent
 from .limit import Limit, Peaks, SolveAt
 from .options import Options, joint, taken
-from .solving import Level, Solved, Solves
+from .solving import Solved, Solves
 
 JOINT_OPTIONS_MOST = 8
 """A space whose sites have no more joint options than this is solved as one problem."""
@@ -55,17 +58,25 @@ class Search:
         solver: str,
         bytes_limit: float | None,
         log: Callable[[str], None],
-        level: Level = "operator",
         pins: Pins | None = None,
         peaks: tuple[Peaks, Peaks] | None = None,
         work: float = SEARCH_BUDGET.work,
+        found: Callable[[], Blocks] | None = None,
     ) -> None:
-        """`work` is divided into the shares of `SearchBudget`."""
+        """`work` is divided into the shares of `SearchBudget`; `found` gives the graph's blocks, where they are there
+        already."""
         self.space, self.bytes_limit, self.peaks, self.log, self.work = space, bytes_limit, peaks, log, work
         self.options = Options(space, pins or {}, bytes_limit)
         self.sites = self.options.sites
-        self.solve = Solves(space, level, log)
-        self.descent = Descent(self.options, self.solve, solver, work=work, log=log)
+        self.solve = Solves(space, log)
+        self.descent = Descent(
+            self.options,
+            self.solve,
+            solver,
+            blocks=found or partial(blocks, space.graph, max(space.mesh)),
+            work=work,
+            log=log,
+        )
         self.cheapest: tuple[Solved, SolveAt] | None = None
         """What was found without a limit, and what solves at a price of memory, from another solution."""
         self.proved = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 
 from autopar.cost.redistribute import Redistributor
 from autopar.passes.blocks.block import Blocks
@@ -29,8 +30,8 @@ class Searches:
     def __init__(self, space: Space, steps: Steps) -> None:
         self.space, self.steps = space, steps
         self.presets: dict[str, Allowed] = {}
-        """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
-        self.blocks: list[Blocks] = []
+        """What each preset that was asked for leaves."""
+        self.blocks: Callable[[], Blocks] = cache(partial(blocks, space.graph, max(space.mesh)))
 
     def search(
         self,
@@ -53,14 +54,13 @@ class Searches:
             pins=given if pinned is None else pinned(space, given),
             peaks=self.steps.told(memory_limit_bytes),
             work=share * SEARCH_BUDGET.work,
+            found=self.blocks,
         )
 
     def preset(self, name: str) -> Allowed:
         """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
         if name not in self.presets:
-            if not self.blocks:
-                self.blocks.append(blocks(self.space.graph, max(self.space.mesh)))
-            self.presets[name] = preset(self.space, self.blocks[0], name)
+            self.presets[name] = preset(self.space, self.blocks(), name)
         return self.presets[name]
 
     def hiding(self, part: float) -> Space:
