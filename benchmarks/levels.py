@@ -22,14 +22,10 @@ from typing import Any
 
 import marked
 import torch
+from grouping.grouped import Grouped
+from grouping.level import at_level, operator_level
 from torch import nn
 
-from autopar.passes.blocks.partition import blocks
-from autopar.passes.grouping.group import block_groups, group
-from autopar.passes.grouping.grouped import Grouped
-from autopar.passes.space.problem import ProblemBuilder
-from autopar.passes.widen import widened
-from autopar.planning.options import axis_choices, joint, unique_sites
 from autopar.planning.planner import Planner
 from autopar.planning.solving import priced
 from autopar.solve import TooWide, solve
@@ -143,28 +139,6 @@ def tiny() -> Mapping[str, Callable[[], Planner]]:
     }
 
 
-def operator_level(made: Planner, bytes_limit: float | None) -> Problem:
-    """The whole space of a mesh."""
-    space = made.space
-    axes = range(len(space.mesh))
-    allowed = {
-        name: joint(site, [axis_choices(space, site, axis) for axis in axes], bytes_limit)
-        for name, site in unique_sites(space).items()
-    }
-    return ProblemBuilder(space).build(allowed)[0]
-
-
-def at_level(made: Planner, problem: Problem, level: str, limited: bool) -> Grouped | None:
-    """The problem in groups; at operator level there are none."""
-    if level == "operator":
-        return None
-    if level == "block":
-        return widened(problem, limited=limited)
-    found = blocks(made.space.graph, max(made.space.mesh), merge=False)
-    groups = [block_groups(made.space, region, found) for region in made.space.regions()]
-    return group(problem, groups[0], groups[1:], limited=limited)
-
-
 def largest_table(problem: Problem) -> int | None:
     """Entries of the largest table of the dynamic program, None where it is too wide."""
     try:
@@ -188,11 +162,11 @@ def variables(problem: Problem) -> int:
 
 def measure(model: str, made: Planner, cluster: str, levels: Sequence[str], with_limits: bool) -> list[Row]:
     """One row a level, without a limit and with one."""
-    original = operator_level(made, None)
+    original = operator_level(made.space)
     fastest = optimum(original, 0.0).score
     rows = _levels(made, levels, original, None, [0.0], fastest)
     if with_limits:
-        original = operator_level(made, 1.0)
+        original = operator_level(made.space, 1.0)
         unit = fastest.seconds / fastest.bytes
         smallest = evaluate(original, optimum(original, SMALLEST * unit).choice)
         limit = (fastest.bytes + smallest.bytes) / 2
@@ -211,7 +185,7 @@ def _levels(
     rows: list[Row] = []
     for level in levels:
         started = time.perf_counter()
-        grouped = at_level(made, original, level, limit is not None)
+        grouped = at_level(made.space, original, level, limited=limit is not None)
         group_seconds = time.perf_counter() - started
         problem = original if grouped is None else grouped.problem
 

@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]
+sys.path.append(str(ROOT / "benchmarks"))
 
 import paper_figures as figures  # noqa: E402
 import paper_gemms as gemms  # noqa: E402
@@ -27,6 +28,7 @@ import paper_layers as layers  # noqa: E402
 import papers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from grouping.level import best  # noqa: E402
 from torch import nn  # noqa: E402
 
 from autopar.cost.redistribute import Redistributor  # noqa: E402
@@ -34,11 +36,10 @@ from autopar.cost.roofline import COPIES  # noqa: E402
 from autopar.cost.streams import timeline  # noqa: E402
 from autopar.cost.timeline import COMPUTE  # noqa: E402
 from autopar.passes.space.space import Space  # noqa: E402
-from autopar.planning.choice import HIDDEN  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
 from autopar.planning.request import Request  # noqa: E402
-from autopar.planning.search import Search  # noqa: E402
+from autopar.solve.effort import EFFORT  # noqa: E402
 
 CHIPS = (16, 32, 64, 128, 256)
 HEADS = {"GPT-3": 96, "Megatron-NLG": 128}
@@ -352,7 +353,7 @@ FRAMEWORKS = ("PyTorch", "DS-M", "Alpa", "CFP")
 def with_buckets_hidden(space: Space) -> Redistributor:
     """Prices with most of what travels in buckets left out, as for the second plan of `Planner.plan`."""
     given = space.redistributor
-    return Redistributor(space.mesh, given.links, given.device, HIDDEN)
+    return Redistributor(space.mesh, given.links, given.device, EFFORT.hidden_part)
 
 
 def frameworks(planner: Planner) -> dict[str, float]:
@@ -363,9 +364,8 @@ def frameworks(planner: Planner) -> dict[str, float]:
     space = planner.space
     steps = []
     for priced in (space, replace(space, redistributor=with_buckets_hidden(space))):
-        search = Search(priced, "dp", None, lambda _: None, level="cfp")
         planner.steps.forget()
-        steps.append(planner.describe(search.run(bounded=False), Request(cost="serial")).seconds)
+        steps.append(planner.describe(best(priced, "cfp"), Request(cost="serial")).seconds)
     found["CFP"] = min(steps)
     found["free"] = planner.plan().seconds
     return found

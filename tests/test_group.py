@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+import sys
+from dataclasses import fields, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,16 +18,18 @@ from test_solve import random_problem, variable
 
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.codegen.program import codegen
-from autopar.passes.grouping.group import block_groups, group
-from autopar.passes.grouping.grouped import Grouped
-from autopar.passes.space.problem import ProblemBuilder
-from autopar.passes.space.space import Space
-from autopar.passes.widen import widened
-from autopar.planning.options import axis_choices, joint, unique_sites
-from autopar.planning.search import Search
-from autopar.planning.solving import Level, priced
+from autopar.planning.solving import priced
 from autopar.solve import SOLVERS, solve
+from autopar.solve.presolve import Presolved, presolved
 from autopar.solve.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from grouping.free import FreeTensor
+from grouping.group import block_groups, group
+from grouping.grouped import Grouped
+from grouping.level import Level, best, operator_level
+from grouping.widen import widened
 
 WHOLE, SPLIT = 0, 1
 WANTS_WHOLE, WANTS_SPLIT = 1, 2
@@ -34,7 +39,7 @@ SLICES = {WHOLE: WANTS_WHOLE | WANTS_SPLIT, SPLIT: WANTS_SPLIT}
 
 def gathered(name: str, producer: int, *consumers: int) -> Tensor:
     """A tensor between variables whose options are: work on the whole, work on a split."""
-    return Tensor(
+    return FreeTensor(
         name=name,
         producer=producer,
         produced=(WHOLE, SPLIT),
@@ -47,6 +52,11 @@ def gathered(name: str, producer: int, *consumers: int) -> Tensor:
         },
         free=SLICES,
     )
+
+
+def known(tensor: Tensor) -> dict[str, Any]:
+    """A tensor but for what is had of it for free."""
+    return {field.name: getattr(tensor, field.name) for field in fields(Tensor)}
 
 
 def chain(*seconds: tuple[float, float]) -> Problem:
@@ -87,13 +97,15 @@ def test_what_a_group_forbids_is_a_gather_inside_and_costs_what_the_gather_would
     problem = chain((40, 1), (1, 100))
     assert optimum(problem) == pytest.approx(1 + 10 + 1)
     assert optimum(group(problem, [[0, 1]]).problem) == pytest.approx(40 + 1)
-    untold = replace(problem, tensors=tuple(replace(t, free=None) for t in problem.tensors))
+    untold = replace(problem, tensors=tuple(Tensor(**known(t)) for t in problem.tensors))
     assert optimum(group(untold, [[0, 1]]).problem) == pytest.approx(1 + 10 + 1)
 
 
 def test_where_no_joint_option_is_free_a_group_is_divided() -> None:
     problem = chain((4, 1), (4, 1))
-    only = replace(problem.tensors[0], wanted=((WANTS_WHOLE, WANTS_WHOLE),), free={WHOLE: 0, SPLIT: 0})
+    only = FreeTensor(
+        **{**known(problem.tensors[0]), "wanted": ((WANTS_WHOLE, WANTS_WHOLE),)}, free={WHOLE: 0, SPLIT: 0}
+    )
     grouped = group(replace(problem, tensors=(only,)), [[0, 1]])
     assert grouped.divided == ("v0",)
     assert [g.members for g in grouped.groups] == [(0,), (1,)]
@@ -128,7 +140,8 @@ def test_an_option_that_costs_no_more_but_for_bytes_is_left_out_only_without_a_l
 
 def test_a_grouped_problem_prints_and_survives_a_file() -> None:
     grouped = group(chain((4, 1), (4, 1), (1, 9)), [[0, 1]]).problem
-    assert Problem.from_json(grouped.to_json()) == grouped
+    told = Problem.from_json(grouped.to_json())
+    assert (told.variables, told.dumps()) == (grouped.variables, grouped.dumps())
     assert "v0 .. v1" in str(grouped)
     assert "2 x option 1" in str(grouped)
 
@@ -169,14 +182,20 @@ def in_groups(rng: random.Random, problem: Problem, limited: bool) -> Grouped:
     return group(problem, *random_grouping(rng, problem), limited=limited, options_most=most)
 
 
+def without_dominated(rng: random.Random, problem: Problem, limited: bool) -> Presolved:
+    made = presolved(problem, limited=limited)
+    assert made.problem.option_count <= problem.option_count
+    return made
+
+
 def in_blocks(rng: random.Random, problem: Problem, limited: bool) -> Grouped:
     made = widened(problem, limited=limited)
     assert made.problem.option_count <= problem.option_count
     return made
 
 
-GROUPINGS = {"groups": in_groups, "blocks": in_blocks}
-"""Where everything is free groups lose nothing; blocks never do."""
+GROUPINGS = {"groups": in_groups, "blocks": in_blocks, "presolve": without_dominated}
+"""Where everything is free groups lose nothing; blocks and presolve never do."""
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
@@ -214,12 +233,14 @@ def test_a_group_has_the_best_of_all_assignments_without_communication_inside(se
     problem = random_problem(rng, depth=0)
     # a variable that reads what it makes is a group of one
     tensors = [
-        replace(
-            tensor,
-            wanted=tuple(
-                (0,) * len(masks) if consumer == tensor.producer else masks
-                for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True)
-            ),
+        FreeTensor(
+            **{
+                **known(tensor),
+                "wanted": tuple(
+                    (0,) * len(masks) if consumer == tensor.producer else masks
+                    for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True)
+                ),
+            },
             free={made: rng.choice((0, 1, 3, 7)) for made in range(3)},
         )
         for tensor in problem.tensors
@@ -252,7 +273,7 @@ def is_free(tensor: Tensor, options: tuple[int, ...], groups: list[list[int]]) -
     wanted = 0
     for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True):
         wanted |= masks[options[consumer]] if consumer in inside else 0
-    assert tensor.free is not None
+    assert isinstance(tensor, FreeTensor)
     return wanted & ~tensor.free[tensor.produced[options[tensor.producer]]] == 0
 
 
@@ -270,14 +291,6 @@ PRICES = (0.0, 0.2, 20.0)
 planner = planners(case)
 
 
-def operator_problem(space: Space, bytes_limit: float | None) -> Problem:
-    allowed = {
-        name: joint(site, [axis_choices(space, site, axis) for axis in range(len(space.mesh))], bytes_limit)
-        for name, site in unique_sites(space).items()
-    }
-    return ProblemBuilder(space).build(allowed)[0]
-
-
 def variables(problem: Problem) -> int:
     return len(problem.variables) + sum(variables(repeat.body) for repeat in problem.repeats)
 
@@ -285,9 +298,9 @@ def variables(problem: Problem) -> int:
 @pytest.mark.parametrize(("name", "mesh", "cluster"), ON)
 def test_blocks_lose_nothing_and_are_fewer(name: str, mesh: dict[str, int], cluster: str) -> None:
     space = planner(name, mesh).on(mesh, cluster).space
-    fastest = solve(operator_problem(space, None), "dp").score
+    fastest = solve(operator_level(space, None), "dp").score
     for limited in (False, True):
-        problem = operator_problem(space, 1.0 if limited else None)
+        problem = operator_level(space, 1.0 if limited else None)
         made = widened(problem, limited=limited).problem
         assert variables(made) < (0.95 if limited or len(mesh) > 1 else 0.75) * variables(problem)
         assert made.option_count < (0.95 if limited else 0.8) * problem.option_count
@@ -306,8 +319,8 @@ def test_a_block_has_communication_inside_where_that_pays() -> None:
 @pytest.mark.parametrize("level", ["block", "cfp"])
 def test_a_plan_of_a_level_runs(level: Level) -> None:
     made = planner("llama", {"tp": 4})
-    best, found = (Search(made.space, "dp", None, lambda _: None, which).run() for which in ("operator", level))
-    lost = found.score.objective / best.score.objective - 1
+    free, found = best(made.space, "operator"), best(made.space, level)
+    lost = found.score.objective / free.score.objective - 1
     assert abs(lost) < 1e-9 if level == "block" else -1e-9 < lost < 0.05
     assert_same(simulated(codegen(made.space, found.assignment), made.captured, case("llama")), eager(case("llama")))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import cycle
 
+from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.choices import SiteChoice
 from autopar.solve import SOLVERS
 from autopar.solve.effort import Effort, Purse
@@ -19,6 +20,7 @@ from autopar.solve.effort import Effort, Purse
 from .beside import together
 from .options import Axes, Options, taken
 from .solving import Solved, Solves
+from .starts import by_blocks
 
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
@@ -34,10 +36,12 @@ class Descent:
         solves: Solves,
         solver: str,
         *,
+        blocks: Callable[[], Blocks],
         effort: Effort,
         log: Callable[[str], None],
     ) -> None:
         self.options, self.solve, self.space, self.log = options, solves, options.space, log
+        self.blocks = blocks
         self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
         self.effort = effort
 
@@ -62,9 +66,27 @@ class Descent:
             found.append([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])])
         return [self._slowest_first(groups) for groups in found]
 
+    def starts(self) -> dict[str, Callable[[], Solved]]:
+        """Descents by where they begin. Slow axes are freed first where all is whole, and last where blocks have split
+        the fastest: then what is free first already knows what the others do."""
+        axes, coarser = self.axes(), self._coarser()
+
+        def one() -> Purse:
+            return self.purse(self.effort.descents / (2 + len(coarser)))
+
+        descents: dict[str, Callable[[], Solved]] = {
+            "whole": lambda: self.descend(self.options.whole(), axes, purse=one()),
+            "blocks": lambda: self.descend(
+                by_blocks(self.options, self.blocks(), axes[-1][0]), axes[::-1], purse=one()
+            ),
+        }
+        for groups in coarser:
+            name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
+            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, one())
+        return descents
+
     def from_all_starts(self, *, side_by_side: bool) -> Solved:
         space, axes = self.space, self.axes()
-        whole = self.options.whole()
         found: list[Solved] = []
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.options.sites}
 
@@ -73,19 +95,7 @@ class Descent:
             for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
 
-        coarser = self._coarser()
-
-        def one() -> Purse:
-            return self.purse(self.effort.descents / (3 + len(coarser)))
-
-        descents: dict[str, Callable[[], Solved]] = {
-            "whole, slowest axis first": lambda: self.descend(whole, axes, purse=one()),
-            "whole, fastest axis first": lambda: self.descend(whole, axes[::-1], purse=one()),
-            "batch on every axis": lambda: self.descend(self.options.batch(), axes, purse=one()),
-        }
-        for groups in coarser:
-            name = " ".join("*".join(space.axes[axis] for axis in group) for group in groups)
-            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, one())
+        descents = self.starts()
         for name, solved in zip(descents, together([*descents.values()], worthwhile=side_by_side), strict=True):
             note(solved)
             score = solved.score

@@ -116,8 +116,8 @@ class Options:
         """Every site replicated, as far as constraints let it."""
         return {name: [self._pinned(site, self.space.whole(site))] for name, site in self.sites.items()}
 
-    def batch(self) -> dict[str, list[SiteChoice]]:
-        """Every site splits by the batch on as many axes as it can, the first ones first."""
+    def batch(self, *, without: int) -> dict[str, list[SiteChoice]]:
+        """Every site splits by the batch on as many axes as it can but one, the first ones first."""
         space = self.space
         inputs = [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]
         starts = [(site.name, Split(0, site.meta.shape[0])) for site in inputs if site.meta]
@@ -126,7 +126,7 @@ class Options:
         for name, site in self.sites.items():
             choice = space.whole(site)
             for axis, ranks in enumerate(space.mesh):
-                if ranks > 1 and site.kind in ("op", "border"):
+                if ranks > 1 and axis != without and site.kind in ("op", "border"):
                     splits = by_batch[ranks].splits.get(name, {})
                     along = by_batch[ranks].choices(site) or tuple(AxisChoice("S", s.dim, s.period) for s in splits)
                     for option in along:

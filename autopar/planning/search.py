@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
+from autopar.passes.blocks.block import Blocks
+from autopar.passes.blocks.partition import blocks
 from autopar.passes.space.problem import Allowed, Assignment
 from autopar.passes.space.space import Space
 from autopar.solve.effort import EFFORT, Effort
@@ -25,7 +28,7 @@ from .constraints import Pins
 from .descent import Descent
 from .limit import Limit, Peaks, SolveAt
 from .options import Options, joint, taken
-from .solving import Level, Solved, Solves
+from .solving import Solved, Solves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +52,24 @@ class Search:
         solver: str,
         bytes_limit: float | None,
         log: Callable[[str], None],
-        level: Level = "operator",
         pins: Pins | None = None,
         peaks: tuple[Peaks, Peaks] | None = None,
         effort: Effort = EFFORT,
+        found: Callable[[], Blocks] | None = None,
     ) -> None:
+        """`found` gives the graph's blocks, where they are there already."""
         self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
         self.options = Options(space, pins or {}, bytes_limit)
         self.sites = self.options.sites
-        self.solve = Solves(space, level, log, effort)
-        self.descent = Descent(self.options, self.solve, solver, effort=effort, log=log)
+        self.solve = Solves(space, log, effort)
+        self.descent = Descent(
+            self.options,
+            self.solve,
+            solver,
+            blocks=found or partial(blocks, space.graph, max(space.mesh)),
+            effort=effort,
+            log=log,
+        )
         self.cheapest: tuple[Solved, SolveAt] | None = None
         """What was found without a limit, and what solves at a price of memory, from another solution."""
         self.proved = False

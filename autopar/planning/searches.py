@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 
 from autopar.cost.redistribute import Redistributor
 from autopar.passes import BLOCKS
@@ -30,8 +31,8 @@ class Searches:
     def __init__(self, space: Space, steps: Steps, effort: Effort) -> None:
         self.space, self.steps, self.effort = space, steps, effort
         self.presets: dict[Preset, Allowed] = {}
-        """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
-        self.blocks: list[Blocks] = []
+        """What each preset that was asked for leaves."""
+        self.blocks: Callable[[], Blocks] = cache(partial(steps.flow.run, BLOCKS, space.graph, max(space.mesh)))
 
     def search(
         self,
@@ -52,15 +53,14 @@ class Searches:
             pins=given if pinned is None else pinned(space, given),
             peaks=self.steps.peaks_of(request.memory_limit_bytes),
             effort=self.effort.share(share),
+            found=self.blocks,
         )
 
     def preset(self, name: str) -> Allowed:
         """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
         preset = PRESETS.named(name)
         if preset not in self.presets:
-            if not self.blocks:
-                self.blocks.append(self.steps.flow.run(BLOCKS, self.space.graph, max(self.space.mesh)))
-            self.presets[preset] = allowed_by(preset, self.space, self.blocks[0])
+            self.presets[preset] = allowed_by(preset, self.space, self.blocks())
         return self.presets[preset]
 
     def hiding(self, part: float) -> Space:

@@ -6,21 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
-from autopar.passes.blocks.partition import blocks
-from autopar.passes.grouping.group import Groups, block_groups, group
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
-from autopar.passes.widen import widened
 from autopar.solve import TooWide, solve
 from autopar.solve.effort import Effort, Meter, Purse
+from autopar.solve.presolve import presolved
 from autopar.solve.problem import Problem, Score, Solution, evaluate, in_runs
-
-Level = Literal["operator", "block", "cfp"]
-"""What a variable of a problem is: an operator, a block that loses nothing (`passes.widen`), or a ParallelBlock as
-the paper has it (`passes.group.block_groups`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +40,12 @@ that a solve depends on."""
 
 class Solves:
     """Solves over one space. Every problem is built anew, from tables that the builder shares; what was solved before
-    (descents from several starts meet) is not solved again. At `level` "cfp" the space is narrower, and a lower bound
-    is that of what is left."""
+    (descents from several starts meet) is not solved again."""
 
-    def __init__(self, space: Space, level: Level, log: Callable[[str], None], effort: Effort) -> None:
-        self.space, self.level, self.log, self.effort = space, level, log, effort
+    def __init__(self, space: Space, log: Callable[[str], None], effort: Effort) -> None:
+        self.space, self.log, self.effort = space, log, effort
         self.builder = ProblemBuilder(space)
         self.solved: dict[Question, Solved] = {}
-        self.groups: list[Groups] = []
-        if level == "cfp":
-            found = blocks(space.graph, max(space.mesh), merge=False)
-            self.groups = [block_groups(space, region, found) for region in space.regions()]
 
     def __call__(
         self,
@@ -100,20 +88,8 @@ class Solves:
     ) -> Solved:
         problem, decoder = self.builder.build(allowed)
         weighed = priced(problem, price) if price else problem
-        if self.level == "operator":
-            solution = self._solution(weighed, solver, bytes_limit, bounded, meter)
-            choice = solution.choice
-        else:
-            limited = bytes_limit is not None
-            if self.level == "block":
-                grouped = widened(weighed, limited=limited)
-            else:
-                grouped = group(weighed, self.groups[0], self.groups[1:], limited=limited)
-            if grouped.divided:
-                self.log(f"divided, for fewer options: {', '.join(grouped.divided)}")
-            solution = self._solution(grouped.problem, solver, bytes_limit, bounded, meter)
-            choice = grouped.expand(solution.choice)
-        choice = in_runs(problem, choice)
+        solution = self._solution(weighed, solver, bytes_limit, bounded, meter)
+        choice = in_runs(problem, solution.choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
 
     def _solution(
@@ -123,19 +99,19 @@ class Solves:
             return solve(problem, solver, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
         except TooWide as error:
             self.log(f"{error}; without dominated options:")
-        presolved = group(problem, (), [()] * len(problem.repeats), limited=bytes_limit is not None)
-        few = presolved.problem.option_count <= meter.effort.beam_options
+        fewer = presolved(problem, limited=bytes_limit is not None)
+        few = fewer.problem.option_count <= meter.effort.beam_options
         last = "beam" if few else "greedy"
         ways = dict.fromkeys((solver, last) if meter.is_cut else (solver, "ilp", last))
         for way, after in pairwise((*ways, "")):
             try:
-                solution = solve(presolved.problem, way, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
+                solution = solve(fewer.problem, way, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
                 break
             except TooWide as error:
                 if not after:
                     raise
                 self.log(f"{error}; by {after}:")
-        return replace(solution, choice=presolved.expand(solution.choice))
+        return replace(solution, choice=fewer.expand(solution.choice))
 
 
 def priced(problem: Problem, price: float) -> Problem:

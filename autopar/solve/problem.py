@@ -50,8 +50,6 @@ class Tensor:
     wanted: tuple[tuple[int, ...], ...]
     costs: dict[tuple[int, int], tuple[float, float]]
     """(produced layout, wanted set) -> (seconds, bytes)"""
-    free: dict[int, int] | None = None
-    """Produced layout -> the layouts (a bitmask) that are had of it without a collective. None: not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +107,6 @@ class Problem:
                     "consumers": list(t.consumers),
                     "wanted": [list(w) for w in t.wanted],
                     "costs": [[p, w, s, b] for (p, w), (s, b) in t.costs.items()],
-                    "free": None if t.free is None else [list(item) for item in t.free.items()],
                 }
                 for t in self.tensors
             ],
@@ -147,7 +144,6 @@ class Problem:
                     consumers=tuple(t["consumers"]),
                     wanted=tuple(tuple(w) for w in t["wanted"]),
                     costs={(p, w): (s, b) for p, w, s, b in t["costs"]},
-                    free=None if t["free"] is None else {p: w for p, w in t["free"]},
                 )
                 for t in data["tensors"]
             ),

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import REPLICATE, Layout, local_shape
+from autopar.ir.layout import Layout, local_shape
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
@@ -58,7 +58,6 @@ class _Table:
     produced: tuple[int, ...]
     wanted: tuple[tuple[int, ...], ...]
     costs: dict[tuple[int, int], tuple[float, float]]
-    free: dict[int, int]
 
 
 class ProblemBuilder:
@@ -197,7 +196,6 @@ class ProblemBuilder:
             consumers=tuple(positions),
             wanted=table.wanted,
             costs=table.costs,
-            free=table.free,
         )
 
     def _table(
@@ -227,18 +225,7 @@ class ProblemBuilder:
                 cost = self.cost(meta, layout, policy, chosen, kept=kept, is_parameter=is_parameter, bucketed=bucketed)
                 if cost is not None:
                     costs[code, union] = cost
-        free = {
-            code: sum(1 << bit for bit, (there, _) in enumerate(by_bit) if self._is_free(meta, layout, there))
-            for (layout, _), code in made.items()
-        }
-        return _Table(produced=codes, wanted=masks, costs=costs, free=free)
-
-    def _is_free(self, meta: TensorMeta, produced: Layout, wanted: Layout) -> bool:
-        """Whether a layout is had by local slices alone."""
-        if any(here != there and here != REPLICATE for here, there in zip(produced, wanted, strict=True)):
-            return False
-        route = self.space.redistributor.route(meta.shape, meta.dtype, produced, wanted)
-        return route is not None and all(step.kind == "slice" for step in route.steps)
+        return _Table(produced=codes, wanted=masks, costs=costs)
 
     def cost(
         self,

@@ -17,6 +17,7 @@ from autopar.solve.arrays import Bools, Floats
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem, Tensor, Variable
 from autopar.solve.rows import Row, tensor_rows, undominated
 
+from .free import free_of
 from .grouped import Group, union
 
 OPTIONS_MOST = 64
@@ -181,14 +182,15 @@ class JointOptions:
                 if cost is not None:
                     seconds[a, c], size[a, c] = cost
         more = _largest_difference(seconds), _largest_difference(size)
-        if tensor.free is not None and coming & row.keys():
+        free = free_of(tensor)
+        if free is not None and coming & row.keys():
             # what the members to come may want of it must be as free of a as of b
             maker_comes = tensor.producer in coming
             for a, (made, wanted) in enumerate(kinds):
                 for b, (other, also) in enumerate(kinds):
-                    if (
-                        made is not None and other is not None and tensor.free.get(other, 0) & ~tensor.free.get(made, 0)
-                    ) or (maker_comes and wanted & ~also):
+                    if (made is not None and other is not None and free.get(other, 0) & ~free.get(made, 0)) or (
+                        maker_comes and wanted & ~also
+                    ):
                         more[0][a, b] = np.inf
         return *more, np.isinf(seconds).all(axis=1)
 
@@ -246,4 +248,5 @@ def _largest_difference(costs: Floats) -> Floats:
 def _is_free(tensor: Tensor, state: Row) -> bool:
     """Whether what a group wants of a tensor that it makes comes without communication."""
     made, wanted = state
-    return made is None or tensor.free is None or wanted & ~tensor.free.get(made, 0) == 0
+    free = free_of(tensor)
+    return made is None or free is None or wanted & ~free.get(made, 0) == 0

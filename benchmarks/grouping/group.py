@@ -34,7 +34,7 @@ def group(
 
     `bodies[r]` are the groups of the body of repeat r; without them its variables stay apart. Options
     that another one can always replace are left out: one that costs no more, or, if a solver will be
-    given a limit of bytes (`limited`), neither more seconds nor more bytes. Where `Tensor.free` is None
+    given a limit of bytes (`limited`), neither more seconds nor more bytes. Where no tensor is a `FreeTensor`
     every layout is allowed inside a group, and nothing is lost. A group is walked in the order of its
     variables, and divided before the member that would give it more than `options_most` options or
     leave it without one.
@@ -47,7 +47,7 @@ def group(
 
 def block_groups(space: Space, region: Region, blocks: Blocks) -> list[list[int]]:
     """Groups for the problem of a region, as numbers in `region.sites`: a graph's ParallelBlocks as they are, each
-    with its backward operators; the rest stays single. This is the paper's form, and it loses (see `passes.widen`).
+    with its backward operators; the rest stays single. This is the paper's form, and it loses (see `widen`).
     """
     homes: dict[str, list[int]] = {}
     for number, site in enumerate(region.sites.values()):

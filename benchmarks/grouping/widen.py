@@ -19,7 +19,7 @@ from autopar.solve.arrays import Bools, Floats, Ints
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem
 from autopar.solve.rows import Row, tensor_rows
 
-from .grouping.grouped import Group, Grouped, assembled
+from .grouped import Group, Grouped, assembled
 
 JOINT_MOST = 4096
 """Joint options of two variables that are looked at; two with more stay apart."""
