@@ -22,8 +22,8 @@ from torch.profiler import record_function
 from autopar.compat import is_profiling
 from autopar.cost.liveness import lifetimes
 from autopar.ir import randomness, variates
-from autopar.ir.graph import Ref, overload
-from autopar.ir.program import Instruction, Program, RankIndex, names_no_device
+from autopar.ir.graph import Node, Ref, overload
+from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import bounds, experts
 from autopar.ops.contract import needed_by
 from autopar.ops.rule import parameters
@@ -125,7 +125,7 @@ class Writer:
     ) -> None:
         self.program, self.coordinate, self.groups, self.device = program, coordinate, groups, device
         self.bound: dict[str, Any] = {}
-        self.lines: dict[int, Instruction] = {}
+        self.lines: dict[int, Node] = {}
         """Number of a line of the source -> the instruction on it."""
 
     def executable(self) -> Executable:
@@ -174,7 +174,7 @@ class Writer:
         self,
         name: str,
         arguments: list[str],
-        instructions: tuple[Instruction, ...],
+        instructions: tuple[Node, ...],
         results: Iterable[str | None],
         first: int,
         marked: bool,
@@ -198,13 +198,13 @@ class Writer:
                 lines.append(f"    del {', '.join(dead)}")
         return lines
 
-    def call(self, instruction: Instruction, in_place: bool) -> str:
+    def call(self, instruction: Node, in_place: bool) -> str:
         outputs = ", ".join(self.local(name) if name else "_" for name in instruction.outputs)
         if len(instruction.outputs) == 1 and _returns_tuple(instruction.op):
             outputs = f"[{outputs}]"
         return f"{outputs} = {self.expression(instruction, in_place)}"
 
-    def expression(self, instruction: Instruction, in_place: bool) -> str:
+    def expression(self, instruction: Node, in_place: bool) -> str:
         op = instruction.op
         if op == "collective.wait":
             return f"{self.bind('wait', wait)}({self.value(instruction.args[0])})"
@@ -222,7 +222,7 @@ class Writer:
         function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or overload(op))
         return f"{function}({', '.join(values)})"
 
-    def collective(self, kind: str, instruction: Instruction, in_place: bool) -> str:
+    def collective(self, kind: str, instruction: Node, in_place: bool) -> str:
         x, axis = self.given(contiguous, instruction.args[0]), instruction.args[-1]
         assert self.groups[axis] is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
         group = self.bind(f"{self.program.axes[axis]}_group", self.groups[axis])

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.ir.program import Instruction, Program, source_line
+from autopar.ir.graph import Node
+from autopar.ir.program import Program, source_line
 
 Groups = Sequence[dist.ProcessGroup | None]
 
@@ -61,7 +62,7 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def located(
-    function: Callable[[list[torch.Tensor]], Any], program: Program, groups: Groups, lines: Mapping[int, Instruction]
+    function: Callable[[list[torch.Tensor]], Any], program: Program, groups: Groups, lines: Mapping[int, Node]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """A function of the program's source, whose exceptions say where they come from. `lines` holds the instruction
     on each line of the file that the source was compiled as. Costs nothing until something is raised."""
@@ -99,7 +100,7 @@ def _line(error: Exception, file: str) -> int:
     return 0
 
 
-def _place(instruction: Instruction, program: Program) -> str:
-    of = f" for {instruction.node}" if instruction.node else ""
+def _place(instruction: Node, program: Program) -> str:
+    of = f" for {instruction.serves}" if instruction.serves else ""
     module = f" of module {instruction.module!r}" if instruction.module else ""
     return f"in `{source_line(instruction, program.axes)}`{of}{module}"

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.graph import JointGraph, Node
-from autopar.ir.program import Instruction
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
@@ -117,7 +116,7 @@ class Whole:
 
     def _run(self, values: dict[str, Any], nodes: Iterator[Node]) -> None:
         for node in nodes:
-            run(Instruction(op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs), (), {(): values})
+            run(node, (), {(): values})
 
     def _made(self, role: str, values: Mapping[str, torch.Tensor]) -> Values:
         return {o.target: values[o.name] for o in self.graph.outputs if o.role == role and o.name is not None}

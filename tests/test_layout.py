@@ -256,7 +256,7 @@ def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, m
         axes=tuple("abc"[: len(mesh)]),
         mesh=mesh,
         inputs=(ProgramInput(name="x", role="input", target="x", meta=meta, layout=source),),
-        forward=tuple(emitter.instructions[0]),
+        forward=tuple(emitter.halves[0].written),
         backward=(),
         saved=(),
         outputs=(ProgramOutput(name=local, role="output", target="x", meta=meta, layout=target),),

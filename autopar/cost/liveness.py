@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import TensorMeta, map_references
+from autopar.ir.graph import Node, TensorMeta, map_references
 from autopar.ir.layout import local_shape
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Program
+from autopar.ir.rewrite import last_reads
 from autopar.ops import contract
 from autopar.ops.emit import on_meta
 
@@ -50,16 +51,16 @@ class Line:
     """An instruction; whether it, if it is an all-reduce, works in its operand; and the values that are dropped right
     after it: operands read for the last time, and results that nothing reads."""
 
-    instruction: Instruction
+    instruction: Node
     in_place: bool
     dead: tuple[str, ...]
 
 
 def lifetimes(
-    arguments: Sequence[str], instructions: Sequence[Instruction], results: Iterable[str | None]
+    arguments: Sequence[str], instructions: Sequence[Node], results: Iterable[str | None]
 ) -> tuple[tuple[str, ...], list[Line]]:
     """(arguments that nothing reads, lines) of a function that returns `results`."""
-    last = {used: i for i, instruction in enumerate(instructions) for used in instruction.inputs}
+    last = last_reads(instructions)
     kept = {result for result in results if result is not None}
     unused = tuple(dict.fromkeys(a for a in arguments if a not in last and a not in kept))
     own: set[str] = set()  # values whose memory nothing else reads any more
@@ -154,7 +155,7 @@ class Known:
             found = self.contiguous[meta] = Placed(meta.shape, stride, 0, meta.dtype)
         return found
 
-    def results(self, instruction: Instruction, operands: tuple[Placed, ...]) -> Results:
+    def results(self, instruction: Node, operands: tuple[Placed, ...]) -> Results:
         key = (instruction.form, operands)
         if (found := self.operators.get(key)) is None:
             made, operands_bytes = _run(instruction, operands)
@@ -172,11 +173,11 @@ class Memory:
     storages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     placed: dict[str, Placed] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
-    """Instruction, by its id -> bytes of its results that have no name, and of copies of its operands."""
+    """Node, by its id -> bytes of its results that have no name, and of copies of its operands."""
     known: Known = field(default_factory=Known)
 
     @staticmethod
-    def of(program: Program, instructions: Sequence[Instruction], known: Known | None = None) -> Memory:
+    def of(program: Program, instructions: Sequence[Node], known: Known | None = None) -> Memory:
         """Of the inputs and the values that these instructions make; no all-reduce works in place. `known` is what
         other programs showed."""
         memory = Memory(known=known or Known())
@@ -207,7 +208,7 @@ class Memory:
         else:
             self.local(instruction)
 
-    def local(self, instruction: Instruction) -> Results:
+    def local(self, instruction: Node) -> Results:
         """What a local op makes."""
         placed = self.placed
         results = self.known.results(instruction, tuple([placed[name] for name in instruction.inputs]))
@@ -242,7 +243,7 @@ class Memory:
         self.storages[name] = (result, *held)
 
 
-def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[tuple[Made | None, ...], int]:
+def _run(instruction: Node, operands: Sequence[Placed]) -> tuple[tuple[Made | None, ...], int]:
     """What the op makes of such operands, on the meta device, and bytes of the copies that its kernel needs of them."""
     given = [placed.empty() for placed in operands]
     feed = iter(given)

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import TensorMeta
+from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import local_shape
-from autopar.ir.program import Instruction, Program, source_line
+from autopar.ir.program import Program, source_line
 from autopar.ops.workspace import workspace_bytes
 
 from .liveness import Known, Line, Memory, lifetimes
@@ -49,7 +49,7 @@ class Moment:
     `phase`: forward, backward, or what else."""
 
     phase: str
-    instruction: Instruction | None
+    instruction: Node | None
     bytes: int
     lasting_bytes: int
 
@@ -84,7 +84,7 @@ class _Step:
     alive: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     most: int = -1
     found: dict[str, int] = field(default_factory=dict)
-    at: tuple[str, Instruction | None] = ("", None)
+    at: tuple[str, Node | None] = ("", None)
     moments: list[Moment] = field(default_factory=list)
 
     def peak(self) -> Peak:
@@ -193,7 +193,7 @@ class _Step:
             self._look(phase, inside, instruction)
             self._drop(line.dead)
 
-    def _look(self, phase: str, inside: int = 0, instruction: Instruction | None = None) -> None:
+    def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
         """Remember this moment if it is the peak. `inside` is what lives within an operator."""
         alive = sum(self.alive.values())
         total = alive + inside

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.cluster.machine import Device, operator_key
-from autopar.ir.graph import TensorMeta
-from autopar.ir.program import Instruction, Program
+from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.program import Program
 from autopar.ops import Call, rule_of
-from autopar.ops.emit import call_of
 from autopar.ops.registry import VIEWS
+from autopar.ops.rule import call_of
 
 from . import liveness
 
@@ -36,7 +36,7 @@ CostKey = tuple[liveness.Results, tuple[bool, ...]]
 """What an operator makes of its operands, and which of its results are wanted."""
 
 
-def key_of(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> str:
+def key_of(instruction: Node, metas: Mapping[str, TensorMeta]) -> str:
     """The `operator_key` of an instruction of a program."""
     made = [metas[name] for name in instruction.outputs if name]
     return operator_key(instruction.op, [metas[name] for name in instruction.inputs], made)
@@ -56,20 +56,20 @@ class LocalOperators:
         self.read.update(program.saved, (o.name for o in program.outputs if o.name is not None))
         self._known = costs
 
-    def pass_by(self, instruction: Instruction) -> None:
+    def pass_by(self, instruction: Node) -> None:
         """A collective makes memory of its own."""
         for name in instruction.outputs:
             self.memory.give(name, self.metas[name])
 
-    def starting(self, instruction: Instruction) -> float:
+    def starting(self, instruction: Node) -> float:
         """Seconds that the rank itself is busy with the start of a collective, where that was measured."""
         return self._measured(instruction) or 0.0
 
-    def _measured(self, instruction: Instruction) -> float | None:
+    def _measured(self, instruction: Node) -> float | None:
         operators = self.device.operators
         return None if operators is None else operators.seconds.get(key_of(instruction, self.metas))
 
-    def cost(self, instruction: Instruction) -> Cost:
+    def cost(self, instruction: Node) -> Cost:
         results, outputs = self.memory.local(instruction), instruction.outputs
         # an op may be told not to make what nobody reads
         wanted = outputs if len(outputs) == 1 else self.read.intersection(outputs) or outputs
@@ -80,7 +80,7 @@ class LocalOperators:
             found = self._known[key] = self._cost(instruction, results.copies, call)
         return found
 
-    def _cost(self, instruction: Instruction, copies: bool, call: Call) -> Cost:
+    def _cost(self, instruction: Node, copies: bool, call: Call) -> Cost:
         known, ratio = self._measured(instruction), self.device.ratio(instruction.op)
         seconds_per_op = self.device.seconds_per_op if known is None else known
         size = sum(self.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs) if name)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from autopar.cluster.collectives import loads, price
 from autopar.cluster.machine import Cluster
-from autopar.ir.program import Instruction, Program
+from autopar.ir.graph import Node
+from autopar.ir.program import Program
 
 from . import liveness
 from .roofline import Cost, CostKey, LocalOperators
@@ -66,7 +67,7 @@ def alone_seconds(program: Program, cluster: Cluster, known: Known | None = None
     }
 
 
-def _first(instruction: Instruction) -> str:
+def _first(instruction: Node) -> str:
     """The name of the first result that has one."""
     return next((name for name in instruction.outputs if name), "")
 
@@ -75,7 +76,7 @@ class _Issued(NamedTuple):
     """A task's instruction, or a wait for one (then `task` is what it waits for)."""
 
     task: int
-    instruction: Instruction
+    instruction: Node
     backward: bool
 
 
@@ -115,7 +116,7 @@ class _Streams:
         for instruction in self.program.backward:
             self._issue(instruction, backward=True)
 
-    def _issue(self, instruction: Instruction, *, backward: bool) -> None:
+    def _issue(self, instruction: Node, *, backward: bool) -> None:
         if instruction.op == "collective.wait":
             self.local.pass_by(instruction)
             awaited = self.started.get(instruction.inputs[0])
@@ -137,16 +138,16 @@ class _Streams:
                 self._add(instruction, self._operator(cost), cost.bytes, backward)
                 self.barrier = (len(self.tasks) - 1,)
 
-    def _add(self, instruction: Instruction, task: Task, size: int, backward: bool) -> None:
+    def _add(self, instruction: Node, task: Task, size: int, backward: bool) -> None:
         self.order.append(_Issued(len(self.tasks), instruction, backward))
         self.tasks.append(task)
         self.bytes.append(size)
 
-    def _sent(self, instruction: Instruction) -> int:
+    def _sent(self, instruction: Node) -> int:
         metas = self.program.metas
         return max(metas[name].bytes for name in (*instruction.inputs, *instruction.outputs))
 
-    def _collective(self, instruction: Instruction) -> Task:
+    def _collective(self, instruction: Node) -> Task:
         axis, kind = instruction.args[-1], instruction.collective
         assert kind is not None
         key = (kind, axis, self._sent(instruction))

@@ -48,14 +48,20 @@ class Ref:
         return self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """One ATen operator. `outputs` names its values, in order; "" stands for an output that nobody uses.
+WAIT = "collective.wait"
+"""Finishes a collective: the value is there after it."""
 
-    `op` is the qualified overload ("aten.mm.default"). `args` and `kwargs` hold constants, nested
-    tuples, and `Ref`s. `module` is the path of the module that made it ("model.layers.3.mlp", "" if
-    unknown), `backward` tells which half of the step it belongs to, and `sequence` is autograd's
-    sequence number, which a backward node shares with its forward node (-1 if unknown).
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One operator, of a graph (on whole tensors) or of a rank's program (on local ones, and then also a collective).
+
+    `op` is the qualified overload ("aten.mm.default"), or "collective.<kind>" (`program.COLLECTIVES`). `args` and
+    `kwargs` hold constants, nested tuples, and `Ref`s; in a program also `program.RankIndex`es. `outputs` names its
+    values, in order; "" stands for an output that nobody uses. `module` is the path of the module that made it
+    ("model.layers.3.mlp", "" if unknown). In a graph, `backward` tells which half of the step it belongs to, and
+    `sequence` is autograd's sequence number, which a backward node shares with its forward node (-1 if unknown). In a
+    program, `serves` names the node of the graph that it is for ("" for none).
     """
 
     op: str
@@ -65,19 +71,47 @@ class Node:
     module: str = ""
     backward: bool = False
     sequence: int = -1
+    serves: str = ""
 
-    @property
+    @cached_property
     def name(self) -> str:
-        return next(output for output in self.outputs if output)
+        """The first result that has a name."""
+        return next((output for output in self.outputs if output), "")
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors that it reads, in the order of its arguments, repeats included."""
         return (*references(self.args), *references(self.kwargs))
 
+    @cached_property
+    def collective(self) -> str | None:
+        """The kind of collective that it begins, if it is one."""
+        return self.op.removeprefix("collective.") if self.op.startswith("collective.") and self.op != WAIT else None
+
+    @cached_property
+    def form(self) -> str:
+        """The op and its arguments, without the names of the values that it reads: the same for nodes that do the same
+        to other values."""
+        return f"{self.op}{_nameless(self.args)}{_nameless(self.kwargs)}"
+
+    @property
+    def label(self) -> str:
+        """The op, and the value that it makes or, of a wait, waits for: what it is called in traces."""
+        values = self.inputs if self.op == WAIT else self.outputs
+        return " ".join([self.op, *[name for name in values if name][:1]])
+
     def __str__(self) -> str:
         arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs]
         return f"{', '.join(o or '_' for o in self.outputs)} = {self.op}({', '.join(arguments)})"
+
+
+def _nameless(value: Any) -> str:
+    """An argument without the names in it. Numbers keep their type: 1, 1.0 and True differ."""
+    if isinstance(value, Ref):
+        return "."
+    if isinstance(value, tuple):
+        return f"({','.join(map(_nameless, value))})"
+    return repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ Costs, codegen and the oracle run the same expansion, so that what is priced and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 
 from autopar.ir.graph import Node, Ref, TensorMeta, map_references, overload
 from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
-from autopar.ir.program import Instruction, RankIndex
+from autopar.ir.program import RankIndex
+from autopar.ir.rewrite import NodeWriter
 
 from . import expand, localize
 from .expansions import filled_beyond
@@ -26,30 +27,18 @@ from .rule import ROUTED, Call, OpRule, neutral, parameters
 class Emission:
     """Instructions with the local metas of all that they read and make; `results` are the op's outputs."""
 
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[Node, ...]
     metas: Mapping[str, TensorMeta]
     results: tuple[str | None, ...]
 
 
-def call_of(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> Call:
-    """An operator of a program, on local shapes. Its outputs are None where they have no name, and where its
-    `output_mask` leaves them out."""
-    node = Node(op=instruction.op, args=instruction.args, kwargs=instruction.kwargs, outputs=instruction.outputs)
-    made = tuple(metas[name] if name else None for name in instruction.outputs)
-    call = Call(node, tuple(metas[name] for name in instruction.inputs), made)
-    if all(parameter.name != "output_mask" for parameter in parameters(instruction.op)):
-        return call
-    mask = call.argument("output_mask")
-    return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(made, mask, strict=True)))
-
-
-class LocalEmitter:
+class LocalEmitter(NodeWriter):
     """The `ops.rule.Emitter` that appends instructions. Output metas come from running the op on the
     meta device."""
 
     def __init__(self, mesh: Shape, metas: dict[str, TensorMeta], fresh: Callable[[str], str]) -> None:
-        self.mesh, self.metas, self.fresh = mesh, metas, fresh
-        self.instructions: list[Instruction] = []
+        super().__init__(metas=metas)
+        self.mesh, self.fresh = mesh, fresh
 
     def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         (result,) = self.ops(op, *args, **kwargs)
@@ -100,10 +89,9 @@ class LocalEmitter:
     ) -> tuple[Ref, ...]:
         """Append an instruction with these outputs; one that nobody uses (None) has no name."""
         hint = op.split(".")[1]
-        names = tuple(self.fresh(hint) if meta else "" for meta in metas)
-        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if meta})
-        self.instructions.append(Instruction(op=op, args=args, kwargs=kwargs, outputs=names))
-        return tuple(Ref(name) for name in names)
+        made = [(self.fresh(hint) if meta else "", meta) for meta in metas]
+        self.emit(op, args, *made, kwargs=kwargs)
+        return tuple(Ref(name) for name, _ in made)
 
 
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta | None, ...]:
@@ -186,7 +174,7 @@ def local_program(
             for meta, shape in zip(call.outputs, local_outputs, strict=True)
         )
         made = emitter.append(call.node.op, args, kwargs, known)
-    return Emission(tuple(emitter.instructions), metas, tuple(r.name or None if r else None for r in made))
+    return Emission(tuple(emitter.written), metas, tuple(r.name or None if r else None for r in made))
 
 
 def _named(emitter: LocalEmitter, results: tuple[Ref | None, ...]) -> list[Ref | None]:

@@ -10,7 +10,8 @@ factors; only the table names ops.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -209,6 +210,17 @@ class Call:
                     return self.node.args[position]
                 return dict(self.node.kwargs).get(name, parameter.default)
         raise KeyError(f"{self.node.op} has no argument {name!r}")
+
+
+def call_of(node: Node, metas: Mapping[str, TensorMeta]) -> Call:
+    """A node with the metas of what it reads and makes. Its outputs are None where they have no name, and where its
+    `output_mask` leaves them out."""
+    made = tuple(metas[name] if name else None for name in node.outputs)
+    call = Call(node, tuple(metas[name] for name in node.inputs), made)
+    if all(parameter.name != "output_mask" for parameter in parameters(node.op)):
+        return call
+    mask = call.argument("output_mask")
+    return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(made, mask, strict=True)))
 
 
 class Emitter(Protocol):

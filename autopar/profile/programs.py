@@ -30,10 +30,10 @@ from autopar.cluster.measurements import Case, quartiles
 from autopar.compat import is_real
 from autopar.cost.roofline import FREE, key_of
 from autopar.cost.streams import Known, timeline
-from autopar.ir.graph import JointGraph, Ref, TensorMeta
-from autopar.ir.program import Instruction, Program
+from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta
+from autopar.ir.program import Program
 from autopar.ops import rule_of
-from autopar.ops.emit import call_of
+from autopar.ops.rule import call_of
 from autopar.passes.blocks.block import ParallelBlock
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.segments.segment import Segments
@@ -347,13 +347,13 @@ def _cases(program: Program) -> list[Case[int]]:
     return [Case(kind=kind, axis=axis, bytes=size) for kind, axis, size in sorted(found)]
 
 
-def _instructions(program: Program) -> tuple[Instruction, ...]:
+def _instructions(program: Program) -> tuple[Node, ...]:
     return (*program.forward, *program.backward)
 
 
 def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterator[OperatorRow]:
     """One for each operator on its local shapes: means over all places where it stands."""
-    places: dict[str, list[tuple[Instruction, float, float]]] = defaultdict(list)
+    places: dict[str, list[tuple[Node, float, float]]] = defaultdict(list)
     for instruction, seconds, spread in zip(_instructions(program), found.durations, found.spreads, strict=True):
         if instruction.op != "collective.wait":
             places[key_of(instruction, program.metas)].append((instruction, seconds, spread))
@@ -375,7 +375,7 @@ def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterat
         )
 
 
-def _flops(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> float:
+def _flops(instruction: Node, metas: Mapping[str, TensorMeta]) -> float:
     if instruction.op.startswith("collective.") or instruction.op in FREE:
         return 0.0
     rule = rule_of(call_of(instruction, metas))

@@ -179,7 +179,7 @@ def _drawn(
     if names is None:
         raise ValueError(f"{func} draws numbers that no program can draw: make them outside of the model")
     values: dict[str, Any] = {**tensors, "key": key}
-    for instruction in emitter.instructions:
+    for instruction in emitter.written:
         run(instruction, (), {(): values})
     for target, name in zip(targets, names, strict=True):
         if name is not None:

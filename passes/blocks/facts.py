@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops import rule_of
-from autopar.ops.rule import Call, OpRule
+from autopar.ops.rule import Call, OpRule, call_of
 from autopar.passes.dependency.affine import AffineMap, compose
-from autopar.passes.dependency.operators import call_of_node, dependency
+from autopar.passes.dependency.operators import dependency
 from autopar.passes.dependency.preservation import Preserved, preserved
 from autopar.passes.dependency.signatures import signatures
 
@@ -36,7 +36,7 @@ class Facts:
         self._influences()
 
     def call(self, i: int) -> Call:
-        return call_of_node(self.graph.nodes[i], self.graph.metas)
+        return call_of(self.graph.nodes[i], self.graph.metas)
 
     def rule(self, i: int) -> OpRule | None:
         label = self.labels[i]

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar import compat
 from autopar.ir.graph import GraphInput, GraphOutput, InputRole, JointGraph, Ref, TensorMeta
+from autopar.ir.rewrite import with_own_metas
 
 from .captured import CaptureError, meta_of
 from .draft import Draft, Drafts, identifier
@@ -60,10 +61,7 @@ class Conversion(Drafts):
         unused = {i.target for i in inputs if i.role == "buffer" and i.target in self.constants and i.name not in used}
         self.constants = {name: tensor for name, tensor in self.constants.items() if name not in unused}
         inputs = [i for i in inputs if i.target not in unused or i.role != "buffer"]
-        names = [*(i.name for i in inputs), *(name for node in nodes for name in node.outputs if name)]
-        return JointGraph(
-            inputs=tuple(inputs), nodes=nodes, outputs=outputs, metas={name: self.metas[name] for name in names}
-        )
+        return with_own_metas(JointGraph(inputs=tuple(inputs), nodes=nodes, outputs=outputs, metas=self.metas))
 
     def _needed(self) -> set[fx.Node]:
         """The nodes that a result needs."""

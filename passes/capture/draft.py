@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar import compat
 from autopar.ir.graph import GraphInput, GraphOutput, Node, Ref, TensorMeta, references
+from autopar.ir.rewrite import distinct
 
 from .captured import CaptureError
 
@@ -36,10 +37,7 @@ def identifier(path: str, taken: set[str]) -> str:
     base = re.sub(r"\W", "_", path)
     if not base or base[0].isdigit() or keyword.iskeyword(base):
         base = f"_{base}"
-    name, count = base, 0
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
+    name = distinct(base, taken)
     taken.add(name)
     return name
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.redistribute import Step
-from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta
+from autopar.ir.graph import PERMUTE, RESHAPE, WAIT, Ref, TensorMeta
 from autopar.ir.layout import Shape, Split, local_shape, local_stride
-from autopar.ir.program import WAIT, RankIndex
+from autopar.ir.program import RankIndex
 
 from .emitter import Emitter
 

@@ -12,8 +12,9 @@ from collections.abc import Container, Iterator, Sequence
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.streams import Known
+from autopar.ir.graph import Node
 from autopar.ir.layout import Split
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Program
 
 from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
 from .regions import Metas
@@ -41,7 +42,7 @@ def why_whole(program: Program, chunks: int) -> dict[str, str]:
     return reasons(program, CHUNKING, chunks)
 
 
-def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
     """Stretches from a collective through the next ones, with the ways to cut them; of some collectives, by the names
     of their results, or of all."""
     around = Around(half, metas)

@@ -14,10 +14,12 @@ from collections.abc import Container, Iterator, Sequence
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.streams import Known
+from autopar.ir.graph import WAIT, Node
 from autopar.ir.layout import Split
-from autopar.ir.program import WAIT, Instruction, Program
+from autopar.ir.program import Program
+from autopar.ir.rewrite import producers, readers
 from autopar.ops import rule_of
-from autopar.ops.emit import call_of
+from autopar.ops.rule import call_of
 
 from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
 from .kinds import CONTIGUOUS, LAYOUT
@@ -47,7 +49,7 @@ def why_whole(program: Program, slices: int) -> dict[str, str]:
     return reasons(program, SLICING, slices)
 
 
-def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
     """Products next to collectives, with the ways to slice them; of some collectives, by the names of their results, or
     of all."""
     around = Around(half, metas)
@@ -67,13 +69,9 @@ def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | N
 class Around:
     """What stands around an instruction of a half."""
 
-    def __init__(self, half: Sequence[Instruction], metas: Metas) -> None:
+    def __init__(self, half: Sequence[Node], metas: Metas) -> None:
         self.half, self.metas = half, metas
-        self.producer = {name: p for p, i in enumerate(half) for name in i.outputs if name}
-        self.readers: dict[str, list[int]] = {}
-        for position, instruction in enumerate(half):
-            for name in dict.fromkeys(instruction.inputs):
-                self.readers.setdefault(name, []).append(position)
+        self.producer, self.readers = producers(half), readers(half)
 
     def is_product(self, position: int) -> bool:
         instruction = self.half[position]

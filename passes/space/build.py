@@ -10,8 +10,7 @@ from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops import rule_of
-from autopar.ops.rule import Call, OpRule
-from autopar.passes.dependency.operators import call_of_node
+from autopar.ops.rule import Call, OpRule, call_of
 from autopar.passes.dependency.signatures import constants_of
 from autopar.passes.segments.segment import Repeated, Segments
 
@@ -221,7 +220,7 @@ class _Builder:
             node = self.graph.nodes[index]
             if is_view(node):
                 continue
-            call = call_of_node(node, metas)
+            call = call_of(node, metas)
             site = Site(
                 name=node.name,
                 kind="op",

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref
+from autopar.ir.graph import PERMUTE, RESHAPE, Node, Ref
 from autopar.ops.experts import MM, MM_WEIGHT
 from autopar.ops.families import has
 
 from .facts import SortedRows
-from .patterns import PERMUTE, RESHAPE, put_along_rows, row_factor
+from .patterns import put_along_rows, row_factor
 
 
 def divided(rewrite: SortedRows, node: Node, sort: str) -> bool:
