@@ -39,6 +39,11 @@ def inlined(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
     return reading(node, names, outputs=tuple(names.get(output, output) for output in node.outputs), **changes)
 
 
+def read_and_made(node: Node, metas: Mapping[str, TensorMeta]) -> tuple[list[TensorMeta], list[TensorMeta]]:
+    """Metas of what a node reads, and of those of its results that have a name."""
+    return [metas[name] for name in node.inputs], [metas[name] for name in node.outputs if name]
+
+
 def producers(nodes: Sequence[Node]) -> dict[str, int]:
     """Position of the node that makes a value."""
     return {name: position for position, node in enumerate(nodes) for name in node.outputs if name}

@@ -25,13 +25,14 @@ from torch import nn
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.links import Factors, Link
-from autopar.cluster.machine import Cluster, Operators
+from autopar.cluster.machine import Cluster, Operators, operator_key
 from autopar.cluster.measurements import Case, quartiles
 from autopar.compat import is_real
-from autopar.cost.roofline import FREE, key_of
+from autopar.cost.roofline import FREE
 from autopar.cost.streams import Known, timeline
 from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta
 from autopar.ir.program import Program
+from autopar.ir.rewrite import read_and_made
 from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 from autopar.passes.blocks.block import ParallelBlock
@@ -356,12 +357,12 @@ def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterat
     places: dict[str, list[tuple[Node, float, float]]] = defaultdict(list)
     for instruction, seconds, spread in zip(_instructions(program), found.durations, found.spreads, strict=True):
         if instruction.op != "collective.wait":
-            places[key_of(instruction, program.metas)].append((instruction, seconds, spread))
+            key = operator_key(instruction.op, *read_and_made(instruction, program.metas))
+            places[key].append((instruction, seconds, spread))
     whole = structure(program)
     for key, same in places.items():
         instruction = same[0][0]
-        metas = [program.metas[name] for name in instruction.inputs]
-        made = [program.metas[name] for name in instruction.outputs if name]
+        read, made = read_and_made(instruction, program.metas)
         yield OperatorRow(
             machine=machine,
             program=whole,
@@ -370,8 +371,8 @@ def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterat
             spread=statistics.fmean(spread for _, _, spread in same),
             runs=len(found.steps) * len(same) * found.ranks,
             flops=_flops(instruction, program.metas),
-            bytes=sum(meta.bytes for meta in (*metas, *made)),
-            dtype=str((*metas, *made)[0].dtype).removeprefix("torch.") if metas or made else "float32",
+            bytes=sum(meta.bytes for meta in (*read, *made)),
+            dtype=str((*read, *made)[0].dtype).removeprefix("torch.") if read or made else "float32",
         )
 
 

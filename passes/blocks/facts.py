@@ -20,8 +20,7 @@ class Facts:
 
     def __init__(self, graph: JointGraph, ranks: int) -> None:
         self.graph, self.ranks = graph, ranks
-        known = signatures(graph)
-        self.labels, self.operands = known.labels, known.operands
+        self.labels, self.operands = signatures(graph), [node.inputs for node in graph.nodes]
         self.first = {label: i for i, label in reversed(list(enumerate(self.labels)))}
         self.rules: dict[int, OpRule | None] = {}
         self.maps: list[AffineMap] = []

@@ -71,7 +71,7 @@ def _crossing(facts: Facts, start: int, stop: int, end: int) -> Ints:
     steps = np.zeros((stop - start + 2, 2), dtype=np.int64)
     for i in range(start, stop):
         for output in facts.graph.nodes[i].outputs:
-            last = max((reader for reader in facts.readers.get(output, ()) if reader < end), default=i)
+            last = max((reader for reader in facts.graph.consumers.get(output, ()) if reader < end), default=i)
             if last > i:
                 change = (1, facts.graph.metas[output].bytes)
                 steps[i + 1 - start] += change
@@ -115,8 +115,8 @@ def _owned_inputs(facts: Facts, forward: Sequence[range], owner: dict[int, int])
     owned: dict[str, int] = {}
     for k, interval in enumerate(forward):
         for i in interval:
-            for name in facts.operands[i]:
-                if name not in facts.home:
+            for name in facts.graph.nodes[i].inputs:
+                if name not in facts.graph.producer:
                     owned[name] = k if owned.get(name, k) == k else -1
     return {name: k for name, k in owned.items() if k >= 0}
 
@@ -124,13 +124,14 @@ def _owned_inputs(facts: Facts, forward: Sequence[range], owner: dict[int, int])
 def _votes(facts: Facts, owner: dict[int, int], inputs: dict[str, int]) -> Iterator[tuple[int, int]]:
     """(backward node, copy): the node reads a value that copy saved, or a parameter of it. Values
     that forward nodes of other copies read too are borders and say nothing."""
-    for i in range(facts.middle, len(facts.operands)):
-        for name in facts.operands[i]:
+    for i in range(facts.middle, len(facts.graph.nodes)):
+        for name in facts.graph.nodes[i].inputs:
             if name in inputs:
                 yield i, inputs[name]
-            elif name in facts.home:
-                copy = owner.get(facts.home[name][0])
-                if copy is not None and all(owner.get(r) == copy for r in facts.readers[name] if r < facts.middle):
+            elif name in facts.graph.producer:
+                copy = owner.get(facts.graph.producer[name])
+                readers = facts.graph.consumers[name]
+                if copy is not None and all(owner.get(reader) == copy for reader in readers if reader < facts.middle):
                     yield i, copy
 
 
