@@ -29,20 +29,7 @@ from autopar.ops.contract import needed_by
 from autopar.ops.rule import parameters
 from autopar.ops.strides import Given, contiguous
 
-from .collectives import (
-    Pending,
-    all_gather,
-    all_reduce,
-    all_reduce_in_place,
-    all_to_all,
-    broadcast,
-    exchange,
-    reduce,
-    reduce_scatter,
-    rotate,
-    shift,
-    wait,
-)
+from .collectives import COLLECTIVES, all_reduce_in_place, wait
 from .failures import located
 
 EQUIVALENTS: dict[str, Callable[..., Any]] = {
@@ -226,20 +213,9 @@ class Writer:
         x, axis = self.given(contiguous, instruction.args[0]), instruction.args[-1]
         assert self.groups[axis] is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
         group = self.bind(f"{self.program.axes[axis]}_group", self.groups[axis])
-        if kind == "all_reduce":
-            function = all_reduce_in_place if in_place else all_reduce
-            return f"{self.bind(function.__name__, function)}({x}, {instruction.args[1]!r}, {group})"
-        if kind == "reduce_scatter":
-            return f"{self.bind(kind, reduce_scatter)}({x}, {instruction.args[1]!r}, {group})"
-        if kind == "shift":
-            return f"{self.bind(kind, shift)}({x}, {instruction.args[1]}, {group})"
-        if kind == "exchange":
-            return f"{self.bind(kind, exchange)}({x}, {self.value(instruction.args[1])}, {group})"
-        if kind in ("rotate", "broadcast", "reduce"):
-            by_rank: dict[str, Callable[..., Pending]] = {"rotate": rotate, "broadcast": broadcast, "reduce": reduce}
-            given = ", ".join(map(self.value, instruction.args[1:-1]))
-            return f"{self.bind(kind, by_rank[kind])}({x}, {given}, {group})"
-        return f"{self.bind(kind, {'all_gather': all_gather, 'all_to_all': all_to_all}[kind])}({x}, {group})"
+        function = all_reduce_in_place if kind == "all_reduce" and in_place else COLLECTIVES[kind]
+        arguments = ", ".join([x, *map(self.value, instruction.args[1:-1]), group])
+        return f"{self.bind(function.__name__, function)}({arguments})"
 
     def given(self, make: Given, value: Any) -> str:
         """Source of an argument whose strides matter to the kernel."""

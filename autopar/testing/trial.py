@@ -207,25 +207,17 @@ class Trial:
         step: int,
     ) -> Difference:
         """Where a step departs from eager."""
-        with compat.without_autocast("cpu"):
-            return self._first(program, made, held, inputs, step)
-
-    def _first(
-        self,
-        program: Program,
-        made: Mapping[str, Layout],
-        held: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-        step: int,
-    ) -> Difference:
         graph, seed, tangents = self.captured.graph, self.seed + step, tangents_of(program, self.captured)
-        try:
-            found = first_difference(program, made, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance)
-        except Exception as raised:
-            return Difference(what=f"the program does not run to its end: {_told(raised)}")
-        if found is not None:
-            return found
-        values = whole_values(graph, held, inputs, tangents, seed)
+        with compat.without_autocast("cpu"):
+            try:
+                found = first_difference(
+                    program, made, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance
+                )
+            except Exception as raised:
+                return Difference(what=f"the program does not run to its end: {_told(raised)}")
+            if found is not None:
+                return found
+            values = whole_values(graph, held, inputs, tangents, seed)
         wanted = self.expected[step]
         for o in graph.outputs:
             theirs = {"output": wanted.outputs, "gradient": wanted.gradients, "mutation": wanted.buffers or {}}[o.role]

@@ -89,11 +89,13 @@ class Pinned:
 
 
 def same_leaves(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether numbers and tensors are equal, bit by bit."""
-    return len(first) == len(second) and all(map(_same, first, second))
+    """Whether numbers and tensors are equal, one by one."""
+    return len(first) == len(second) and all(map(same_value, first, second))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two constants or tensors are one to a program, bit by bit: NaN is NaN, 0.0 is not -0.0, and 1 is not
+    True."""
     if type(a) is not type(b):
         return False
     if not isinstance(a, torch.Tensor):
