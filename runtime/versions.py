@@ -23,7 +23,6 @@ from .verify import whole as gathered
 
 logger = logging.getLogger("autopar")
 
-
 PINNED_MOST = 8
 """Programs that are kept for a mode, by what they read of inputs; those that were called last."""
 

@@ -16,6 +16,7 @@ import models
 import plans
 import pytest
 import torch
+from collectives import count_collectives
 from models import assert_same, case, eager, simulated
 from pairwise import pairwise
 from torch import nn
@@ -26,7 +27,7 @@ from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
-from autopar.planning.account import Account, account, count_collectives
+from autopar.planning.account import Account, account
 from autopar.planning.bound import lower_bound_seconds
 from autopar.planning.options import taken
 from autopar.planning.plan import Plan

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from collectives import count_collectives
 
 from autopar.cost.memory import Peak, moments, peak
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.shorten import shortened
 from autopar.passes.space.problem import Assignment
-from autopar.planning.account import account, count_collectives
+from autopar.planning.account import account
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.solve.problem import Infeasible

@@ -61,7 +61,6 @@ def recorded(
 
 _NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
-
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

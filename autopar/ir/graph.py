@@ -38,6 +38,10 @@ class TensorMeta:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A reference, inside a node's arguments, to a value of the graph."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, map_references, overload
+from autopar.ir.graph import Node, Ref, TensorMeta, map_references, meta_of, overload
 from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
 from autopar.ir.program import RankIndex
 from autopar.ir.rewrite import NodeWriter
@@ -104,7 +104,7 @@ def _inferred(
     op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: Any
 ) -> tuple[TensorMeta | None, ...]:
     """`types` tells 1, 1.0 and True apart, which are equal."""
-    return tuple(None if o is None else TensorMeta(tuple(o.shape), o.dtype) for o in on_meta(op, args, kwargs))
+    return tuple(None if o is None else meta_of(o) for o in on_meta(op, args, kwargs))
 
 
 def _types(value: Any) -> Any:

@@ -6,7 +6,6 @@ The sum of the items is the solver's objective; the collectives listed are those
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -259,13 +258,3 @@ def _placements(space: Space, assignment: Assignment) -> Iterator[tuple[Region, 
     for repeat, region, copies in zip(space.repeats, space.bodies, assignment.copies, strict=True):
         for k, decisions in enumerate(copies):
             yield region, decisions, dict(zip(repeat.own[0], repeat.own[k], strict=True))
-
-
-def count_collectives(items: list[tuple[str, str, int]]) -> Mapping[tuple[str, str], tuple[int, int]]:
-    """(kind, axis) -> (count, bytes), from `Program.collectives()`."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for kind, axis, size in items:
-        counts[kind, axis] += 1
-        sizes[kind, axis] += size
-    return {key: (counts[key], sizes[key]) for key in sorted(counts)}

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar.ir.graph import JointGraph, TensorMeta
+from autopar.ir.graph import JointGraph, TensorMeta, meta_of
 from autopar.ir.tree import flatten
 
 from .known import Pinned, same_value
@@ -100,10 +100,6 @@ class Captured:
         """The model's output, in its own structure, from its tensors by path."""
         leaves = [leaf.constant if leaf.meta is None else values[leaf.path] for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
-
-
-def meta_of(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tensor.dtype)
 
 
 def is_constant(value: Any) -> bool:

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from autopar import compat
-from autopar.ir.graph import GraphInput, GraphOutput, InputRole, JointGraph, Ref, TensorMeta
+from autopar.ir.graph import GraphInput, GraphOutput, InputRole, JointGraph, Ref, TensorMeta, meta_of
 from autopar.ir.rewrite import with_own_metas
 
-from .captured import CaptureError, meta_of
+from .captured import CaptureError
 from .draft import Draft, Drafts, identifier
 from .refusals import OfData, Unlocated, line_of_node
 from .views import FILLED, LAZY, NO_OPS, PERMUTES, RESHAPES, aten, dense, inverse, long_dims

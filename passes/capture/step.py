@@ -14,10 +14,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
+from autopar.ir.graph import meta_of
 from autopar.ir.tree import flatten
 
 from . import checks
-from .captured import CaptureError, Leaf, is_constant, meta_of
+from .captured import CaptureError, Leaf, is_constant
 from .known import Known, Pinned
 from .ways import Generators, OtherWays
 from .witness import Witness
