@@ -23,6 +23,7 @@ from .joint import joint as joint
 from .nodes import is_accumulation as is_accumulation
 from .nodes import is_backward as is_backward
 from .nodes import module_path as module_path
+from .patches import patched as patched
 from .recording import PLACE as PLACE
 from .recording import Recorded as Recorded
 from .recording import RecordedInput as RecordedInput

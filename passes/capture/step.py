@@ -146,8 +146,7 @@ class Replaced(Exception):
         self.names = names
 
 
-@contextlib.contextmanager
-def without_checks(lines: dict[str, None]) -> Iterator[None]:
+def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[None]:
     """Branches on data that raise are taken not to; `lines` receives where they are. (A mode would not see those in
     torch's own functions.)"""
 
@@ -161,11 +160,7 @@ def without_checks(lines: dict[str, None]) -> Iterator[None]:
 
     known = torch.Tensor.__bool__
     truth.__name__ = known.__name__
-    torch.Tensor.__bool__ = truth  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        del torch.Tensor.__bool__
+    return compat.patched(torch.Tensor, "__bool__", truth)
 
 
 @contextlib.contextmanager

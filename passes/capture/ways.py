@@ -131,11 +131,10 @@ class Generators:
             for generator in self.held:
                 generator.manual_seed(0x5EED5EED)
                 self.marks[id(generator)] = generator.get_state()
-        torch.Generator = _made_inside(self.base)  # type: ignore[misc]
         try:
-            yield
+            with compat.patched(torch, "Generator", _made_inside(self.base)):
+                yield
         finally:
-            torch.Generator = self.base  # type: ignore[misc]
             with compat.without_modes():
                 for generator, state in states:
                     generator.set_state(state)

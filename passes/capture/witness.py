@@ -217,12 +217,12 @@ class Witness:
         @contextlib.contextmanager
         def observing() -> Iterator[None]:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(_patched(nn.Module, of_module))
+                stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
                 for cls in classes:
                     if not issubclass(cls, (nn.Module, type)):
                         noted = fields.setdefault(cls, set())
                         try:
-                            stack.enter_context(_patched(cls, _noting(cls, noted)))
+                            stack.enter_context(compat.patched(cls, "__getattribute__", _noting(cls, noted)))
                         except TypeError:
                             noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
                 yield
@@ -240,19 +240,6 @@ def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
         return known(value, name)
 
     return read
-
-
-@contextlib.contextmanager
-def _patched(cls: Any, read: Callable[[Any, str], Any]) -> Iterator[None]:
-    own = vars(cls).get("__getattribute__")
-    cls.__getattribute__ = read
-    try:
-        yield
-    finally:
-        if own is None:
-            del cls.__getattribute__
-        else:
-            cls.__getattribute__ = own
 
 
 class _Functions(TorchFunctionMode):
