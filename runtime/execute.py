@@ -97,10 +97,10 @@ def compile(
         if given != size:
             raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {given}")
         coordinate.append(0 if group is None else dist.get_rank(group))
-    return Writer(program, tuple(coordinate), tuple(process_groups), device).executable()
+    return SourceWriter(program, tuple(coordinate), tuple(process_groups), device).executable()
 
 
-class Writer:
+class SourceWriter:
     """Writes the source; `bound` are the objects that it refers to by name."""
 
     def __init__(

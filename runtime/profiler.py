@@ -32,7 +32,7 @@ from autopar.ir.program import Program, ProgramInput
 from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
 from .agree import axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups
-from .execute import Executable, Writer
+from .execute import Executable, SourceWriter
 from .failures import Groups, watched
 from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
@@ -139,7 +139,7 @@ class _Stamps:
         return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
-class _Timed(Writer):
+class _Timed(SourceWriter):
     """The source with a stamp after each instruction."""
 
     def __init__(

@@ -50,7 +50,7 @@ def simulate_step(
     layout, and the results are put together by theirs. AssertionError if replicas differ by more than
     `tolerance` relative to their largest element, which counts as `least` at least.
     """
-    made = simulate(program, given_to_ranks(program, parameters, inputs, tangents, seed))
+    made = run_ranks(program, given_to_ranks(program, parameters, inputs, tangents, seed))
     results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
     for o in program.outputs:
         if o.name is not None and o.meta is not None:
@@ -83,7 +83,7 @@ def given_to_ranks(
     return given
 
 
-def simulate(
+def run_ranks(
     program: Program,
     inputs: Mapping[Shape, Values],
     after: Callable[[Node, Mapping[Shape, Values]], None] | None = None,

@@ -141,7 +141,7 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class PlacementCache:
     """How values lie in memory, found out once for programs that are much alike."""
 
     operators: dict[tuple[str, tuple[Placed, ...]], Results] = field(default_factory=dict)
@@ -174,13 +174,13 @@ class Memory:
     placed: dict[str, Placed] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
     """Node, by its id -> bytes of its results that have no name, and of copies of its operands."""
-    known: Known = field(default_factory=Known)
+    known: PlacementCache = field(default_factory=PlacementCache)
 
     @staticmethod
-    def of(program: Program, instructions: Sequence[Node], known: Known | None = None) -> Memory:
+    def of(program: Program, instructions: Sequence[Node], known: PlacementCache | None = None) -> Memory:
         """Of the inputs and the values that these instructions make; no all-reduce works in place. `known` is what
         other programs showed."""
-        memory = Memory(known=known or Known())
+        memory = Memory(known=known or PlacementCache())
         for i in program.inputs:
             memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
         for instruction in instructions:

@@ -16,7 +16,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.program import Program, source_line
 from autopar.ops.workspace import workspace_bytes
 
-from .liveness import Known, Line, Memory, lifetimes
+from .liveness import Line, Memory, PlacementCache, lifetimes
 from .optimizers import Optimizer
 
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "outputs", "activations", "temporaries")
@@ -54,25 +54,27 @@ class Moment:
     lasting_bytes: int
 
 
-def peak(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> Peak:
+def peak(program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None = None) -> Peak:
     """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda";
     `known` is how results lay in memory in other programs."""
     return _step(program, optimizer, device_type, known).peak()
 
 
-def moments(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> list[Moment]:
+def moments(
+    program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None = None
+) -> list[Moment]:
     """All that `peak` looks at, in their order."""
     step = _step(program, optimizer, device_type, known)
     step.peak()
     return step.moments
 
 
-def _step(program: Program, optimizer: Optimizer, device_type: str, known: Known | None) -> _Step:
-    return _Step(program, optimizer, device_type, Memory(known=known or Known()))
+def _step(program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None) -> _TrainingStep:
+    return _TrainingStep(program, optimizer, device_type, Memory(known=known or PlacementCache()))
 
 
 @dataclass(eq=False)
-class _Step:
+class _TrainingStep:
     program: Program
     optimizer: Optimizer
     device_type: str

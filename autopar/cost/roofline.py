@@ -40,7 +40,9 @@ class LocalOperators:
     """What a rank's own operators cost: a roofline of arithmetic and memory. What only makes a view of memory that is
     there already moves nothing (`liveness.Memory`)."""
 
-    def __init__(self, program: Program, device: Device, costs: dict[CostKey, Cost], made: liveness.Known) -> None:
+    def __init__(
+        self, program: Program, device: Device, costs: dict[CostKey, Cost], made: liveness.PlacementCache
+    ) -> None:
         self.program, self.metas, self.device = program, program.metas, device
         instructions = (*program.forward, *program.backward)
         self.read = {name for instruction in instructions for name in instruction.inputs}

@@ -20,7 +20,7 @@ from autopar.ir.program import Program
 
 from . import liveness
 from .roofline import Cost, CostKey, LocalOperators
-from .simulator import Resource, Span, Task, simulate
+from .simulator import Resource, Span, Task, scheduled
 from .timeline import COMPUTE, Event, Stall, Timeline
 
 MEMORY = "memory"
@@ -30,23 +30,23 @@ PROCESSOR = "processor"
 """What operators need all of, and collectives a part, where a level's `compute_share` is not 0."""
 
 LATEST = 2
-"""Timelines that `Known` keeps."""
+"""Timelines that `TimelineCache` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class TimelineCache:
     """What operators cost and what they make, for timelines of many programs of one device that are much alike."""
 
     costs: dict[CostKey, Cost] = field(default_factory=dict)
-    made: liveness.Known = field(default_factory=liveness.Known)
+    made: liveness.PlacementCache = field(default_factory=liveness.PlacementCache)
     latest: list[tuple[Program, Cluster, Timeline]] = field(default_factory=list)
     """Of the programs that were looked at last: passes look at the same one, one after the other."""
 
 
-def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> Timeline:
+def timeline(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> Timeline:
     """One step of `program` on a cluster; `known` is what earlier timelines on the same device found out. Raises
     ValueError where the mesh does not fit the cluster."""
-    known = known or Known()
+    known = known or TimelineCache()
     for other, priced, found in known.latest:
         if other is program and priced is cluster:
             return found
@@ -55,10 +55,10 @@ def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> 
     return made
 
 
-def alone_seconds(program: Program, cluster: Cluster, known: Known | None = None) -> dict[str, float]:
+def alone_seconds(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> dict[str, float]:
     """What each operator and each collective takes if nothing else runs, by its first result. Raises ValueError as
     `timeline`."""
-    writer = _Streams(program, cluster, known or Known())
+    writer = _Streams(program, cluster, known or TimelineCache())
     writer.write()
     return {
         name: writer.tasks[task].seconds
@@ -83,7 +83,7 @@ class _Issued(NamedTuple):
 class _Streams:
     """A program as tasks."""
 
-    def __init__(self, program: Program, cluster: Cluster, known: Known) -> None:
+    def __init__(self, program: Program, cluster: Cluster, known: TimelineCache) -> None:
         self.program, self.device = program, cluster.device
         self.links = cluster.links(program.mesh)
         self.shares_processor = any(link.compute_share for link in self.links)
@@ -101,7 +101,7 @@ class _Streams:
 
     def timeline(self) -> Timeline:
         self.write()
-        spans = simulate(self.tasks)
+        spans = scheduled(self.tasks)
         return Timeline(
             axes=self.program.axes,
             events=tuple(self._events(spans)),

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
-from autopar.cost.streams import Known, timeline
+from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.program import Program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.adopt import Adopted, adopt
@@ -60,9 +60,9 @@ class Writer:
     lowered; a planner with other prices for the same plans (measured ones) writes with the same writer, so that a plan
     is priced as the program that runs."""
 
-    def __init__(self, space: Space, cluster: Cluster, memory: liveness.Known, phases: Phases) -> None:
+    def __init__(self, space: Space, cluster: Cluster, memory: liveness.PlacementCache, phases: Phases) -> None:
         self.space, self.cluster, self.phases = space, cluster, phases
-        self.known = Known(made=memory)
+        self.known = TimelineCache(made=memory)
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
         self.programs: list[tuple[Assignment, Form, Program]] = []
         """The last ones that were written, the latest first."""

@@ -29,7 +29,7 @@ from autopar.cluster.machine import Cluster, Operators, operator_key
 from autopar.cluster.measurements import Case, quartiles
 from autopar.compat import is_real
 from autopar.cost.roofline import FREE
-from autopar.cost.streams import Known, timeline
+from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta
 from autopar.ir.program import Program
 from autopar.ir.rewrite import read_and_made
@@ -271,7 +271,7 @@ class Costs:
         )
         return found[0] if found else None
 
-    def correction(self, program: Program, cluster: Cluster, known: Known | None = None) -> float:
+    def correction(self, program: Program, cluster: Cluster, known: TimelineCache | None = None) -> float:
         """What a segment program takes, over what a cluster makes of its operators and collectives (`measured`); the
         usual one where it was not measured. `known` is what timelines on the same device found out."""
         if not self.with_links:

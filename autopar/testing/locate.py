@@ -14,7 +14,7 @@ from autopar.ir.layout import Layout, Shape, is_routed
 from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ops.lockstep import Values, run
-from autopar.runtime.simulate import assemble, given_to_ranks, simulate
+from autopar.runtime.simulate import assemble, given_to_ranks, run_ranks
 
 from .steps import NEGLIGIBLE, relative_error
 
@@ -87,7 +87,7 @@ def first_difference(
                     raise _Found(found)
 
     try:
-        simulate(program, given_to_ranks(program, held, inputs, tangents, seed), look)
+        run_ranks(program, given_to_ranks(program, held, inputs, tangents, seed), look)
     except _Found as found:
         return found.difference
     return None

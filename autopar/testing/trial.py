@@ -24,7 +24,7 @@ from autopar.planning.planner import Planner
 from .draws import untouched_random_state
 from .locate import Difference, first_difference, whole_values
 from .plans import random_assignment
-from .steps import DRAWS, KINDS, Step, eager_steps, errors, read_draws, simulated_steps, tangents_of
+from .steps import DRAWS, KINDS, StepResult, eager_steps, errors, read_draws, simulated_steps, tangents_of
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-8,
@@ -101,10 +101,10 @@ class Trial:
         return made
 
     @cached_property
-    def expected(self) -> list[Step]:
+    def expected(self) -> list[StepResult]:
         """Eager's steps. Raises ValueError where the model itself does not run."""
 
-        def steps(read: Sequence[int] | None) -> list[Step]:
+        def steps(read: Sequence[int] | None) -> list[StepResult]:
             model, loss_fn = _copy(self.model, self.loss_fn, None)
             return eager_steps(
                 model, self.inputs, self.captured, loss_fn=loss_fn, steps=self.steps, seed=self.seed, read=read
@@ -223,8 +223,8 @@ class Trial:
             theirs = {"output": wanted.outputs, "gradient": wanted.gradients, "mutation": wanted.buffers or {}}[o.role]
             if o.name is None or o.target not in theirs:
                 continue
-            given = Step(outputs={o.target: values[o.name]})
-            (error,) = errors(given, Step(outputs={o.target: theirs[o.target]})).values()
+            given = StepResult(outputs={o.target: values[o.name]})
+            (error,) = errors(given, StepResult(outputs={o.target: theirs[o.target]})).values()
             if not error <= self.tolerance:
                 return Difference(
                     what=f"the captured graph is not what the model does: {o.role} {o.target} differs by {error:.3g}",

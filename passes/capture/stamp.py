@@ -20,7 +20,7 @@ from autopar.ir.rewrite import distinct, reading, with_own_metas
 from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated
 
-from .cut import Cut, Run
+from .cut import Cut, CutRun
 from .order import in_order
 
 
@@ -52,7 +52,7 @@ class _Plan:
     those of the copy before it."""
 
     cut: Cut
-    run: Run
+    run: CutRun
     places: Mapping[str, int]
     copies: tuple[tuple[str, ...], ...]
     repeat: Repeated
@@ -101,7 +101,7 @@ class _Plan:
         return self.cut.paths[self.place(index) + periods * self.run.period]
 
 
-def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, repeats: Sequence[Repeated]) -> _Plan:
+def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: CutRun, repeats: Sequence[Repeated]) -> _Plan:
     """The repeat of a run, if everything about it fits."""
     last: Unfit | None = None
     for repeat in filter(None, (_within(graph, places, run, repeat) for repeat in repeats)):
@@ -118,12 +118,12 @@ def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, re
     raise last or Unfit(f"no repeat of the graph is the run of {_shown(found, run)}")
 
 
-def _shown(found: Cut, run: Run) -> str:
+def _shown(found: Cut, run: CutRun) -> str:
     return f"{found.paths[run.begin] or 'the model'} to {found.paths[run.end - 1] or 'the model'}"
 
 
 def _draft(
-    graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, repeat: Repeated, middle: int
+    graph: JointGraph, places: Mapping[str, int], found: Cut, run: CutRun, repeat: Repeated, middle: int
 ) -> _Plan | None:
     """What to check; None where the copies are no periods of the run."""
     plan = _Plan(
@@ -138,7 +138,7 @@ def _draft(
     return replace(plan, middles=(min(inside), max(inside))) if inside else None
 
 
-def _within(graph: JointGraph, places: Mapping[str, int], run: Run, repeat: Repeated) -> Repeated | None:
+def _within(graph: JointGraph, places: Mapping[str, int], run: CutRun, repeat: Repeated) -> Repeated | None:
     """The copies of a repeat that lie in a run."""
 
     def lies(copy: tuple[int, ...]) -> bool:

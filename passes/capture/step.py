@@ -19,7 +19,7 @@ from autopar.ir.tree import flatten
 
 from . import checks
 from .captured import CaptureError, Leaf, is_constant
-from .known import Known, Pinned
+from .known import KnownValues, Pinned
 from .ways import Generators, OtherWays
 from .witness import Witness
 
@@ -44,12 +44,12 @@ class _Outcomes:
         """Lines of code that look at data and raise."""
         self.pinned = Pinned()
         self.unread: list[tuple[str, tuple[str, ...]]] = []
-        """Of `Known`."""
+        """Of `KnownValues`."""
         self.inputs: list[tuple[str, torch.Tensor]] = []
         """As they were given, by path."""
 
 
-class Step(nn.Module):
+class TracedStep(nn.Module):
     """The model from flat tensors to flat tensors, everything but the loss detached."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Step(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         generators = Generators(self.model)
         given = zip(tensors, self.outcomes.inputs, strict=True)
-        known = Known({path: (fake, source) for fake, (path, source) in given})
+        known = KnownValues({path: (fake, source) for fake, (path, source) in given})
         self.outcomes.unread, known.valued = known.unread, self.witness.valued
         with (
             self.witness.tracing(),

@@ -18,7 +18,7 @@ from autopar import compat
 from autopar.ops.statistics import TRACED
 
 from .constants import Constants
-from .known import Known
+from .known import KnownValues
 from .selections import Selections
 from .windows import windows
 
@@ -37,7 +37,7 @@ class OtherWays(TorchFunctionMode):
     `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are
     those of `unfold`. Values are read off constants and inputs: see `Constants`."""
 
-    def __init__(self, generators: Generators, known: Known) -> None:
+    def __init__(self, generators: Generators, known: KnownValues) -> None:
         super().__init__()
         self.generators = generators
         self.selections = Selections()

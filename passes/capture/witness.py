@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SHOWN = 5
 
 
-class Step(Protocol):
+class WitnessedStep(Protocol):
     """What is looked at while it runs: the model as a module of flat tensors. `outcomes.last` is what it gave."""
 
     @property
@@ -102,7 +102,7 @@ class Witness:
         finally:
             self.before.restore()
 
-    def settle(self, step: Step, inputs: Sequence[torch.Tensor]) -> None:
+    def settle(self, step: WitnessedStep, inputs: Sequence[torch.Tensor]) -> None:
         """Raises Beside where a call keeps something for the next. Warns of what each call writes and nobody in the
         model reads: with a program it keeps the value that it had."""
         before, after = self.before, self.after
@@ -152,7 +152,7 @@ class Witness:
     def _look(self) -> Look:
         return look(self.modules, self.roots)
 
-    def _kept(self, step: Step, inputs: Sequence[torch.Tensor]) -> list[str]:
+    def _kept(self, step: WitnessedStep, inputs: Sequence[torch.Tensor]) -> list[str]:
         """What two steps in a row differ in."""
         assert self.before is not None
         names = {f"input {i}": tensor for i, tensor in enumerate(inputs)}

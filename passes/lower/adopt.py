@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.machine import Cluster
-from autopar.cost.streams import Known, timeline
+from autopar.cost.streams import TimelineCache, timeline
 from autopar.cost.timeline import COMPUTE, Timeline, covered
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import Split
@@ -111,10 +111,10 @@ class Adopted:
         return made
 
 
-def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: Known | None = None) -> Adopted:
+def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: TimelineCache | None = None) -> Adopted:
     """The lowering wherever it makes the program's step on `cluster` shorter, in as many parts as are best. `known` is
     what earlier timelines on the same device found out."""
-    known = known or Known()
+    known = known or TimelineCache()
     told = timeline(program, cluster, known)
     windows = replace(known, latest=[])
     links = cluster.links(program.mesh)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from autopar.cluster.machine import Cluster
-from autopar.cost.streams import Known
+from autopar.cost.streams import TimelineCache
 from autopar.ir.graph import Node
 from autopar.ir.layout import Split
 from autopar.ir.program import Program
@@ -27,7 +27,7 @@ LONGEST = 200
 """Instructions from the first to the last of a stretch."""
 
 
-def chunk(program: Program, cluster: Cluster, known: Known | None = None) -> Program:
+def chunk(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> Program:
     """The program with stretches between collectives in chunks, where that makes the step on `cluster` shorter."""
     return adopt(program, cluster, CHUNKING, known).program
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.cost.liveness import Known, Memory
+from autopar.cost.liveness import Memory, PlacementCache
 from autopar.ir.graph import Node, Ref
 from autopar.ir.program import Program
 from autopar.ir.rewrite import NodeWriter, numbered, reading
@@ -21,7 +21,7 @@ LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
 
 
-def compact(program: Program, known: Known | None = None) -> Program:
+def compact(program: Program, known: PlacementCache | None = None) -> Program:
     """The program with copies in forward of what it saves, where most of the memory behind that is of no use later.
     `known` is how results lay in memory in other programs."""
     memory = Memory.of(program, program.forward, known)

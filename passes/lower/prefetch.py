@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from autopar.cluster.machine import Cluster
-from autopar.cost.streams import Known, alone_seconds, timeline
+from autopar.cost.streams import TimelineCache, alone_seconds, timeline
 from autopar.ir.program import Program
 
 from .adopt import stood_still
@@ -35,12 +35,12 @@ def prefetch(
     *,
     limit_bytes: int = LIMIT_BYTES,
     ahead_bytes: int | None = None,
-    known: Known | None = None,
+    known: TimelineCache | None = None,
 ) -> Program:
     """The program in buckets, its collectives started early, and gathers of parameters as early as they pay on
     `cluster`, or as `ahead_bytes` bounds them. With a `limit_bytes` below the usual one, taken to save memory, that is
     the bound."""
-    known = known or Known()
+    known = known or TimelineCache()
     if limit_bytes < LIMIT_BYTES:
         ahead_bytes = limit_bytes
     if ahead_bytes is None:
@@ -49,7 +49,7 @@ def prefetch(
 
 
 def furthest(
-    program: Program, cluster: Cluster, bucket_bytes: Sequence[int] = (), *, known: Known
+    program: Program, cluster: Cluster, bucket_bytes: Sequence[int] = (), *, known: TimelineCache
 ) -> tuple[int, Program]:
     """The smallest bound with which the step is as short as with any, and the program with it."""
     bound = AHEAD_BYTES[0]
@@ -71,7 +71,12 @@ def furthest(
 
 
 def _written(
-    program: Program, cluster: Cluster, bucket_bytes: Sequence[int], limit_bytes: int, ahead_bytes: int, known: Known
+    program: Program,
+    cluster: Cluster,
+    bucket_bytes: Sequence[int],
+    limit_bytes: int,
+    ahead_bytes: int,
+    known: TimelineCache,
 ) -> Program:
     joined = bucket(program, bucket_bytes, limit_bytes=limit_bytes, ahead_bytes=ahead_bytes)
     return overlap(joined, alone_seconds(joined, cluster, known))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from autopar.cluster.machine import Cluster
-from autopar.cost.streams import Known
+from autopar.cost.streams import TimelineCache
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.layout import Split
 from autopar.ir.program import Program
@@ -34,7 +34,7 @@ FINER = (2, 4, 8)
 """Where the whole share is not a period for all that is cut, these parts of it are tried."""
 
 
-def slice_products(program: Program, cluster: Cluster, known: Known | None = None) -> Program:
+def slice_products(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> Program:
     """The program with its products in slices, where that makes the step on `cluster` shorter."""
     return adopt(program, cluster, SLICING, known).program
 

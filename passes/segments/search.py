@@ -16,7 +16,7 @@ from autopar.ir.graph import JointGraph, is_view
 from .alignment import shortened
 from .cuts import divide
 from .facts import Facts
-from .runs import Run, longest, periodic, pieces, without
+from .runs import PeriodicRun, longest, periodic, pieces, without
 from .segment import Repeated, Segments
 
 RUNS_TRIED = 24
@@ -74,7 +74,7 @@ def _apart(facts: Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     return apart
 
 
-def _clip(run: Run, free: Iterable[tuple[int, int]], facts: Facts) -> Iterator[Run]:
+def _clip(run: PeriodicRun, free: Iterable[tuple[int, int]], facts: Facts) -> Iterator[PeriodicRun]:
     """The parts of a run in free intervals, if a period of it reads a graph input: chains of
     pointwise operators repeat too, and are not layers."""
     for piece in pieces(run, free):
