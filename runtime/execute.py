@@ -22,11 +22,10 @@ from torch.profiler import record_function
 from autopar.compat import is_profiling
 from autopar.cost.liveness import lifetimes
 from autopar.ir import randomness, variates
-from autopar.ir.graph import Node, Ref, overload
+from autopar.ir.graph import WAIT, Node, Ref, overload, parameters, schema
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import bounds, experts
 from autopar.ops.contract import needed_by
-from autopar.ops.rule import parameters
 from autopar.ops.strides import Given, contiguous
 
 from .collectives import COLLECTIVES, all_reduce_in_place, wait
@@ -193,7 +192,7 @@ class SourceWriter:
 
     def expression(self, instruction: Node, in_place: bool) -> str:
         op = instruction.op
-        if op == "collective.wait":
+        if op == WAIT:
             return f"{self.bind('wait', wait)}({self.value(instruction.args[0])})"
         if kind := instruction.collective:
             return self.collective(kind, instruction, in_place)
@@ -262,5 +261,5 @@ def _returns_tuple(op: str) -> bool:
     """Whether the op returns a sequence even if the program names only one output of it."""
     if op.startswith("collective."):
         return False
-    returns = overload(op)._schema.returns  # type: ignore[attr-defined]
-    return len(returns) > 1 or (len(returns) == 1 and returns[0].type.str() == "Tensor[]")
+    returns = schema(op).returns
+    return len(returns) > 1 or (len(returns) == 1 and str(returns[0].type) == "List[Tensor]")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program, source_line
 
 Groups = Sequence[dist.ProcessGroup | None]
@@ -77,7 +77,7 @@ def located(
             if instruction is None:
                 raise
             place = _place(instruction, program)
-            collective = started.get(instruction.inputs[0]) if instruction.op == "collective.wait" else instruction
+            collective = started.get(instruction.inputs[0]) if instruction.op == WAIT else instruction
             if collective is None or collective.collective is None or not _is_of_backend(error):
                 error.add_note(f"on rank {dist.get_rank() if dist.is_initialized() else 0}, {place}")
                 raise

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, TensorMeta, map_references
+from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
 from autopar.ir.layout import local_shape
 from autopar.ir.program import Program
 from autopar.ir.rewrite import last_reads
@@ -199,7 +199,7 @@ class Memory:
     def run(self, program: Program, line: Line, *, by_parts: bool) -> None:
         """What an instruction makes. `by_parts`: a reduce-scatter receives all parts before it adds them up."""
         instruction = line.instruction
-        if instruction.op == "collective.wait":
+        if instruction.op == WAIT:
             (name,), (started,) = instruction.outputs, instruction.inputs
             self.placed[name] = self.placed[started]
             self.storages[name] = self.storages[started][:1]

@@ -6,16 +6,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.cluster.machine import Device
-from autopar.ir.graph import Node
+from autopar.ir.graph import CONTIGUOUS, RESHAPE, VIEWS, Node
 from autopar.ir.program import Program
 from autopar.ir.rewrite import read_and_made
 from autopar.ops import Call, rule_of
-from autopar.ops.registry import VIEWS
 from autopar.ops.rule import call_of
 
 from . import liveness
 
-COPIES = frozenset({"aten.contiguous.default", "aten.reshape.default"})
+COPIES = frozenset({CONTIGUOUS, RESHAPE})
 """Views that lay out anew a value that does not lie in order."""
 
 FREE = COPIES | set(VIEWS)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from autopar.cluster.collectives import loads, price
 from autopar.cluster.machine import Cluster
-from autopar.ir.graph import Node
+from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program
 
 from . import liveness
@@ -63,7 +63,7 @@ def alone_seconds(program: Program, cluster: Cluster, known: TimelineCache | Non
     return {
         name: writer.tasks[task].seconds
         for task, instruction, _ in writer.order
-        if (name := _first(instruction)) and instruction.op != "collective.wait"
+        if (name := _first(instruction)) and instruction.op != WAIT
     }
 
 
@@ -117,7 +117,7 @@ class _Streams:
             self._issue(instruction, backward=True)
 
     def _issue(self, instruction: Node, *, backward: bool) -> None:
-        if instruction.op == "collective.wait":
+        if instruction.op == WAIT:
             self.local.pass_by(instruction)
             awaited = self.started.get(instruction.inputs[0])
             if awaited is not None:
@@ -200,7 +200,7 @@ class _Streams:
 
     def _events(self, spans: list[Span]) -> Iterator[Event]:
         for task, instruction, backward in self.order:
-            if instruction.op != "collective.wait":
+            if instruction.op != WAIT:
                 yield Event(
                     name=_first(instruction),
                     op=instruction.op,
@@ -218,7 +218,7 @@ class _Streams:
         now, last = 0.0, None
         for issued in self.order:
             end, stream = spans[issued.task].end_seconds, self.tasks[issued.task].stream
-            if issued.instruction.op == "collective.wait":
+            if issued.instruction.op == WAIT:
                 if end > now:
                     yield self._stall(issued, stream, now, end)
                 now = max(now, end)

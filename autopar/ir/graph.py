@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -206,12 +206,14 @@ def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     return value
 
 
-RESHAPE, PERMUTE = "aten.reshape.default", "aten.permute.default"
-"""What every view of a graph is written as."""
+RESHAPE, PERMUTE = VIEWS = "aten.reshape.default", "aten.permute.default"
+"""What every view of a graph is written as: layouts travel through them by what they are."""
+
+CONTIGUOUS = "aten.contiguous.default"
 
 
 def is_view(node: Node) -> bool:
-    return node.op in (RESHAPE, PERMUTE)
+    return node.op in VIEWS
 
 
 @cache
@@ -220,3 +222,28 @@ def overload(op: str) -> Callable[..., Any]:
     namespace, name, kind = op.split(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), kind)
     return found
+
+
+class Parameter(NamedTuple):
+    """One argument of an op's schema."""
+
+    name: str
+    type: str
+    default: Any
+
+
+def schema(op: str) -> torch.FunctionSchema:
+    """What torch knows of an op's arguments and results."""
+    found: torch.FunctionSchema = overload(op)._schema  # type: ignore[attr-defined]
+    return found
+
+
+@cache
+def parameters(op: str) -> tuple[Parameter, ...]:
+    """The arguments of an op's schema, in order."""
+    return tuple(Parameter(a.name, str(a.type), a.default_value) for a in schema(op).arguments)
+
+
+def takes(op: str, name: str) -> bool:
+    """Whether the op's schema has an argument of this name."""
+    return any(parameter.name == name for parameter in parameters(op))

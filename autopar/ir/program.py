@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .graph import InputRole, Node, OutputRole, Ref, TensorMeta, overload
+from autopar.ir.graph import takes
+
+from .graph import InputRole, Node, OutputRole, Ref, TensorMeta
 from .layout import Layout, describe
 
 COLLECTIVES = (
@@ -59,8 +61,7 @@ def names_no_device(instruction: Node) -> bool:
     """Whether an op makes a tensor from nothing and does not say on which device: an expansion's arange."""
     if instruction.inputs or instruction.op.startswith("collective."):
         return False
-    named = {key for key, _ in instruction.kwargs}
-    return any(a.name == "device" for a in overload(instruction.op)._schema.arguments) and "device" not in named  # type: ignore[attr-defined]
+    return takes(instruction.op, "device") and "device" not in dict(instruction.kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, map_references, meta_of, overload
+from autopar.ir.graph import WAIT, Node, Ref, TensorMeta, map_references, meta_of, overload, takes
 from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
 from autopar.ir.program import RankIndex
 from autopar.ir.rewrite import NodeWriter
 
 from . import expand, localize
-from .expansions import filled_beyond
-from .rule import ROUTED, Call, OpRule, neutral, parameters
+from .expansions import LocalCall, filled_beyond
+from .rule import ROUTED, Call, OpRule, neutral
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LocalEmitter(NodeWriter):
     def _collective(self, kind: str, value: Ref, *args: Any) -> Ref:
         """A collective whose result is like its operand."""
         (started,) = self.append(f"collective.{kind}", (value, *args), (), (self.meta(value),))
-        (finished,) = self.append("collective.wait", (started,), (), (self.meta(value),))
+        (finished,) = self.append(WAIT, (started,), (), (self.meta(value),))
         return finished
 
     def ranks(self, axis: int) -> int:
@@ -126,7 +126,7 @@ def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...])
         return value
 
     named = {key: concrete(value) for key, value in kwargs}
-    if any(p.name == "device" for p in parameters(op)):
+    if takes(op, "device"):
         named["device"] = torch.device("meta")
     outputs = overload(op)(*(concrete(a) for a in args), **named)
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
@@ -166,8 +166,8 @@ def local_program(
     given = localize(call, local_inputs, local_outputs, results, mesh)
     args, kwargs = map_references(given, lambda _: next(feed))
     if rule is not None and expands(rule, splits):
-        results_of = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
-        made: Sequence[Ref | None] = _named(emitter, results_of)
+        local = LocalCall(call, args, kwargs, dict(splits), operands, results, local_outputs)
+        made: Sequence[Ref | None] = _named(emitter, expand(emitter, local))
     else:
         known = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)

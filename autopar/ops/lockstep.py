@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, overload
+from autopar.ir.graph import WAIT, Node, Ref, overload
 from autopar.ir.layout import Shape
 from autopar.ir.program import RankIndex, names_no_device
 
@@ -29,7 +29,7 @@ def run(instruction: Node, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
 
 
 def _local(instruction: Node, coordinate: Shape, values: Values) -> None:
-    if instruction.op == "collective.wait":
+    if instruction.op == WAIT:
         values[instruction.outputs[0]] = values[instruction.args[0].name]
         return
 

@@ -15,7 +15,7 @@ from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, wide
-from .families import FIRST, has
+from .families import FIRST
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Name, Named, assemble, roles
@@ -30,8 +30,8 @@ def _names(rank: int) -> tuple[str, ...]:
 
 def _trains(call: Call) -> bool:
     """Whether the statistics are those of the input."""
-    name = "train" if has(call, "train") else "training"
-    return has(call, name) and call.argument(name)
+    name = "train" if call.has("train") else "training"
+    return call.has(name) and call.argument(name)
 
 
 def batch_norm(call: Call) -> OpRule:

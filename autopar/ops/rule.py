@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, overload
+from autopar.ir.graph import Node, Ref, TensorMeta, parameters, takes
 from autopar.ir.layout import Shape, Split, is_legal, periods_of
 
 Dims = tuple[int | None, ...]
@@ -178,21 +177,6 @@ def neutral(reduction: str, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
 
 
-class Parameter(NamedTuple):
-    """One argument of an op's schema."""
-
-    name: str
-    type: str
-    default: Any
-
-
-@cache
-def parameters(op: str) -> tuple[Parameter, ...]:
-    """The arguments of an op's schema, in order."""
-    schema = overload(op)._schema  # type: ignore[attr-defined]
-    return tuple(Parameter(a.name, str(a.type), a.default_value) for a in schema.arguments)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A node with the global metas of its tensor operands (in the order of `Node.inputs`) and of its
@@ -201,6 +185,10 @@ class Call:
     node: Node
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta | None, ...]
+
+    def has(self, name: str) -> bool:
+        """Whether the op's schema has an argument of this name."""
+        return takes(self.node.op, name)
 
     def argument(self, name: str) -> Any:
         """The argument called `name` in the op's schema, or its default. Tensors are `Ref`s."""
@@ -217,7 +205,7 @@ def call_of(node: Node, metas: Mapping[str, TensorMeta]) -> Call:
     `output_mask` leaves them out."""
     made = tuple(metas[name] if name else None for name in node.outputs)
     call = Call(node, tuple(metas[name] for name in node.inputs), made)
-    if all(parameter.name != "output_mask" for parameter in parameters(node.op)):
+    if not takes(node.op, "output_mask"):
         return call
     mask = call.argument("output_mask")
     return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(made, mask, strict=True)))

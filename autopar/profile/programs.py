@@ -30,7 +30,7 @@ from autopar.cluster.measurements import Case, quartiles
 from autopar.compat import is_real
 from autopar.cost.roofline import FREE
 from autopar.cost.streams import TimelineCache, timeline
-from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta
+from autopar.ir.graph import WAIT, JointGraph, Node, Ref, TensorMeta
 from autopar.ir.program import Program
 from autopar.ir.rewrite import read_and_made
 from autopar.ops import rule_of
@@ -307,7 +307,7 @@ class Costs:
         waiting = math.fsum(
             seconds
             for instruction, seconds in zip(_instructions(program), found.durations, strict=True)
-            if instruction.op == "collective.wait"
+            if instruction.op == WAIT
         )
         low, high = quartiles(found.steps)
         row = ProgramRow(
@@ -356,7 +356,7 @@ def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterat
     """One for each operator on its local shapes: means over all places where it stands."""
     places: dict[str, list[tuple[Node, float, float]]] = defaultdict(list)
     for instruction, seconds, spread in zip(_instructions(program), found.durations, found.spreads, strict=True):
-        if instruction.op != "collective.wait":
+        if instruction.op != WAIT:
             key = operator_key(instruction.op, *read_and_made(instruction, program.metas))
             places[key].append((instruction, seconds, spread))
     whole = structure(program)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.redistribute import RouteStep
-from autopar.ir.graph import PERMUTE, RESHAPE, WAIT, Ref, TensorMeta
+from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Ref, TensorMeta
 from autopar.ir.layout import Shape, Split, local_shape, local_stride
 from autopar.ir.program import RankIndex
 
@@ -103,7 +103,7 @@ class Redistribution:
 
     def _compact(self, value: str) -> str:
         """Collectives, and kernels such as CPU layer norm's backward, read operands as if they were contiguous."""
-        return self._emit("aten.contiguous.default", (Ref(value),), self._shape(value))
+        return self._emit(CONTIGUOUS, (Ref(value),), self._shape(value))
 
     def _move(self, value: str, source: int, target: int) -> str:
         """Move one dim to another place."""

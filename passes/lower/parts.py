@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.ir.graph import PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta
+from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Partial, Split
 from autopar.ir.rewrite import inlined
 from autopar.ops import rule_of
 from autopar.ops.accumulation import adding, factors_of
 from autopar.ops.emit import OPERAND, Emission, local_program
 
-from .kinds import CONTIGUOUS, LAYOUT
+from .kinds import LAYOUT
 from .pieces import Pieces
 from .regions import Metas, Refused, Region, has_rank, local_call
 

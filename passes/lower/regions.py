@@ -13,15 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.graph import PERMUTE, RESHAPE, WAIT, Node, TensorMeta
+from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, permute_layout, reshape_split
 from autopar.ir.program import RankIndex
 from autopar.ops import Call, rule_of
 from autopar.ops.accumulation import adding
 from autopar.ops.emit import expands
 from autopar.ops.rule import call_of
-
-from .kinds import CONTIGUOUS
 
 DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""

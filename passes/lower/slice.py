@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Sequence
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.streams import TimelineCache
-from autopar.ir.graph import WAIT, Node
+from autopar.ir.graph import CONTIGUOUS, WAIT, Node
 from autopar.ir.layout import Split
 from autopar.ir.program import Program
 from autopar.ir.rewrite import producers, readers
@@ -22,7 +22,7 @@ from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 
 from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
-from .kinds import CONTIGUOUS, LAYOUT
+from .kinds import LAYOUT
 from .regions import Metas
 
 SLICES = (2, 3, 4, 8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
+from autopar.ir.graph import RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.rewrite import NodeWriter, numbered
 from autopar.passes.lower.kinds import GATHERED, SCATTERED
 
@@ -56,7 +56,7 @@ class BucketWriter(NodeWriter):
 
     def reshape(self, value: str, shape: tuple[int, ...], name: str | None = None) -> str:
         meta = TensorMeta(shape, self.metas[value].dtype)
-        return self.emit("aten.reshape.default", (Ref(value), shape), (name or self.fresh(), meta))
+        return self.emit(RESHAPE, (Ref(value), shape), (name or self.fresh(), meta))
 
     def bytes(self, collective: Node) -> int:
         return max(self.metas[name].bytes for name in (*collective.inputs, *collective.outputs))
