@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,12 @@ from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.planning.constraints import Constraints
-from autopar.planning.given import check_mesh, check_options
+from autopar.planning.given import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
 from autopar.runtime.agree import all_equal, on_first_rank, raise_together
 from autopar.runtime.modes import Modes
@@ -61,11 +63,11 @@ def plan(
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
-    check_options(solver, cost, memory_limit_bytes, constraints)
+    request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
     if isinstance(mesh_shape, Mapping):
         return Planner(
             model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, profiles=profiles
-        ).plan(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+        ).planned(request)
     machine = named_cluster(cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
@@ -77,7 +79,7 @@ def plan(
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
     return Planner(
         model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer, profiles=profiles
-    ).over(candidates, solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+    ).over(candidates, request)
 
 
 def compare(
@@ -87,7 +89,7 @@ def compare(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solvers: Sequence[str] = ("dp", *PRESETS),
+    solvers: Sequence[str] | None = None,
     cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,
@@ -98,13 +100,17 @@ def compare(
     """Plans of several solvers and presets side by side, on one mesh and cluster or each of several; the model is
     captured once.
 
-    Arguments as for `plan`. A solver that finds nothing (no plan keeps the limit, a preset that does
-    not fit the batch) has its error in the place of a plan. `report` is told the part that is done, and what is next.
+    Arguments as for `plan`; `solvers` are "dp" and all presets if not given. A solver that finds nothing (no plan keeps
+    the limit, a preset that does not fit the batch) has its error in the place of a plan. `report` is told the part
+    that is done, and what is next.
     """
+    solvers = ("dp", *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
         raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['dp', 'fsdp']")
-    for solver in solvers:
-        check_options(solver, cost, memory_limit_bytes, constraints)
+    requests = [
+        Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+        for solver in solvers
+    ]
     shape: Any = mesh_shape
     if not isinstance(shape, (Mapping, Sequence)) or isinstance(shape, str):
         check_mesh(shape)  # one mesh, that is none
@@ -124,13 +130,11 @@ def compare(
         on = planner if number == 0 else planner.on(mesh, machine)
         sizes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
         place = [sizes] * (len(meshes) > 1) + [on.cluster.name] * (len(clusters) > 1)
-        for k, solver in enumerate(solvers):
-            name = " ".join([solver, *place])
-            report((number + k / len(solvers)) / len(cases), name)
+        for k, request in enumerate(requests):
+            name = " ".join([request.solver, *place])
+            report((number + k / len(requests)) / len(cases), name)
             try:
-                results[name] = on.plan(
-                    solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
-                )
+                results[name] = on.planned(request)
             except ValueError as error:
                 results[name] = str(error)
     report(1.0, "")
@@ -184,7 +188,7 @@ def parallelize(
     error: ValueError | None = None
     planner = None
     try:
-        check_options(solver, cost, memory_limit_bytes, constraints)
+        request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         device_type = mesh.device_type
@@ -210,13 +214,9 @@ def parallelize(
     given = None if plan is None else plan.digest
     all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
     if plan is None and cost == "profiled":
-        plan, _ = profiled(planner, mesh, solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+        plan, _ = profiled(planner, mesh, request)
     elif plan is None:
-        made = planner.plan
-        plan = on_first_rank(
-            lambda: made(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints),
-            mesh,
-        )
+        plan = on_first_rank(partial(planner.planned, request), mesh)
     program = None
     try:
         program = planner.program(plan)

@@ -32,7 +32,8 @@ from autopar.passes.widen import widened
 from autopar.planning.options import axis_choices, joint, unique_sites
 from autopar.planning.planner import Planner
 from autopar.planning.solving import priced
-from autopar.solve import TooWide, solve, solve_ilp
+from autopar.solve import TooWide, solve
+from autopar.solve.ilp import solve_ilp
 from autopar.solve.pricing import Library
 from autopar.solve.problem import Problem, Score, Solution, evaluate
 
@@ -147,7 +148,7 @@ def operator_level(made: Planner, bytes_limit: float | None) -> Problem:
     space = made.space
     axes = range(len(space.mesh))
     allowed = {
-        name: joint(space, site, [axis_choices(space, site, axis) for axis in axes], bytes_limit)
+        name: joint(site, [axis_choices(space, site, axis) for axis in axes], bytes_limit)
         for name, site in unique_sites(space).items()
     }
     return ProblemBuilder(space).build(allowed)[0]

@@ -137,14 +137,15 @@ def _random(planner: Any, seed: int, made: dict[str, Any]) -> Row:
     import plans
 
     from autopar.planning.account import account
+    from autopar.planning.request import Request
     from autopar.planning.search import Found
     from autopar.solve.problem import Score
 
     assignment = plans.random_assignment(planner.space, seed)
     priced = account(planner.space, assignment)
     score = Score(seconds=priced.seconds, bytes=priced.bytes)
-    found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=0.0, solves=0)
-    made[f"random {seed}"] = planner.describe(found, "random", "analytical")
+    found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=0.0)
+    made[f"random {seed}"] = planner.describe(found, Request())
     return {}
 
 

@@ -51,14 +51,14 @@ HAND = {"ddp": "DDP", "fsdp": "FSDP2"}
 def programs(planner: Any, plan: Any) -> dict[str, Any]:
     """A plan's program under each lowering."""
     from autopar.cost.streams import alone_seconds
+    from autopar.passes import LOWERINGS
     from autopar.passes.codegen.program import codegen
     from autopar.passes.lower.bucket import bucket
-    from autopar.passes.lower.chunk import chunk
+    from autopar.passes.lower.lowering import Target
     from autopar.passes.lower.overlap import overlap
-    from autopar.passes.lower.prefetch import prefetch
-    from autopar.passes.lower.slice import slice_products
 
     sizes, cluster = planner.space.redistributor.bucket_bytes, planner.cluster
+    target = Target(cluster=cluster, axis_bytes=sizes, limit_bytes=plan.bucket_bytes)
     plain = codegen(planner.space, planner.assignment(plan))
     joined = bucket(plain, sizes, limit_bytes=plan.bucket_bytes)
     early = overlap(joined, alone_seconds(joined, cluster))
@@ -66,9 +66,9 @@ def programs(planner: Any, plan: Any) -> dict[str, Any]:
         "plain": plain,
         "buckets": joined,
         "overlap": early,
-        "prefetch": prefetch(plain, cluster, sizes, limit_bytes=plan.bucket_bytes),
-        "slices": slice_products(early, cluster),
-        "chunks": chunk(early, cluster),
+        "prefetch": LOWERINGS["bucket"].on(plain, target),
+        "slices": LOWERINGS["slice"].on(early, target),
+        "chunks": LOWERINGS["chunk"].on(early, target),
         "all": planner.program(plan),
     }
 

@@ -18,7 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[1] / "tests")
+ROOT = Path(__file__).parents[1]
+sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]
 
 import paper_figures as figures  # noqa: E402
 import paper_gemms as gemms  # noqa: E402
@@ -36,6 +37,7 @@ from autopar.passes.space.space import Space  # noqa: E402
 from autopar.planning.choice import HIDDEN  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
+from autopar.planning.request import Request  # noqa: E402
 from autopar.planning.search import Search  # noqa: E402
 
 CHIPS = (16, 32, 64, 128, 256)
@@ -362,8 +364,8 @@ def frameworks(planner: Planner) -> dict[str, float]:
     steps = []
     for priced in (space, replace(space, redistributor=with_buckets_hidden(space))):
         search = Search(priced, "dp", None, lambda _: None, level="cfp")
-        planner.peaks = {}
-        steps.append(planner.describe(search.run(bounded=False), "cfp", "serial").seconds)
+        planner.steps.forget()
+        steps.append(planner.describe(search.run(bounded=False), Request(cost="serial")).seconds)
     found["CFP"] = min(steps)
     found["free"] = planner.plan().seconds
     return found

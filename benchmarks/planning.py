@@ -19,7 +19,7 @@ from typing import Any
 MESHES: tuple[dict[str, int], ...] = ({"tp": 8}, {"dp": 8, "tp": 8}, {"a": 4, "b": 4, "c": 4})
 LAYERS = (1, 2, 4, 8, 16, 32, 64)
 QUICK_LAYERS = (4, 32)
-STEPS = ("capture", "dependency", "blocks", "segments", "strategies", "search", "describe", "codegen", "bucket")
+STEPS = ("capture", "dependency", "blocks", "segments", "space", "search", "describe", "codegen", "bucket")
 TIMEOUT_SECONDS = 900
 
 

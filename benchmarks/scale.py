@@ -26,6 +26,7 @@ from autopar.passes.space.space import Space
 from autopar.planning.meshes import meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.request import Request
 from autopar.solve.problem import Infeasible
 
 MESH = {"dp": 16, "x": 4, "y": 4, "z": 4}
@@ -63,10 +64,10 @@ def scattered(space: Space, rng: random.Random) -> Assignment:
 
 def _random(space: Space, region: Region, name: str, rng: random.Random) -> SiteChoice:
     site = region.sites[name]
-    policy = (rng.choice((KEEP, REGATHER)),) if site.kind == "parameter" else ()
+    policy = rng.choice((KEEP, REGATHER)) if site.kind == "parameter" else ""
     for _ in range(TRIES):
-        parts = [[c for c in site.choices[n] if c == WHOLE or c[0] == "S"] for n in space.mesh]
-        choice = (*map(rng.choice, parts), *policy)
+        parts = [[c for c in site.choices[n] if c == WHOLE or c.splits] for n in space.mesh]
+        choice = SiteChoice(tuple(map(rng.choice, parts)), policy)
         if space.option(site, choice) is not None:
             return choice
     return space.whole(site)
@@ -76,7 +77,7 @@ def restarts(planner: Planner, limit: float | None, count: int, seconds: float) 
     """The best of descents from random starts, as seconds of the objective."""
     best, made, started = math.inf, 0, time.perf_counter()
     while made < count and time.perf_counter() - started < seconds:
-        search = planner.search("dp", limit, None)
+        search = planner.search(Request(memory_limit_bytes=limit))
         start = scattered(planner.space, random.Random(made))
         made += 1
         try:
@@ -116,7 +117,7 @@ def on_any_mesh(layers: int) -> dict[str, Any]:
     planner = captured(layers)
     candidates = meshes(math.prod(MESH.values()))
     cpu, started = time.process_time(), time.perf_counter()
-    plan = planner.over(candidates)
+    plan = planner.over(candidates, Request())
     return {
         "case": "auto",
         "mesh": dict(plan.mesh),

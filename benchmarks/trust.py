@@ -165,6 +165,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     from torch.distributed.device_mesh import init_device_mesh
 
     from autopar.planning.planner import Planner
+    from autopar.planning.request import Request
     from autopar.profile.database import Profiles
     from autopar.profile.programs import Costs, Order, structure
     from autopar.runtime.agree import on_first_rank
@@ -180,7 +181,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
 
     # what a user's one call does, on an empty database
     began = time.perf_counter()
-    chosen, told = profiled(first, meshes[0][1])
+    chosen, told = profiled(first, meshes[0][1], Request())
     took = time.perf_counter() - began
 
     plans: dict[str, tuple[Any, Any, Any]] = {"chosen on dp 2 x tp 2": (first, meshes[0][1], chosen)}

@@ -16,7 +16,7 @@ from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.segments.search import segments
 from autopar.passes.space.build import strategies
-from autopar.passes.space.choices import str_choice
+from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.planning.account import account
 from autopar.planning.options import joint, unique_sites
@@ -69,21 +69,21 @@ def main() -> None:
     assert product.rule is not None
     lines.append(f"{product.name} ({product.module}), factors {[factor.size for factor in product.rule.factors]}:")
     for choice in product.choices[2]:
-        option = space.option(product, (choice,))
+        option = space.option(product, SiteChoice((choice,)))
         if option is not None:
             reads = ", ".join(describe(layout) for layout in option.reads)
             made = ", ".join(describe(layout) for layout in option.makes)
-            lines.append(f"  {str_choice((choice,)):8} reads {reads}, makes {made}, {option.seconds * 1e6:.1f} us")
+            lines.append(f"  {choice!s:8} reads {reads}, makes {made}, {option.seconds * 1e6:.1f} us")
     show("4. the space: sites and their options (passes/space/)", "\n".join(lines))
 
-    allowed = {name: joint(space, site, [site.choices[2]], None) for name, site in unique_sites(space).items()}
+    allowed = {name: joint(site, [site.choices[2]], None) for name, site in unique_sites(space).items()}
     problem, decoder = ProblemBuilder(space).build(allowed)
     show("5. the problem (autopar/solve/problem.py), made by passes/space/problem.py", str(problem))
 
     solution = solve(problem, "dp")
     assignment = decoder.decode(solution.choice)
     lines = [f"{solution.score.seconds * 1e3:.3f} ms, lower bound {solution.lower_bound * 1e3:.3f} ms; the first copy:"]
-    lines += [f"  {name}: {str_choice(choice)}" for name, choice in assignment.copies[0][0].items()]
+    lines += [f"  {name}: {choice}" for name, choice in assignment.copies[0][0].items()]
     show("6. the choice (autopar/solve), decoded", "\n".join(lines))
 
     costs = account(space, assignment)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.garbage import uncollected
 from autopar.planning.candidates import Candidates, Profiled
-from autopar.planning.constraints import Constraints
 from autopar.planning.costs import CostMode, register_cost
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.request import Request
 from autopar.profile.database import Profiles
 from autopar.profile.programs import Costs, Measure
 
@@ -22,10 +22,8 @@ from .profiler import bench_alone, bench_of, lead
 def profiled(
     planner: Planner,
     mesh: DeviceMesh | None,
+    request: Request,
     *,
-    solver: str = "dp",
-    memory_limit_bytes: float | None = None,
-    constraints: Constraints | None = None,
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> tuple[Plan, Profiled]:
     """The plan that is best by what the ranks of a mesh measure, and what that took. To be called by all of them.
@@ -50,10 +48,7 @@ def profiled(
                     profiles=profiles, machine=bench.machine, cluster=planner.cluster, with_links=mesh is not None
                 ),
                 measure=measure,
-                solver=solver,
-                memory_limit_bytes=memory_limit_bytes,
-                constraints=constraints,
-                cost="hybrid" if mesh is None else "profiled",
+                request=replace(request, cost="hybrid" if mesh is None else "profiled"),
                 report=report,
             ).run()
 
@@ -63,24 +58,22 @@ def profiled(
     return found
 
 
-def _hybrid(planner: Planner, **asked: Any) -> Plan:
-    return profiled(planner, None, **asked)[0]
+def _hybrid(planner: Planner, request: Request) -> Plan:
+    return profiled(planner, None, request)[0]
 
 
-def _of_ranks(planner: Planner, **asked: Any) -> Plan:
+def _of_ranks(planner: Planner, request: Request) -> Plan:
     raise ValueError(
         "profiled costs are measured by the ranks: give cost='profiled' to parallelize(), or run autopar "
         "profile under torchrun or autopar lab; on one device, cost='hybrid' measures operators alone"
     )
 
 
-register_cost(
-    CostMode(name="hybrid", meaning="the analytical one, with operators that this device measured", plan=_hybrid)
+HYBRID = CostMode(name="hybrid", meaning="the analytical one, with operators that this device measured", plan=_hybrid)
+PROFILED = CostMode(
+    name="profiled",
+    meaning="the analytical one, with operators, collectives and segment programs that the ranks measured",
+    plan=_of_ranks,
 )
-register_cost(
-    CostMode(
-        name="profiled",
-        meaning="the analytical one, with operators, collectives and segment programs that the ranks measured",
-        plan=_of_ranks,
-    )
-)
+for mode in (HYBRID, PROFILED):
+    register_cost(mode)

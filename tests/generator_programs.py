@@ -15,8 +15,8 @@ from generator import Built, Spec, build
 
 from autopar.passes.codegen.program import layouts
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.chunk import chunked
-from autopar.passes.lower.slice import sliced
+from autopar.passes.lower.chunk import CHUNKING
+from autopar.passes.lower.slice import SLICING
 from autopar.planning.presets import PRESETS
 from autopar.testing import Row, Trial, random_assignment
 
@@ -117,7 +117,7 @@ def in_parts(trial: Trial, mesh: Mapping[str, int], seed: int, parts: str) -> Ro
     planner = trial.on(mesh)
     assignment = random_assignment(planner.space, seed)
     program = bucket(planner.writer.plain(assignment))
-    cut = (sliced if parts == "sliced" else chunked)(program, 2)
+    cut = (SLICING if parts == "sliced" else CHUNKING).everywhere(program, 2)
     return None if cut == program else trial.row(parts, cut, layouts(planner.space, assignment))
 
 

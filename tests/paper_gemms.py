@@ -22,8 +22,8 @@ from autopar.cost.simulator import Task, scheduled
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.slice import sliced
-from autopar.passes.rivals import RIVALS
+from autopar.passes.lower.slice import SLICING
+from benchmarks.rivals import RIVALS
 
 FLOPS = 245.7e12
 BYTES_PER_SECOND = 74.2e9
@@ -350,7 +350,7 @@ def program_of(name: str, product: Product, rows: int, columns: int) -> Program:
     if name == "Collective":
         return bucket(plain)  # as every program is: both gathers start before one is waited for
     if name == "MeshSlice":
-        return sliced(plain, best_slices(product, rows, columns))
+        return SLICING.everywhere(plain, best_slices(product, rows, columns))
     return RIVALS[name.lower()](plain)
 
 

@@ -69,7 +69,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt:
-    """Table I. Sequences of 2048 tokens; weights and activations in bfloat16, activations made again in backward."""
+    """Table I. Sequences of 2048 tokens; weights and activations in bfloat16, activations recomputed in backward."""
 
     layers: int
     hidden: int
@@ -79,7 +79,7 @@ class Gpt:
         return 12.0 * self.layers * self.hidden**2
 
     def flops(self, tokens: float) -> float:
-        """VI.C: those of hardware, with forward made again (Narayanan et al. 2021)."""
+        """VI.C: those of hardware, with forward recomputed (Narayanan et al. 2021)."""
         return 4 * 2 * tokens * self.parameters * (1 + LENGTH / (6 * self.hidden))
 
 
@@ -217,7 +217,7 @@ def zero3(gpus: int) -> float:
     tokens, weights = BATCH * LENGTH / gpus, 12 * model.hidden**2
     flops = 2 * tokens * weights * (1 + LENGTH / (6 * model.hidden))
     other = 2 * OTHER_BYTES * tokens * model.hidden
-    for times in (1, 3):  # backward with forward made again
+    for times in (1, 3):  # backward with forward recomputed
         gathered = on.start("all_gather", 0, 2 * weights)
         for layer in range(model.layers):
             on.wait(gathered)

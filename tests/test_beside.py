@@ -15,8 +15,8 @@ import pytest
 from models import case, planners
 
 from autopar.planning import beside as module
-from autopar.planning import search
 from autopar.planning.beside import beside, together
+from autopar.solve.effort import Effort
 
 pytestmark = pytest.mark.skipif(not module._can_fork(), reason="one core: nothing is computed beside")
 
@@ -125,12 +125,12 @@ def test_tasks_are_done_once_each_and_come_in_order(tmp_path: Path) -> None:
     assert len(names) == 12 and len({process for _, process in names}) == 2
 
 
-def test_plans_are_the_same_whoever_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_the_same_whoever_finds_them() -> None:
     """Under a limit that takes some planning."""
     planner = planners(case)("gpt2", {"a": 2, "b": 2})
     limit = 0.8 * planner.plan().bytes
     plans = {}
     for options in (10**9, 0):
-        monkeypatch.setattr(search, "APART_OPTIONS", options)
-        plans[options] = dataclasses.replace(planner.plan(memory_limit_bytes=limit), solve_seconds=0.0)
+        made = planner.on(planner.mesh, planner.cluster, Effort(apart_options=options))
+        plans[options] = dataclasses.replace(made.plan(memory_limit_bytes=limit), solve_seconds=0.0)
     assert plans[0] == plans[10**9]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,14 @@ import torch
 from torch import nn
 
 from autopar import api
+from autopar.cluster.library import named_cluster
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Split
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.passes import LOWERINGS, Flow
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.lowering import Target
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import Simulated, simulate_step
 from tests.ranks import run
@@ -152,9 +156,15 @@ def test_small_programs_compute_the_same(make: Any, limit_bytes: int, alone_byte
 
 
 def test_it_says_what_it_changed(caplog: pytest.LogCaptureFixture) -> None:
+    flow, row, given = Flow(), LOWERINGS["bucket"], reductions()
+    target = Target(cluster=named_cluster("dgx-h100"))
     with caplog.at_level(logging.INFO, "autopar"):
-        bucket(reductions())
-    assert "bucket: 3 all_reduce -> 1" in caplog.text
+        adopted = flow.adopt(row, given, target)
+        assert adopted is not None
+        flow.lower(row, adopted, given)
+    assert caplog.messages[0].startswith("bucket: gathers 25 MiB ahead, 0.")
+    assert re.fullmatch(r"bucket: \+\d+ instructions, -2 all_reduce, 0\.\d\d s", caplog.messages[1])
+    assert flow["bucket"] > 0
 
 
 def test_bucketing_twice_changes_nothing_more() -> None:

@@ -1,4 +1,4 @@
-"""Every solve and every search ends: where a budget is spent, a cheaper way answers, and the bound stays honest."""
+"""Every solve and every search ends: where the effort is spent, a cheaper way answers, and the bound stays honest."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.planning import choice, descent, limit, searches
-from autopar.planning import search as searching
+from autopar.planning.options import joint
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.search import Search
-from autopar.solve import elimination, ilp, relax
-from autopar.solve.budget import Budget, Meter, Purse, SearchBudget
+from autopar.solve.effort import EFFORT, Effort, Meter, Purse
 from autopar.solve.problem import Infeasible
 
 
-def planner(mesh: dict[str, int] | None = None) -> Planner:
-    return _captured().on(mesh or {"a": 2, "b": 2}, None)
+def planner(mesh: dict[str, int] | None = None, effort: Effort = EFFORT) -> Planner:
+    return _captured().on(mesh or {"a": 2, "b": 2}, None, effort)
 
 
 @cache
@@ -45,39 +43,29 @@ class Tangle(nn.Module):
 
 
 SPENT = {
-    "elimination": Budget(elimination_entries=1),
-    "message passing too": Budget(elimination_entries=1, message_entries=0),
-    "the integer program too": Budget(elimination_entries=1, message_entries=0, program_columns=0),
-    "its nodes": Budget(elimination_entries=1, message_entries=0, program_work=0, program_iterations=1),
+    "elimination": Effort(elimination_entries=1),
+    "message passing too": Effort(elimination_entries=1, message_entries=0),
+    "the integer program too": Effort(elimination_entries=1, message_entries=0, program_columns=0),
+    "its nodes": Effort(elimination_entries=1, message_entries=0, program_work=0, program_iterations=1),
 }
 
 
 @pytest.mark.parametrize("spent", SPENT)
 @pytest.mark.parametrize("solver", ["dp", "ilp"])
-def test_a_spent_budget_still_gives_a_plan(spent: str, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spent_effort_still_gives_a_plan(spent: str, solver: str) -> None:
     best = planner().plan(cost="serial")
-    for module in (elimination, relax, ilp):
-        monkeypatch.setattr(module, "BUDGET", SPENT[spent])
-    short = planner()
+    short = planner(effort=SPENT[spent])
     plan = short.plan(cost="serial", solver=solver)
     assert plan.lower_bound_seconds <= best.objective_seconds <= plan.objective_seconds * (1 + 1e-9)
     assert short.plan(cost="serial", solver=solver).digest == plan.digest
     assert short.program(plan).forward
 
 
-def spend(monkeypatch: pytest.MonkeyPatch, work: float) -> None:
-    """Gives searches so much work in all."""
-    budget = SearchBudget(work=work)
-    for module in (choice, descent, limit, searches, searching):
-        monkeypatch.setattr(module, "SEARCH_BUDGET", budget)
-
-
 @pytest.mark.parametrize("work", [0.0, 1e6])
 @pytest.mark.parametrize("solver", ["dp", "ilp", *PRESETS])
-def test_a_search_whose_work_is_spent_answers(work: float, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_whose_work_is_spent_answers(work: float, solver: str) -> None:
     best = planner().plan(cost="serial", solver=solver)
-    spend(monkeypatch, work)
-    short = planner()
+    short = planner(effort=Effort(work=work))
     plan = short.plan(cost="serial", solver=solver)
     assert plan.lower_bound_seconds <= best.objective_seconds * (1 + 1e-9)
     assert best.objective_seconds <= plan.objective_seconds * (1 + 1e-9)
@@ -85,40 +73,32 @@ def test_a_search_whose_work_is_spent_answers(work: float, solver: str, monkeypa
 
 
 @pytest.mark.parametrize("work", [0.0, 3e7])
-def test_a_spent_search_gives_the_same_plan_in_one_process_and_in_two(
-    work: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spend(monkeypatch, work)
+def test_a_spent_search_gives_the_same_plan_in_one_process_and_in_two(work: float) -> None:
     made = Planner(Tangle(), {"a": 2}, (torch.randn(8, 8),))
     digests = set()
     for most in (1, 10**9):  # joint options from which on parts are worth a process of their own
-        monkeypatch.setattr(searching, "APART_OPTIONS", most)
-        digests.add(made.on({"a": 2, "b": 2}, None).plan().digest)
+        effort = Effort(work=work, apart_options=most)
+        digests.add(made.on({"a": 2, "b": 2}, None, effort).plan().digest)
     assert len(digests) == 1
 
 
 @pytest.mark.parametrize("work", [0.0, 1e6])
-def test_a_spent_search_keeps_the_memory_limit_or_says_what_needs_the_least(
-    work: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = planner({"a": 2, "b": 3})
-    limit = 0.95 * made.plan().bytes
-    spend(monkeypatch, work)
+def test_a_spent_search_keeps_the_memory_limit_or_says_what_needs_the_least(work: float) -> None:
+    mesh = {"a": 2, "b": 3}
+    limit = 0.95 * planner(mesh).plan().bytes
+    made = planner(mesh, Effort(work=work))
     assert made.plan(memory_limit_bytes=limit).bytes <= limit
     with pytest.raises(Infeasible, match="no choice fits in 1 bytes: the smallest needs"):
         made.plan(memory_limit_bytes=1)
 
 
-def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds() -> None:
     made = planner()
 
     def found(*works: float) -> list[tuple[float, bool]]:
         search = Search(made.space, "dp", None, lambda _: None)
         whole = {name: site.choices[2][:2] for name, site in search.sites.items()}
-        allowed = {
-            n: [(a, b, *("keep",) * (search.sites[n].kind == "parameter")) for a in c for b in c]
-            for n, c in whole.items()
-        }
+        allowed = {n: joint(search.sites[n], [c, c], None) for n, c in whole.items()}
         allowed = {n: [c for c in cs if made.space.option(search.sites[n], c) is not None] for n, cs in allowed.items()}
         solved = [search.solve(allowed, "dp", purse=Purse(left=work)) for work in works]
         return [(one.score.objective, one.cut_at is not None) for one in solved]
@@ -140,4 +120,4 @@ def test_a_meter_takes_what_is_left_and_remembers_what_it_refused() -> None:
 
 def test_shares_of_a_search_are_all_of_its_work() -> None:
     with pytest.raises(AssertionError):
-        replace(SearchBudget(), pool=0.5)
+        replace(EFFORT, pool=0.5)

@@ -13,9 +13,11 @@ from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.layout import REPLICATE
 from autopar.ir.program import Program
+from autopar.passes import LOWERINGS
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.chunk import chunk, chunked, why_whole
+from autopar.passes.lower.chunk import CHUNKING
+from autopar.passes.lower.lowering import Target
 from autopar.passes.lower.overlap import overlap
 from autopar.runtime.agree import coordinate_of, process_groups
 from autopar.runtime.execute import compile
@@ -40,7 +42,7 @@ def block(rows: int, width: int = 4) -> Program:
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_chunks_of_a_stretch_make_the_same(chunks: int) -> None:
     given = block(8)
-    made = chunked(given, chunks)
+    made = CHUNKING.everywhere(given, chunks)
     assert [i.op for i in made.forward].count("collective.all_reduce") == 2 * chunks
     x, w = torch.randn(8, 4), torch.randn(8, 4)
     step, expected = (simulate_step(p, {"w": w}, {"x": x}) for p in (made, given))
@@ -63,7 +65,7 @@ def outputs_on_a_rank(programs: list[Program], w: torch.Tensor, x: torch.Tensor)
 
 
 def test_chunks_make_the_same_on_gloo() -> None:
-    programs = [block(8), chunked(block(8), 2), chunked(block(8), 4)]
+    programs = [block(8), CHUNKING.everywhere(block(8), 2), CHUNKING.everywhere(block(8), 4)]
     w, x = torch.randn(8, 4), torch.randn(8, 4)
     expected = simulate_step(programs[0], {"w": w}, {"x": x}).outputs["g"]
     for found in run(2, outputs_on_a_rank, programs, w, x):
@@ -72,22 +74,24 @@ def test_chunks_make_the_same_on_gloo() -> None:
 
 
 def test_a_collective_of_one_chunk_is_under_the_product_of_another() -> None:
-    order = [i.outputs[0] for i in chunked(block(8), 2).forward if i.collective or "mm" in i.op or "wait" in i.op]
+    order = [
+        i.outputs[0] for i in CHUNKING.everywhere(block(8), 2).forward if i.collective or "mm" in i.op or "wait" in i.op
+    ]
     early = ["a_chunk0", "b_chunk0", "a_chunk1", "d_chunk0", "e_chunk0"]
     assert order == [*early, "b_chunk1", "d_chunk1", "e_chunk1", "f_chunk0", "f_chunk1"]
 
 
 def test_uneven_batches_are_left_alone_by_name() -> None:
     given = block(7, 3)
-    assert chunked(given, 2) == given
-    assert "dim 0 of x, 7 long, is not to be cut in 2 equal parts" in why_whole(given, 2)["a"]
+    assert CHUNKING.everywhere(given, 2) == given
+    assert "dim 0 of x, 7 long, is not to be cut in 2 equal parts" in CHUNKING.why_whole(given, 2)["a"]
 
 
 def test_chunks_are_taken_where_the_step_gets_shorter_and_only_there() -> None:
     cluster = named_cluster("a100-pcie")
     small, large = block(8), block(32768, 8192)
-    assert chunk(small, cluster) is small
-    taken = chunk(large, cluster)
+    assert LOWERINGS["chunk"].on(small, Target(cluster=cluster)) is small
+    taken = LOWERINGS["chunk"].on(large, Target(cluster=cluster))
     assert timeline(taken, cluster).seconds < 0.9 * timeline(large, cluster).seconds
 
 
@@ -112,7 +116,7 @@ def test_like_stretches_on_other_axes_are_looked_at_apart() -> None:
     inputs = tuple(replace(i, layout=(REPLICATE, REPLICATE)) for i in given.inputs)
     weight = replace(inputs[0], name="w", role="parameter", target="w", meta=given.metas["w"])
     given = replace(given, axes=("a", "b"), mesh=(2, 2), inputs=(*inputs, weight))
-    made = chunk(given, named_cluster(LAB))
+    made = LOWERINGS["chunk"].on(given, Target(cluster=named_cluster(LAB)))
     in_chunks = {i.args[-1]: "_chunk" in i.outputs[0] for i in made.forward if i.collective}
     assert in_chunks == {0: True, 1: False}
 
@@ -122,7 +126,7 @@ def test_models_compute_the_same(name: str, solver: str) -> None:
     planner = models.planners(models.case)(name, {"a": 4})
     plain = codegen(planner.space, planner.assignment(planner.plan(solver=solver, cost="serial")))
     given = overlap(bucket(plain))
-    made = chunked(given, 2)
+    made = CHUNKING.everywhere(given, 2)
     assert len(made.collectives()) > len(given.collectives())
     step, expected = (models.simulated(p, planner.captured, models.case(name)) for p in (made, given))
     models.assert_same(step, expected)

@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.space.choices import KEEP, AxisChoice
+from autopar.passes.space.choices import KEEP, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
@@ -43,8 +43,8 @@ def forced(space: Space, *axes: Force) -> Assignment:
     allowed = {}
     for name, site in unique_sites(space).items():
         per_axis = [force(site, site.choices[n]) for force, n in zip(axes, space.mesh, strict=True)]
-        policy = ((KEEP,),) if site.kind == "parameter" else ((),)
-        allowed[name] = [(*choice, *end) for choice in product(*per_axis) for end in policy]
+        policy = KEEP if site.kind == "parameter" else ""
+        allowed[name] = [SiteChoice(axes, policy) for axes in product(*per_axis)]
     return Search(space, "dp", None, lambda _: None).run(allowed).assignment
 
 
@@ -54,15 +54,15 @@ def splitting(*periods: int, avoid: str = "$^") -> Force:
 
     def force(site: Site, choices: Sequence[AxisChoice]) -> Sequence[AxisChoice]:
         stored = site.kind in ("buffer", "output")
-        split = [c for c in choices if c[0] == "S" and c[2] in periods and not stored]
+        split = [c for c in choices if c.splits and c.period in periods and not stored]
         found = [c for c in split if not re.search(avoid, _name(site, c))]
-        return found or [c for c in choices if c[0] != "S"]
+        return found or [c for c in choices if not c.splits]
 
     return force
 
 
 def _name(site: Site, choice: AxisChoice) -> str:
-    return f"{site.node.op} {site.rule.factors[choice[1]].name}" if site.node and site.rule else site.name
+    return f"{site.node.op} {site.rule.factors[choice.factor].name}" if site.node and site.rule else site.name
 
 
 def collectives(
@@ -370,5 +370,5 @@ def test_the_plan_by_volume_moves_the_fewest_bytes_and_repeats_no_arithmetic() -
     taken = made.assignment(fewest)
     for region, decisions in zip(space.regions(), (taken.rest, *(copies[0] for copies in taken.copies)), strict=True):
         arithmetic = [name for name, site in region.sites.items() if site.rule is not None and site.rule.flops]
-        assert arithmetic and all(decisions[name][0][0] == "S" for name in arithmetic)
+        assert arithmetic and all(decisions[name].axes[0].splits for name in arithmetic)
     assert_same(simulated(made.program(fewest), made.captured, case("gpt2")), eager(case("gpt2")))

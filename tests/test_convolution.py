@@ -28,8 +28,8 @@ from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.slice import sliced
-from autopar.passes.space.choices import AxisChoice
+from autopar.passes.lower.slice import SLICING
+from autopar.passes.space.choices import AxisChoice, SiteChoice
 from autopar.passes.space.sites import Site
 from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule
@@ -124,10 +124,10 @@ def test_axes_together_split_no_more_groups_than_there_are(groups: int, fit: boo
     }
     for site in sites:
         assert site.rule is not None
-        axis = [c for c in site.choices[2] if c[0] == "S" and site.rule.factors[c[1]].name == "g"]
+        axis = [c for c in site.choices[2] if c.splits and site.rule.factors[c.factor].name == "g"]
         assert axis
-        for choice in itertools.product(axis, repeat=2):
-            assert (space.option(site, choice) is not None) == fit
+        for axes in itertools.product(axis, repeat=2):
+            assert (space.option(site, SiteChoice(axes)) is not None) == fit
 
 
 def test_a_halo_is_not_wider_than_a_shard() -> None:
@@ -427,7 +427,7 @@ def test_products_of_several_results_in_slices(name: str) -> None:
     """A backward of a convolution makes sums that travel, and gradients of weights that no instruction reads."""
     made = planner(name, {"a": 4})
     plan = made.plan(solver="atp", cost="serial")
-    check(name, {"a": 4}, sliced(made.program(plan), 2))
+    check(name, {"a": 4}, SLICING.everywhere(made.program(plan), 2))
 
 
 @pytest.mark.parametrize("name", [f"{name} uneven" for name in MODELS])
@@ -451,10 +451,10 @@ def spatially(dim: int) -> Force:
     def force(site: Site, choices: Sequence[AxisChoice]) -> Sequence[AxisChoice]:
         found: list[AxisChoice] = []
         if site.rule is not None:
-            found = [c for c in choices if c[0] == "S" and site.rule.factors[c[1]].name in names]
+            found = [c for c in choices if c.splits and site.rule.factors[c.factor].name in names]
         elif site.kind in ("input", "border") and site.meta is not None and len(site.meta.shape) == 4:
-            found = [c for c in choices if c[0] == "S" and c[1] == 2 + dim]
-        return found or [c for c in choices if c[0] != "S"]
+            found = [c for c in choices if c.splits and c.factor == 2 + dim]
+        return found or [c for c in choices if not c.splits]
 
     return force
 

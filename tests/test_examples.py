@@ -123,12 +123,8 @@ def test_editing_as_in_the_docs(tmp_path: Path) -> None:
     assert layouts["model.embed_tokens.weight"] == (Split(1, 128), Split(0, 256))
 
 
-def test_the_guide_on_operators_of_your_own(tmp_path: Path) -> None:
-    """In a process of its own, for the operator's name is taken once."""
-    (tmp_path / "guide.py").write_text("\n".join(blocks("docs/guide.md", "python")))
-    result = subprocess.run([sys.executable, "guide.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert re.fullmatch(r"mylib\.scale_rows\.default: \d+ instances, factors m, k\n", result.stdout)
+def test_the_guide_on_checks() -> None:
+    exec(compile(block("docs/guide.md", "check(model"), "guide.md", "exec"), {})
 
 
 def test_the_readme_is_short() -> None:

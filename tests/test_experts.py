@@ -32,7 +32,7 @@ from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, expert_mm, expert_mm_we
 from autopar.ops.oracle import check_rule
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.space.choices import SiteChoice
+from autopar.passes.space.choices import WHOLE, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Site
 from autopar.planning.planner import Planner
@@ -259,7 +259,7 @@ def test_random_plans(name: str, implementation: str, mesh: dict[str, int], seed
 
 def travels(site: Site) -> bool:
     """Whether rows of this site may be with their experts."""
-    return any(choice[0] == "X" for choices in site.choices.values() for choice in choices)
+    return any(choice.routes for choices in site.choices.values() for choice in choices)
 
 
 def by_expert(made: Planner, axes: Sequence[int]) -> Assignment:
@@ -268,11 +268,11 @@ def by_expert(made: Planner, axes: Sequence[int]) -> Assignment:
 
     def wanted(site: Site) -> list[SiteChoice] | None:
         if site.node is None or site.node.op not in (MM, MM_WEIGHT):
-            choices = list(product(*(site.choices[ranks] for ranks in made.space.mesh)))
-            return [c for c in choices if ("X" not in [part[0] for part in c])] if travels(site) else None
+            choices = [SiteChoice(axes) for axes in product(*(site.choices[n] for n in made.space.mesh))]
+            return [c for c in choices if not any(on_axis.routes for on_axis in c.axes)] if travels(site) else None
         assert site.rule is not None
         number, experts = next((i, f.size) for i, f in enumerate(site.rule.factors) if f.name == "e")
-        return [tuple(("S", number, experts) if axis in axes else ("R",) for axis in range(width))]
+        return [SiteChoice(tuple(AxisChoice("S", number, experts) if axis in axes else WHOLE for axis in range(width)))]
 
     return plans.random_assignment(made.space, 0, wanted=wanted)
 
@@ -311,16 +311,16 @@ def routed(made: Planner, axis: int, seed: int = 0) -> Assignment:
     mesh, generator = made.space.mesh, random.Random(seed)
 
     def fits(choice: SiteChoice) -> bool:
-        rows = choice[axis][1]
-        others = [part for a, part in enumerate(choice) if a != axis]
-        return all(part[:2] == ("S", rows) if seed % 2 else part == ("R",) for part in others)
+        rows = choice.axes[axis].factor
+        others = [part for a, part in enumerate(choice.axes) if a != axis]
+        return all(part.splits and part.factor == rows if seed % 2 else part == WHOLE for part in others)
 
     def wanted(site: Site) -> list[SiteChoice] | None:
-        travelling = [choice for choice in site.choices.get(mesh[axis], ()) if choice[0] == "X"]
+        travelling = [choice for choice in site.choices.get(mesh[axis], ()) if choice.routes]
         if not travelling:
             return None
         per_axis = [travelling if a == axis else site.choices[n] for a, n in enumerate(mesh)]
-        choices = [choice for choice in product(*per_axis) if fits(choice)]
+        choices = [choice for choice in map(SiteChoice, product(*per_axis)) if fits(choice)]
         return generator.sample(choices, len(choices))
 
     return plans.random_assignment(made.space, seed, wanted=wanted)

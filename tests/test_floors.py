@@ -13,7 +13,7 @@ import networkx as nx
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"autopar": ROOT / "autopar", "autopar.passes": ROOT / "passes", "autopar.runtime": ROOT / "runtime"}
 FLOORS = (
-    ("compat",),
+    ("compat", "extensions"),
     ("ir",),
     ("ops", "cluster", "solve"),
     ("cost",),

@@ -272,7 +272,7 @@ planner = planners(case)
 
 def operator_problem(space: Space, bytes_limit: float | None) -> Problem:
     allowed = {
-        name: joint(space, site, [axis_choices(space, site, axis) for axis in range(len(space.mesh))], bytes_limit)
+        name: joint(site, [axis_choices(space, site, axis) for axis in range(len(space.mesh))], bytes_limit)
         for name, site in unique_sites(space).items()
     }
     return ProblemBuilder(space).build(allowed)[0]

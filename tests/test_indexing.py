@@ -145,5 +145,5 @@ def test_a_preset_takes_only_what_tokens_point_into_for_classes() -> None:
     batch = torch.ones(4, 12, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     planner = Planner(Positioned(), {"tp": 2}, batch)
     plan = planner.plan(solver="megatron")
-    split = {name for name, choice in planner.assignment(plan).rest.items() if choice[0][0] == "S"}
+    split = {name for name, choice in planner.assignment(plan).rest.items() if choice.axes[0].splits}
     assert "_log_softmax" in split and not split & {"cumsum", "select"}

@@ -21,6 +21,7 @@ from autopar.passes.lower.compact import compact
 from autopar.passes.space.choices import SiteChoice
 from autopar.planning.options import Axes
 from autopar.planning.planner import Planner
+from autopar.planning.request import Request
 from autopar.planning.solving import Solved
 from autopar.runtime.memory import Alive, step_bytes
 from autopar.runtime.simulate import simulate_step
@@ -204,7 +205,7 @@ def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: p
     planner = Planner(model, mesh, (x,), loss_fn=models.mean_square, cluster="dgx-a100")
     fastest, smallest = (planner.plan(solver=solver, cost="serial").bytes for solver in ("dp", "fsdp"))
     limit = (fastest + smallest) / 2
-    search = planner.search("dp", limit, None)
+    search = planner.search(Request(memory_limit_bytes=limit))
     descend = search.descent.descend
     ends: list[Solved] = []
     starts: list[Start] = []

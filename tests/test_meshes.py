@@ -12,8 +12,10 @@ import pytest
 import autopar
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.planning.meshes import FINALISTS, best_mesh, meshes
+from autopar.planning.meshes import best_mesh, meshes
 from autopar.planning.planner import Planner
+from autopar.planning.request import Request
+from autopar.solve.effort import EFFORT
 
 
 def test_meshes_are_all_ordered_products() -> None:
@@ -38,7 +40,7 @@ def planner(name: str, cluster: str) -> Planner:
 def test_no_mesh_has_a_better_plan(cluster: str, solver: str) -> None:
     made = planner("mlp with loss_fn", cluster)
     candidates = meshes(8)
-    best = made.over(candidates, solver=solver)
+    best = made.over(candidates, Request(solver=solver))
     each = {str(mesh): made.on(mesh, made.cluster).plan(solver=solver).seconds for mesh in candidates}
     assert best.seconds <= min(each.values()) * (1 + 1e-6), each
     assert best.seconds == pytest.approx(each[str(dict(best.mesh))])
@@ -72,7 +74,7 @@ def test_the_best_few_meshes_are_searched_thoroughly() -> None:
         return true[tuple(mesh.items())] + (0.15 if mesh == candidates[0] else 0.0)
 
     assert best_mesh(candidates, quick, thorough, lambda text: None) == candidates[0]
-    assert len(asked) == FINALISTS
+    assert len(asked) == EFFORT.mesh_finalists
 
 
 @pytest.mark.parametrize("given", [0, -8, True, "all", 2.0])
@@ -84,4 +86,4 @@ def test_what_is_no_number_of_devices_is_said(given: object) -> None:
 
 def test_where_no_mesh_fits_the_limit_the_error_says_what_would() -> None:
     with pytest.raises(ValueError, match="no choice fits in 1000 bytes: the smallest needs"):
-        planner("mlp with loss_fn", "local").over(meshes(4), memory_limit_bytes=1000.0)
+        planner("mlp with loss_fn", "local").over(meshes(4), Request(memory_limit_bytes=1000.0))

@@ -8,8 +8,9 @@ from test_bucket import assert_same, program
 from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
+from autopar.passes import LOWERINGS
 from autopar.passes.lower.bucket import LIMIT_BYTES, bucket
-from autopar.passes.lower.prefetch import prefetch
+from autopar.passes.lower.lowering import Target
 from autopar.runtime.simulate import simulate_step
 
 
@@ -38,17 +39,17 @@ def ahead(made: Program) -> int:
 
 def test_gathers_start_further_ahead_where_that_hides_them() -> None:
     cluster, given = named_cluster("a100-pcie"), layers(4096)
-    plain, made = bucket(given), prefetch(given, cluster)
+    plain, made = bucket(given), LOWERINGS["bucket"].on(given, Target(cluster=cluster))
     assert (ahead(plain), ahead(made)) == (1, 3)
     assert timeline(made, cluster).exposed_seconds < 0.5 * timeline(plain, cluster).exposed_seconds
 
 
 def test_the_bound_is_kept_where_more_ahead_saves_nothing_or_memory_is_short() -> None:
     cluster = named_cluster("a100-pcie")
-    assert str(prefetch(layers(64), cluster)) == str(bucket(layers(64)))
+    assert str(LOWERINGS["bucket"].on(layers(64), Target(cluster=cluster))) == str(bucket(layers(64)))
     tight = LIMIT_BYTES // 8
     given = layers(4096)
-    assert ahead(prefetch(given, cluster, limit_bytes=tight)) == 1
+    assert ahead(LOWERINGS["bucket"].on(given, Target(cluster=cluster, limit_bytes=tight))) == 1
 
 
 def test_values_are_the_same_whatever_the_bound() -> None:

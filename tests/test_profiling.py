@@ -33,6 +33,7 @@ from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.segments.search import segments
 from autopar.planning.planner import Planner
+from autopar.planning.request import Request
 from autopar.profile.database import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
 from autopar.profile.programs import Costs, segment_programs, structure
 from autopar.runtime.profiled import profiled
@@ -273,7 +274,7 @@ def test_hybrid_costs_are_measured_once_on_one_device(tmp_path: Path) -> None:
             optimizer="sgd",
             profiles=path,
         )
-        return planner, *profiled(planner, None)
+        return planner, *profiled(planner, None, Request())
 
     planner, plan, told = found()
     assert plan.cost == "hybrid"
@@ -346,7 +347,7 @@ def dies(path: str, at: int, rank: int) -> None:
         return measured(bench, order)
 
     profiler.Bench.measured = counted  # type: ignore[method-assign]
-    profiled(planner, mesh)
+    profiled(planner, mesh, Request())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -16,20 +16,21 @@ import models
 import plans
 import pytest
 import torch
-from collectives import count_collectives
 from models import assert_same, case, eager, simulated
 from pairwise import pairwise
+from plans import count_collectives
 from torch import nn
 
 import autopar
 from autopar.cost.streams import timeline
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
+from autopar.passes.space.choices import WHOLE
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.planning.account import Account, account
 from autopar.planning.bound import lower_bound_seconds
-from autopar.planning.options import taken
+from autopar.planning.options import joint, taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.search import Search
@@ -226,15 +227,13 @@ def test_exhaustive_search_agrees_on_real_problems(depth: int, ranks: int) -> No
     for solver in ("exhaustive", "ilp", "dp"):
         search = Search(made.space, solver, None, logging.getLogger("autopar").info)
         allowed = {
-            name: [made.space.whole(site), *[(c,) for c in site.choices[ranks] if c[0] != "R"][:1]]
-            if depth > 1
-            else [(c,) for c in site.choices[ranks]]
+            name: [choice for choice in joint(site, [site.choices[ranks]], None) if made.space.option(site, choice)]
             for name, site in search.sites.items()
         }
-        for name, site in search.sites.items():
-            if site.kind == "parameter":
-                allowed[name] = [(*choice[:1], "keep") for choice in allowed[name]]
-            allowed[name] = [c for c in allowed[name] if made.space.option(site, c) is not None]
+        if depth > 1:
+            for name, site in search.sites.items():
+                split = [choice for choice in allowed[name] if choice.axes != (WHOLE,)]
+                allowed[name] = [made.space.whole(site), *split[:1]]
         objectives[solver] = search.run(allowed).score.objective
     assert objectives["ilp"] == pytest.approx(objectives["exhaustive"], rel=1e-9)
     assert objectives["dp"] == pytest.approx(objectives["exhaustive"], rel=1e-9)
@@ -352,7 +351,7 @@ def test_an_edit_that_contradicts_itself_is_refused() -> None:
     made, plan = planner("llama tied", {"a": 4}), solved("llama tied", {"a": 4}, "ddp")
     refused = 0
     for name, site in made.space.rest.sites.items():
-        if site.kind == "op" and any(choice[0] == "P" for choice in site.choices[4]):
+        if site.kind == "op" and any(choice.is_partial for choice in site.choices[4]):
             edited = dataclasses.replace(plan, decisions={**plan.decisions, name: "P0"})
             try:
                 made.program(edited)
@@ -430,3 +429,15 @@ def test_ops_without_a_rule_are_counted_in_every_layer(caplog: pytest.LogCapture
     assert built.space.without_rule["aten.cummax.default"] == 5
     (message,) = [record.getMessage() for record in caplog.records]
     assert "5 x aten.cummax.default in 0, *.1" in message
+
+
+def test_a_space_with_other_prices_works_out_again_what_depends_on_them() -> None:
+    """What was worked out is kept where nothing that it depends on differs, and nowhere else."""
+    space = planner("mlp with loss_fn", {"a": 4}).space
+    site = next(site for site in space.rest.sites.values() if site.kind == "op" and len(site.choices[4]) > 1)
+    before = space.option(site, space.whole(site))
+    slower = dataclasses.replace(space.cluster, device=dataclasses.replace(space.cluster.device, seconds_per_op=1.0))
+    assert dataclasses.replace(space, segments=space.segments).memo is space.memo
+    after = dataclasses.replace(space, cluster=slower).option(site, space.whole(site))
+    assert before is not None and after is not None and after.seconds > before.seconds
+    assert space.option(site, space.whole(site)) is before

@@ -1,4 +1,4 @@
-"""Copies of a layer that are made again in backward: the same numbers, the promised cost, less memory."""
+"""Copies of a layer that are recomputed in backward: the same numbers, the promised cost, less memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collectives import count_collectives
+from plans import count_collectives
 
 from autopar.cost.memory import Peak, moments, peak
 from autopar.passes.codegen.program import codegen
@@ -51,7 +51,7 @@ def alone(name: str) -> models.Step:
 
 
 def recomputing(assignment: Assignment, seed: int) -> Assignment:
-    """With random copies made again, and one at least."""
+    """With random copies recomputed, and one at least."""
     rng = random.Random(seed)
     again = tuple(tuple(k == 0 or rng.random() < 0.5 for k in range(len(copies))) for copies in assignment.copies)
     assert again, "the layers are copies of each other"
@@ -104,7 +104,7 @@ def test_a_limit_makes_copies_again_where_that_wins_and_the_plan_is_saved_so(tmp
     assert 0 == counts[0] < counts[1] <= counts[2], counts
     tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded == tight and "made again in backward" in str(loaded)
+    assert loaded == tight and "recomputed in backward" in str(loaded)
     program = made.program(loaded)
     assert peak(program, made.optimizer, "cpu") == loaded.peak
     models.assert_same(

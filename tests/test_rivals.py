@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from dataflows import DATAFLOWS, Dataflow, differences_on_a_rank, equal, operands, product
+import torch
+from dataflows import (
+    DATAFLOWS,
+    Dataflow,
+    Writer,
+    differences_on_a_rank,
+    equal,
+    forward_product,
+    operands,
+    product,
+)
 
+from autopar.cluster.library import named_cluster
+from autopar.cost.streams import timeline
+from autopar.extensions import scoped
+from autopar.ir.graph import TensorMeta
 from autopar.ir.program import Program
-from autopar.passes.lower.slice import sliced
-from autopar.passes.rivals import RIVALS, cannon, summa, wang
+from autopar.passes import LOWERINGS
+from autopar.passes.lower.lowering import Target
+from autopar.passes.lower.slice import SLICING
+from benchmarks.rivals import RIVALS, cannon, register, summa, wang
 from tests.ranks import run
 
 
@@ -55,13 +72,35 @@ def test_cannon_leaves_other_meshes_alone(mesh: tuple[int, int]) -> None:
     assert cannon(given) == given
 
 
+def test_cannon_leaves_operands_alone_that_come_along_one_axis() -> None:
+    """As where the third of three axes splits both: there is nothing to skew the one by."""
+    writer = Writer((2, 2), torch.float32)
+    writer.metas.update(a=TensorMeta((4, 4), torch.float32), b=TensorMeta((4, 4), torch.float32))
+    writer.mm(writer.gathered("a", 0, 0), writer.gathered("b", 0, 0))
+    given = replace(product("output", (2, 2), 8), forward=tuple(writer.written), backward=(), metas=writer.metas)
+    assert cannon(given) == given
+
+
+def test_a_plan_takes_what_was_registered_where_it_is_quicker() -> None:
+    cluster = named_cluster("tpu-v4")
+    small, large = (forward_product("output", (4, 4), n, n, n) for n in (64, 16384))
+    with scoped():
+        for name in RIVALS:
+            register(name)
+        for name in RIVALS:
+            assert LOWERINGS[name].on(small, Target(cluster=cluster)) is small
+        made = LOWERINGS["wang"].on(large, Target(cluster=cluster))
+        assert kinds(made)["rotate"] and timeline(made, cluster).seconds < timeline(large, cluster).seconds
+    assert not set(RIVALS) & set(LOWERINGS)
+
+
 def test_the_print_says_who_made_it() -> None:
     for name, lowering in RIVALS.items():
         assert f"_{name}1 = " in str(lowering(product("output", (2, 2), 16)))
 
 
 def test_slices_and_rivals_are_the_product_on_gloo() -> None:
-    lowerings = {f"in {n} slices": partial(sliced, slices=n) for n in (1, 2, 3, 4, 8)} | dict(RIVALS)
+    lowerings = {f"in {n} slices": partial(SLICING.everywhere, parts=n) for n in (1, 2, 3, 4, 8)} | dict(RIVALS)
     cases = {
         f"{flow} on {mesh}, {name}": (flow, lowering(product(flow, mesh, 96)))
         for flow in DATAFLOWS

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solve import EXACT, SOLVERS, TooWide, elimination, ilp, relax, solve
+from autopar.solve import SOLVERS, TooWide, ilp, relax, solve
 from autopar.solve.dp import LIMITED_GAP
+from autopar.solve.effort import EFFORT, Effort, Meter
 from autopar.solve.exhaustive import MAX_COMBINATIONS
 from autopar.solve.expand import expand
 from autopar.solve.network import network
@@ -33,6 +34,8 @@ from autopar.solve.problem import (
     in_runs,
 )
 from autopar.solve.relax import Relaxation
+
+EXACT = [name for name, solver in SOLVERS.items() if solver.exact]
 
 
 def variable(name: str, *costs: tuple[float, float]) -> Variable:
@@ -97,9 +100,9 @@ def random_problem(
     return Problem(variables=variables, tensors=tuple(tensors), repeats=tuple(repeats))
 
 
-def outcome(problem: Problem, solver: str, bytes_limit: float | None = None) -> Solution | str:
+def outcome(problem: Problem, solver: str, bytes_limit: float | None = None, effort: Effort = EFFORT) -> Solution | str:
     try:
-        solution = solve(problem, solver, bytes_limit=bytes_limit)
+        solution = solve(problem, solver, bytes_limit=bytes_limit, meter=Meter(effort=effort))
     except Infeasible as error:
         return str(error)
     assert evaluate(problem, solution.choice) == solution.score
@@ -109,9 +112,9 @@ def outcome(problem: Problem, solver: str, bytes_limit: float | None = None) -> 
     return solution
 
 
-def assert_all_agree(problem: Problem, bytes_limit: float | None = None) -> Solution | str:
+def assert_all_agree(problem: Problem, bytes_limit: float | None = None, effort: Effort = EFFORT) -> Solution | str:
     oracle = outcome(problem, "exhaustive", bytes_limit)
-    dp, integer = outcome(problem, "dp", bytes_limit), outcome(problem, "ilp", bytes_limit)
+    dp, integer = (outcome(problem, solver, bytes_limit, effort) for solver in ("dp", "ilp"))
     if isinstance(oracle, str):
         assert dp == oracle
         assert integer == oracle
@@ -137,29 +140,28 @@ def test_the_three_solvers_agree(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 50, 5))
-@pytest.mark.parametrize("setting", ["EXPAND_OPTIONS", "JOINT_STATES"])
-def test_every_form_of_the_integer_program_agrees(seed: int, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["program_expanded_options", "program_joint_states"])
+def test_every_form_of_the_integer_program_agrees(seed: int, setting: str) -> None:
     """Repeats as paths instead of written out; (produced, wanted set) states instead of joint ones."""
-    monkeypatch.setattr(ilp, setting, 0)
+    effort = Effort(**{setting: 0})
     problem = random_problem(random.Random(seed), depth=2)
-    best = assert_all_agree(problem)
+    best = assert_all_agree(problem, effort=effort)
     if isinstance(best, Solution):
-        assert_all_agree(problem, best.score.bytes * 0.8)
+        assert_all_agree(problem, best.score.bytes * 0.8, effort)
 
 
 @pytest.mark.parametrize("narrow", [0, 32, 4096])
-def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int) -> None:
     """Hardly any node is eliminated first, and states near the bound only in tables of `narrow` entries: with 0 of them
     every choice is one of node after node."""
-    monkeypatch.setattr(relax, "SMALL_ENTRIES", 4)
-    monkeypatch.setattr(relax, "NARROW_ENTRIES", narrow)
-    monkeypatch.setattr(relax, "SWEEPS", (0, 1, 2, *relax.SWEEPS))  # tables that do not agree on any state at first
+    sweeps = (0, 1, 2, *EFFORT.message_sweeps)  # tables that do not agree on any state at first
+    effort = Effort(message_small_entries=4, message_narrow_entries=narrow, message_sweeps=sweeps)
     over = []
     for seed in range(60):
         problem = random_problem(random.Random(seed), depth=2, most=9, blocked=0.02)
         try:
             best = solve(problem, "dp").score.objective
-            choice, bound = relax.relaxed(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE))
+            choice, bound = relax.relaxed(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE), Library(Meter(effort=effort)))
         except (Infeasible, TooWide):
             continue
         assert bound <= best * (1 + 1e-9), "a bound that some choice breaks is none"
@@ -170,8 +172,7 @@ def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int, monkeypatch: 
 
 def test_messages_tell_small_differences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nearly all of the cost is the same for every choice, all states lie near the bound, as a share of it."""
-    monkeypatch.setattr(relax, "SMALL_ENTRIES", 4)
-    monkeypatch.setattr(relax, "NARROW_ENTRIES", 64)
+    effort = Effort(message_small_entries=4, message_narrow_entries=64)
     monkeypatch.setattr(Relaxation, "rounded", lambda self: np.zeros((len(self.nodes), 1), dtype=np.int64))
     weights = (1.0, TIE_BREAK_SECONDS_PER_BYTE)
     found = 0
@@ -181,7 +182,7 @@ def test_messages_tell_small_differences_apart(monkeypatch: pytest.MonkeyPatch) 
         much = 1e4 * solve(problem, "dp").score.objective
         heavy = dataclasses.replace(first, seconds=tuple(much + s for s in first.seconds))
         problem = dataclasses.replace(problem, variables=(heavy, *others))
-        choice, _ = relax.relaxed(problem, weights)
+        choice, _ = relax.relaxed(problem, weights, Library(Meter(effort=effort)))
         best = solve(problem, "dp").score.objective - much
         found += evaluate(problem, choice).objective - much <= best * (1 + relax.STANDING_GAP)
     assert found >= 18
@@ -207,31 +208,31 @@ def test_a_folded_repeat_costs_what_it_does_written_out(count: int) -> None:
     assert sum(o <= 1 + 1e-9 for o in over) >= 0.9 * len(over) and max(over) <= 1.01
 
 
-def test_without_a_bound_what_is_too_wide_is_solved_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bound_what_is_too_wide_is_solved_folded() -> None:
     """As well as written out, and nothing is claimed about it."""
     problem = random_problem(random.Random(3), depth=2, most=9, blocked=0.0)
     problem = dataclasses.replace(problem, repeats=tuple(dataclasses.replace(r, count=20) for r in problem.repeats))
     exact = solve(problem, "dp").score.objective
-    monkeypatch.setattr(elimination, "MAX_TABLE_ENTRIES", Library().largest(problem) - 1)
-    bounded, quick = solve(problem, "dp"), solve(problem, "dp", bounded=False)
+    meter = Meter(effort=Effort(table_entries=Library().largest(problem) - 1))
+    bounded, quick = (solve(problem, "dp", bounded=bounded, meter=meter) for bounded in (True, False))
     assert problem.repeats and exact <= quick.score.objective * (1 + 1e-9)
     assert quick.score.objective <= bounded.score.objective * (1 + relax.STANDING_GAP)
     assert quick.lower_bound == 0.0 < bounded.lower_bound
 
 
-def test_the_dynamic_program_says_the_gap_of_what_it_cannot_eliminate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dynamic_program_says_the_gap_of_what_it_cannot_eliminate() -> None:
     """A random problem, told that its widest table is too large."""
     rng = random.Random(3)
     problem = random_problem(rng, depth=1, most=40, blocked=0.0)
     exact = solve(problem, "dp")
     widest = Library().largest(problem)
-    monkeypatch.setattr(elimination, "MAX_TABLE_ENTRIES", widest - 1)
-    wide = solve(problem, "dp")
+    meter = Meter(effort=Effort(table_entries=widest - 1))
+    wide = solve(problem, "dp", meter=meter)
     assert wide.score == evaluate(problem, wide.choice)
     assert wide.lower_bound <= exact.score.objective * (1 + 1e-9) <= wide.score.objective * (1 + 2e-9)
     assert wide.gap <= relax.STANDING_GAP
     with pytest.raises(TooWide):
-        solve(problem, "dp", bytes_limit=exact.score.bytes * 0.9)
+        solve(problem, "dp", bytes_limit=exact.score.bytes * 0.9, meter=meter)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -302,19 +303,19 @@ def test_a_tensor_with_many_readers_is_a_chain_of_accumulators() -> None:
     assert_all_agree(problem)
 
 
-def test_a_tensor_whose_table_is_too_large_is_left_to_who_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_whose_table_is_too_large_is_left_to_who_needs_none() -> None:
     """Rather than all memory being taken. Who needs a bound of it has that nothing costs less than 0."""
     problem = many_readers()
     exact = solve(problem, "dp").score.objective
     widest = max(table.seconds.size for table in network(problem, ()).tables)
-    monkeypatch.setattr("autopar.solve.network.MAX_TENSOR_ENTRIES", widest - 1)
+    meter = Meter(effort=Effort(tensor_entries=widest - 1))
     with pytest.raises(
         TooWide, match=f"a tensor would need a table of .* entries, more than {widest - 1}: use the ilp"
     ):
-        solve(problem, "dp")
-    assert solve(problem, "ilp").score.objective == pytest.approx(exact)
+        solve(problem, "dp", meter=meter)
+    assert solve(problem, "ilp", meter=meter).score.objective == pytest.approx(exact)
     for solver in ("greedy", "beam"):
-        found = solve(problem, solver)
+        found = solve(problem, solver, meter=meter)
         assert found.lower_bound == 0.0 and exact <= found.score.objective * (1 + 1e-9)
 
 
@@ -363,9 +364,7 @@ def test_a_limit_that_nothing_fits_names_the_smallest(solver: str) -> None:
 
 
 def test_bad_input_says_what_to_change() -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown solver 'simplex'; the solvers are dp, ilp, exhaustive, greedy, beam"
-    ):
+    with pytest.raises(ValueError, match="unknown solver 'simplex'; known: dp, ilp, exhaustive, greedy, beam"):
         solve(chain(layers=2), "simplex")
     wide = Problem(variables=tuple(variable(f"v{i}", (0.0, 0.0), (1.0, 0.0)) for i in range(30)))
     with pytest.raises(ValueError, match=f"at most {MAX_COMBINATIONS}: use dp or ilp"):

@@ -22,9 +22,9 @@ from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.chunk import chunked
+from autopar.passes.lower.chunk import CHUNKING
 from autopar.passes.lower.overlap import overlap
-from autopar.passes.lower.slice import sliced
+from autopar.passes.lower.slice import SLICING
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step
 
@@ -134,7 +134,7 @@ def test_a_model_is_that_of_one_device(name: str) -> None:
     assignments += [random_assignment(planner.space, seed) for seed in range(3)]
     for assignment in assignments:
         program = bucket(codegen(planner.space, assignment))
-        for lowered in (program, sliced(program, 2), chunked(overlap(program), 3)):
+        for lowered in (program, SLICING.everywhere(program, 2), CHUNKING.everywhere(overlap(program), 3)):
             assert_same(simulated(lowered, planner.captured, made), expected, 1e-9)
 
 

@@ -23,6 +23,7 @@ from autopar.passes.codegen.program import codegen
 from autopar.planning.account import least_seconds
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.solve.effort import Effort
 
 SIZE = 1000
 OP, REDUCE = 3e-3, 0.01
@@ -260,14 +261,11 @@ def test_no_preset_has_a_shorter_step_than_the_free_plan(
     assert free.seconds == timeline(planner.program(free), planner.cluster).seconds + free.account.optimizer_seconds
 
 
-def test_presets_that_leave_too_much_are_not_looked_at(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_presets_that_leave_too_much_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     made = captured("gpt2 untied").on({"dp": 2, "tp": 2}, "dgx-h100")
     with_them = made.plan()
-    monkeypatch.setattr("autopar.planning.choice.PRESET_OPTIONS", 0)
     with caplog.at_level("INFO", logger="autopar"):
-        without = made.plan()
+        without = made.on(made.mesh, made.cluster, Effort(preset_options=0)).plan()
     assert {f"no plan by {name}: it leaves" in caplog.text for name in PRESETS} == {True}
     assert with_them.seconds < without.seconds <= made.plan(cost="serial").seconds
 

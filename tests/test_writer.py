@@ -10,10 +10,9 @@ import torch
 
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
+from autopar.passes import LOWERINGS
 from autopar.passes.codegen.program import codegen
-from autopar.passes.lower.chunk import chunk
-from autopar.passes.lower.prefetch import prefetch
-from autopar.passes.lower.slice import slice_products
+from autopar.passes.lower.lowering import Target
 from autopar.planning import writer
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -82,10 +81,11 @@ def test_what_is_found_on_few_copies_is_written_in_all(preset: str, monkeypatch:
 def test_the_quickest_of_slices_and_chunks_is_taken(preset: str) -> None:
     made = planner()
     assignment = made.assignment(planned(preset))
-    cluster, sizes = made.cluster, made.space.redistributor.bucket_bytes
-    joined = prefetch(codegen(made.space, assignment), cluster, sizes)
-    sliced, chunked = slice_products(joined, cluster), chunk(joined, cluster)
-    both = chunk(sliced, cluster)
+    cluster = made.cluster
+    target = Target(cluster=cluster, axis_bytes=made.space.redistributor.bucket_bytes)
+    joined = LOWERINGS["bucket"].on(codegen(made.space, assignment), target)
+    sliced, chunked = (LOWERINGS[name].on(joined, target) for name in ("slice", "chunk"))
+    both = LOWERINGS["chunk"].on(sliced, target)
     seconds = [timeline(p, cluster).seconds for p in (joined, sliced, chunked, both)]
     taken = timeline(made.writer.written(assignment), cluster).seconds
     assert taken == pytest.approx(min(seconds), rel=1e-3)

@@ -14,7 +14,6 @@ import typer
 from autopar.api import compare
 from autopar.api import plan as planned
 from autopar.planning.plan import Plan
-from autopar.planning.presets import PRESETS
 from autopar.report.comparison import Comparison
 from autopar.report.figure import draw, draw_timeline
 from autopar.report.simulation import simulate
@@ -121,7 +120,7 @@ def compare_command(
             loaded.args,
             loaded.kwargs,
             loss_fn=loaded.loss_fn,
-            solvers=list(dict.fromkeys(solver)) if solver else ("dp", *PRESETS),
+            solvers=list(dict.fromkeys(solver)) if solver else None,
             cost=cost,
             cluster=list(dict.fromkeys(cluster)) if cluster else None,
             memory_limit_bytes=limit,

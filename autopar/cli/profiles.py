@@ -12,6 +12,7 @@ from rich.table import Table
 
 from autopar.planning.plan import bytes_text, seconds_text
 from autopar.planning.planner import Planner
+from autopar.planning.request import Request
 from autopar.profile.database import Profiles as Database
 from autopar.profile.database import ProgramRow, default_path
 from autopar.runtime.profiled import profiled
@@ -89,9 +90,10 @@ def profile_command(
         device_type=device,
         profiles=profiles,
     )
+    request = Request(solver=solver, memory_limit_bytes=limit, constraints=pins)
     rank = int(os.environ.get("RANK", 0))
     with progress(rank == 0) as tell, ranks_here(shape, device) as ranks:
-        plan, told = profiled(planner, ranks, solver=solver, memory_limit_bytes=limit, constraints=pins, report=tell)
+        plan, told = profiled(planner, ranks, request, report=tell)
     if rank == 0:
         if save is not None:
             plan.save(save)

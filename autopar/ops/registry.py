@@ -1,17 +1,16 @@
 """Rules of operators that autopar does not know: the user's lines beside the table's.
 
-One registry for the process, as `torch.library` is one for the operators themselves: what the dims of an
-operator mean is a fact about that operator, the same for every model, mesh and rank, and every step of the flow
-(segments, blocks, strategies, codegen, the oracle) must be told the same. So it is no argument of a plan. It
-only grows: a rule is never replaced silently, and the table's own rules never are.
+What the dims of an operator mean is a fact about that operator, the same for every model, mesh and rank, and every step
+of the flow (segments, blocks, space, codegen, the oracle) must be told the same. So it is no argument of a plan.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from autopar.extensions import Table
 from autopar.ir.graph import VIEWS, overload, schema
 
 from .expansions import Expansion
@@ -24,36 +23,31 @@ from .template import Operand, Template, parse, tensor_arguments
 
 
 @dataclass(frozen=True, slots=True)
-class _Registered:
+class Registered:
     """A user's entry, and what it was made from: equal for equal registrations."""
 
+    name: str
     source: tuple[object, ...]
-    entry: Entry
+    entry: Entry = field(compare=False)
+
+    def __str__(self) -> str:
+        rule, *options = self.source
+        return f"{rule!r} with {options}"
 
 
 class Registry:
     """The table, and what users add to it."""
 
     def __init__(self, table: Mapping[str, Entry]) -> None:
-        self._table = table
-        self._added: dict[str, _Registered] = {}
+        self.table = table
+        self.registered = Table("rule", Registered)
 
     def get(self, op: str) -> Entry | None:
         """What is known about "namespace.name.overload"."""
-        found = self._table.get(op)
-        if found is None and op in self._added:
-            found = self._added[op].entry
+        found = self.table.get(op)
+        if found is None and op in self.registered:
+            found = self.registered[op].entry
         return found
-
-    def add(self, op: str, source: tuple[object, ...], entry: Entry, replace: bool) -> None:
-        """Raises ValueError for an op that was registered from another source."""
-        known = self._added.get(op)
-        if known is not None and known.source != source and not replace:
-            raise ValueError(
-                f"{op} has the rule {known.source[0]!r} already, and is registered again as {source[0]!r} or with "
-                f"other options: register an op once, or pass replace=True"
-            )
-        self._added[op] = _Registered(source, entry)
 
 
 RULES = Registry(TABLE)
@@ -129,7 +123,8 @@ def register_rule(
     if unknown := [repr(argument) for argument in needed if argument not in arguments]:
         raise ValueError(f"contiguous of {name} names {unknown[0]}: give some of its tensors, {', '.join(arguments)}")
     source = (rule, sets, contraction, flops, tuple(expands), tuple(even), expand, local, needed)
-    RULES.add(name, source, Entry(_checked(name, rule, made), local, expand, strides=needs(" ".join(needed))), replace)
+    entry = Entry(_checked(name, rule, made), local, expand, strides=needs(" ".join(needed)))
+    RULES.registered.add(Registered(name, source, entry), replace=replace)
 
 
 def qualified(op: str) -> str:

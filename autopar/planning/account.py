@@ -13,7 +13,7 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program
-from autopar.passes.space.choices import REGATHER
+from autopar.passes.space.choices import REGATHER, Policy
 from autopar.passes.space.operator_layouts import splits_of
 from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder, is_bucketed
 from autopar.passes.space.recompute import reacquired, remade
@@ -126,12 +126,12 @@ class _Tally:
             options[name] = option
             self._site(site, option, count * (2 if name in twice else 1))
         wanted: dict[str, list[tuple[Site, Layout, bool]]] = {}
-        makers: dict[str, tuple[Site, Layout, str]] = {}
+        makers: dict[str, tuple[Site, Layout, Policy]] = {}
         for name, site in region.sites.items():
             option = options[name]
             for root, layout in zip(site.makes, option.makes, strict=True):
                 if root:
-                    policy = option.choice[-1] if site.kind == "parameter" else ""
+                    policy = option.choice.policy
                     policy = REGATHER if root in reacquire else policy
                     makers[root] = (site, layout, policy)
             for read, layout in zip(site.reads, option.reads, strict=True):
@@ -184,7 +184,7 @@ class _Tally:
         self.communication += count * seconds
 
     def _tensor(
-        self, root: str, maker: tuple[Site, Layout, str], readers: list[tuple[Site, Layout, bool]], count: int
+        self, root: str, maker: tuple[Site, Layout, Policy], readers: list[tuple[Site, Layout, bool]], count: int
     ) -> None:
         site, produced, policy = maker
         meta = self.space.metas[root]
@@ -233,9 +233,9 @@ class _Tally:
         )
 
 
-def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], str]]:
+def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], Policy]]:
     """(parameter, at rest, in use, "keep" or "regather") of every parameter, in the graph's order."""
-    found: dict[str, tuple[Layout, tuple[Layout, ...], str]] = {}
+    found: dict[str, tuple[Layout, tuple[Layout, ...], Policy]] = {}
     for region, decisions, rename in _placements(space, assignment):
         uses: dict[str, dict[Layout, None]] = {}
         for name, site in region.sites.items():
@@ -247,7 +247,7 @@ def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[st
             if site.kind == "parameter":
                 option = space.option(site, decisions[name])
                 assert option is not None
-                found[rename.get(name, name)] = (option.makes[0], tuple(uses.get(name, ())), option.choice[-1])
+                found[rename.get(name, name)] = (option.makes[0], tuple(uses.get(name, ())), option.choice.policy)
     for i in space.graph.inputs:
         if i.role == "parameter":
             yield (i.target, *found[i.name])

@@ -10,9 +10,8 @@ from autopar.ir.layout import REPLICATE, Layout
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Region
-from autopar.passes.space.space import Space, hold
+from autopar.passes.space.space import Space, held
 
-from .options import unique_sites
 from .search import Search
 
 logger = logging.getLogger("autopar")
@@ -27,19 +26,17 @@ def best_at_rest(space: Space, at_rest: Mapping[str, Layout]) -> Assignment:
     whole = (REPLICATE,) * len(space.mesh)
     layouts = {value: at_rest.get(name, whole) for name, value in parameters.items()}
     copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
-    for name, site in unique_sites(space).items():
-        if site.kind == "parameter":
-            hold(space, site, [layouts[copy] for copy in copies.get(name, (name,))])
+    space = held(space, {value: [layouts[copy] for copy in copies.get(value, (value,))] for value in layouts})
     found = Search(space, "dp", None, logger.info).run(bounded=False)
     # what is best for all copies of a layer is not where every one of them is
-    held = tuple(
+    decided = tuple(
         tuple(
             {**decisions, **_held(space, region, decisions, repeat.own[0], [layouts.get(n) for n in own])}
-            for decisions, own in zip(decided, repeat.own, strict=True)
+            for decisions, own in zip(copies_of, repeat.own, strict=True)
         )
-        for repeat, region, decided in zip(space.repeats, space.bodies, found.assignment.copies, strict=True)
+        for repeat, region, copies_of in zip(space.repeats, space.bodies, found.assignment.copies, strict=True)
     )
-    return Assignment(rest=found.assignment.rest, copies=held)
+    return Assignment(rest=found.assignment.rest, copies=decided)
 
 
 def _held(
@@ -56,6 +53,6 @@ def _held(
         if site.kind == "parameter":
             options = [o for c in site.held if (o := space.option(site, c)) is not None]
             fits = [o.choice for o in options if o.makes[0] == layout]
-            alike = [c for c in fits if c[-1] == decisions[name][-1]]
+            alike = [c for c in fits if c.policy == decisions[name].policy]
             found[name] = decisions[name] if decisions[name] in fits else [*alike, *fits][0]
     return found

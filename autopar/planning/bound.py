@@ -19,7 +19,7 @@ sequence); what such an option reads and makes there is `ANY` layout, from and t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -27,23 +27,20 @@ from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.build import strategies
-from autopar.passes.space.choices import KEEP, AxisChoice, SiteChoice
+from autopar.passes.space.choices import KEEP, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
 from autopar.solve import TooWide, solve
-from autopar.solve.budget import Meter
+from autopar.solve.effort import EFFORT, Effort, Meter
 from autopar.solve.problem import Problem, Variable
-
-JOINT_OPTIONS_MOST = 5000
-"""A site with more joint options than this is not enumerated, and nothing is proved."""
 
 ANY = Split(-1, -1)
 """In the space of one axis: a layout that is only known jointly with other axes."""
 
 
-def lower_bound_seconds(space: Space, work: float = math.inf) -> float:
-    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved with so much work."""
+def lower_bound_seconds(space: Space, effort: Effort = EFFORT) -> float:
+    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved with so much effort."""
     axes = [a for a, ranks in enumerate(space.mesh) if ranks > 1]
     alone = {axis: _alone(space, axis) for axis in axes}
     added: dict[int, list[dict[str, list[float]]]] = {axis: [{} for _ in space.regions()] for axis in axes}
@@ -51,28 +48,30 @@ def lower_bound_seconds(space: Space, work: float = math.inf) -> float:
     for number, region in enumerate(space.regions()):
         count = 1 if number == 0 else len(space.repeats[number - 1].copies)
         for name, site in region.sites.items():
-            costs = _site(space, site, alone, number)
+            costs = _site(space, site, alone, number, effort.bound_options)
             if costs is None:
                 return 0.0
             base, by_axis = costs
             least += count * base
             for axis, values in by_axis.items():
                 added[axis][number][name] = values
-    return least + sum(_axis_bound(alone[axis], added[axis], work / len(axes)) for axis in axes)
+    return least + sum(_axis_bound(alone[axis], added[axis], effort, len(axes)) for axis in axes)
 
 
 class _Alone:
     """The space of one axis, as if the others split everything."""
 
-    def __init__(self, space: Space, sub: Space) -> None:
+    def __init__(self, sub: Space) -> None:
         self.space = sub
         self.regions = list(sub.regions())
+        self.unknown: dict[tuple[str, SiteChoice], Option] = {}
+        """Key of a site and choice -> what it means, where that is known only jointly with other axes."""
         self.splits: dict[str, set[Split]] = {}
         """Root -> the splits that some site makes or reads it in."""
         for region in self.regions:
             for site in region.sites.values():
                 for choice in site.choices[sub.mesh[0]]:
-                    option = sub.option(site, self.with_policy(site, choice))
+                    option = sub.option(site, with_policy(site, [choice]))
                     if option is None:
                         continue
                     roots = [read.alias.root for read in site.reads], site.makes
@@ -80,9 +79,12 @@ class _Alone:
                         if isinstance(layout[0], Split):
                             self.splits.setdefault(root, set()).add(layout[0])
 
-    @staticmethod
-    def with_policy(site: Site, *choice: AxisChoice) -> SiteChoice:
-        return (*choice, KEEP) if site.kind == "parameter" else choice
+    def options(self, site: Site) -> list[SiteChoice]:
+        return [with_policy(site, [choice]) for choice in site.choices[self.space.mesh[0]]]
+
+
+def with_policy(site: Site, axes: Iterable[AxisChoice]) -> SiteChoice:
+    return SiteChoice(tuple(axes), KEEP if site.kind == "parameter" else "")
 
 
 def _alone(space: Space, axis: int) -> _Alone:
@@ -90,21 +92,21 @@ def _alone(space: Space, axis: int) -> _Alone:
     link = space.redistributor.links[axis]
     sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments, space.optimizer)
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
-    sub.redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
-    sub.redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
-    return _Alone(space, sub)
+    redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
+    redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
+    return _Alone(replace(sub, redistributor=redistributor))
 
 
 def _site(
-    space: Space, site: Site, alone: Mapping[int, _Alone], region: int
+    space: Space, site: Site, alone: Mapping[int, _Alone], region: int, most: int
 ) -> tuple[float, dict[int, list[float]]] | None:
     """The least seconds of a site, and per axis what each of its choices adds at least (scaled so that
-    the sum over axes never exceeds the truth); None where there are too many options to look at.
+    the sum over axes never exceeds the truth); None where there are more than `most` options to look at.
 
     Marks in the spaces of single axes what does not project on them.
     """
     per_axis = [site.choices[ranks] for ranks in space.mesh]
-    if math.prod(map(len, per_axis)) > JOINT_OPTIONS_MOST:
+    if math.prod(map(len, per_axis)) > most:
         return None
     seconds: dict[tuple[AxisChoice, ...], float] = {}
     roots = (*(read.alias.root for read in site.reads), *site.makes)
@@ -114,11 +116,11 @@ def _site(
     for axis, single in alone.items():
         twin = single.regions[region].sites[site.name]
         for part in per_axis[axis]:
-            projected = single.space.option(twin, _Alone.with_policy(twin, part))
+            projected = single.space.option(twin, with_policy(twin, [part]))
             apart[axis, part] = ((ANY,),) * len(roots) if projected is None else (*projected.reads, *projected.makes)
     splits = {axis: [single.splits.get(root, set()) for root in roots] for axis, single in alone.items()}
     for choice in product(*per_axis):
-        option = space.option(site, _Alone.with_policy(site, *choice))
+        option = space.option(site, with_policy(site, choice))
         if option is None:
             continue
         seconds[choice] = option.seconds
@@ -130,10 +132,10 @@ def _site(
                     unknown.setdefault((axis, choice[axis]), set()).add(position)
     for (axis, axis_choice), positions in unknown.items():
         twin = alone[axis].regions[region].sites[site.name]
-        key = _Alone.with_policy(twin, axis_choice)
+        key = with_policy(twin, [axis_choice])
         marked = tuple((ANY,) if i in positions else layout for i, layout in enumerate(apart[axis, axis_choice]))
         reads, makes = marked[: len(site.reads)], marked[len(site.reads) :]
-        twin.options[key] = Option(choice=key, reads=reads, makes=makes, seconds=0.0, bytes=0.0)
+        alone[axis].unknown[twin.key, key] = Option(choice=key, reads=reads, makes=makes, seconds=0.0, bytes=0.0)
     least = min(seconds.values())
     added = {
         axis: {
@@ -162,11 +164,18 @@ def _projects(together: object, apart: object, splits: set[Split]) -> bool:
 class _BoundBuilder(ProblemBuilder):
     """Problems of one axis with the costs of the bound."""
 
+    def __init__(self, alone: _Alone) -> None:
+        super().__init__(alone.space)
+        self.unknown = alone.unknown
+
+    def option(self, site: Site, choice: SiteChoice) -> Option | None:
+        return self.unknown.get((site.key, choice)) or super().option(site, choice)
+
     def cost(
         self,
         meta: TensorMeta,
         produced: Layout,
-        policy: str,
+        policy: Policy,
         wanted: Sequence[tuple[Layout, bool]],
         *,
         kept: bool,
@@ -184,20 +193,16 @@ class _BoundBuilder(ProblemBuilder):
         return dearest, 0.0
 
 
-def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], work: float) -> float:
+def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effort: Effort, axes: int) -> float:
     """The exact optimum of one axis under the bound's costs. `added` is for each region (their names may be alike)."""
-    space = alone.space
-    allowed = {}
-    for region in alone.regions:
-        for name, site in region.sites.items():
-            allowed[name] = [_Alone.with_policy(site, c) for c in site.choices[space.mesh[0]]]
-    problem, decoder = _BoundBuilder(space).build(allowed)
+    allowed = {name: alone.options(site) for region in alone.regions for name, site in region.sites.items()}
+    problem, decoder = _BoundBuilder(alone).build(allowed)
 
     def priced(part: Problem, number: int) -> tuple[Variable, ...]:
         variables = []
         for variable in part.variables:
             site = alone.regions[number].sites[variable.name]
-            order = {_Alone.with_policy(site, c): i for i, c in enumerate(site.choices[space.mesh[0]])}
+            order = {choice: i for i, choice in enumerate(alone.options(site))}
             values = added[number][variable.name]
             kept = [order[option.choice] for option in decoder.options[variable.name]]
             seconds = tuple(values[i] if math.isfinite(values[i]) else 1e30 for i in kept)
@@ -210,12 +215,12 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], work:
     )
     whole = replace(problem, variables=priced(problem, 0), repeats=repeats)
     try:
-        meter = Meter(most=work)
+        meter = Meter(most=effort.bound * effort.work / axes, effort=effort)
         return max(0.0, solve(whole, "dp", meter=meter).lower_bound)
     except TooWide:  # as the search does
         if meter.is_cut:
             return 0.0
     try:
-        return max(0.0, solve(whole, "ilp").lower_bound)
+        return max(0.0, solve(whole, "ilp", meter=Meter(effort=effort)).lower_bound)
     except TooWide:
         return 0.0  # no collective costs less

@@ -10,28 +10,18 @@ from typing import TYPE_CHECKING
 
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.program import Program
+from autopar.passes import Flow
 from autopar.profile.database import ProgramRow
 from autopar.profile.programs import Costs, Measure, Order, segment_programs, structure
 
-from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
+from .request import Request
 
 if TYPE_CHECKING:
-    from .constraints import Constraints
     from .planner import Planner
 
 logger = logging.getLogger("autopar")
-
-WORTHLESS = 1.1
-"""A program is stopped when it is slower by so much than the best could be."""
-
-DOUBT = 0.25
-"""How far a prediction may be above the truth when one program was measured: from program to program, what they take
-over their timelines differs by so much. With n of them, in whose middle the truth is sought, by 1 / sqrt(n) of it."""
-
-MOST_PROGRAMS = 5
-"""That one search measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +66,13 @@ class Candidates:
     planner: Planner
     costs: Costs
     measure: Measure
-    solver: str
-    memory_limit_bytes: float | None
-    constraints: Constraints | None
-    cost: str
+    request: Request
     report: Callable[[float, str], None] = lambda part, what: None
 
     def run(self) -> tuple[Plan, Profiled]:
         """The best plan, and what it took to find it. Raises ValueError as `plan`."""
         self.costs = replace(self.costs, programs=(), collectives=frozenset())
-        self.phases = Phases(dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0))
+        self.phases = Flow(dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0))
         self.counts = dict.fromkeys(("measured", "known", "abandoned"), 0)
         self.off = 0.0
         """The most by which a prediction was too high, of what was measured."""
@@ -98,10 +85,10 @@ class Candidates:
         pruned = 0
         again = True
         """Whether something was measured since the solver looked for plans."""
-        while len(done) < MOST_PROGRAMS:
+        while len(done) < self.planner.effort.measured_programs:
             best = min((seconds[key] for key in done), default=math.inf)
             left = sorted((key for key in found if key not in done), key=seconds.__getitem__)
-            doubt = max(self.off, DOUBT / math.sqrt(max(1, len(done))))
+            doubt = max(self.off, self.planner.effort.doubt / math.sqrt(max(1, len(done))))
             may = [key for key in left if seconds[key] * (1 - doubt) < best]
             pruned = len(left) - len(may)
             if not may and not again:
@@ -131,7 +118,7 @@ class Candidates:
         told = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
         logger.info("%s", told)
         plan = self.phases.timed("compose", lambda: self.planner.profiled(self.costs).again(best_of_all.plan))
-        return replace(plan, cost=self.cost), told
+        return replace(plan, cost=self.request.cost), told
 
     def _programs(self) -> int:
         planner = self.planner
@@ -144,30 +131,26 @@ class Candidates:
 
     def _first(self) -> list[Candidate]:
         """The solver's plan, and the presets'."""
-        plans = []
-        for name in dict.fromkeys((self.solver, *(PRESETS if self.solver not in PRESETS else ()))):
+        plans, asked = [], self.request.solver
+        for name in dict.fromkeys((asked, *(() if self.request.preset else PRESETS))):
             try:
-                plan = self.planner.plan(
-                    solver=name, memory_limit_bytes=self.memory_limit_bytes, constraints=self.constraints
-                )
-                plans.append(plan)
+                plans.append(self.planner.planned(replace(self.request, solver=name, cost="analytical")))
             except ValueError as error:
-                if name == self.solver:
+                if name == asked:
                     raise
                 logger.info("%s is no candidate: %s", name, error)
         return [self._candidate(plan) for plan in plans if self._fits(plan)]
 
     def _nearby(self, start: Candidate) -> list[Candidate]:
         """What the solver finds from there with the costs known now."""
-        if self.solver in PRESETS:
+        if self.request.preset:
             return []
-        plans = self.planner.profiled(self.costs).nearby(
-            start.plan, solver=self.solver, memory_limit_bytes=self.memory_limit_bytes, constraints=self.constraints
-        )
+        plans = self.planner.profiled(self.costs).nearby(start.plan, replace(self.request, cost="analytical"))
         return [self._candidate(plan) for plan in plans if self._fits(plan)]
 
     def _fits(self, plan: Plan) -> bool:
-        return self.memory_limit_bytes is None or plan.bytes <= self.memory_limit_bytes
+        limit = self.request.memory_limit_bytes
+        return limit is None or plan.bytes <= limit
 
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Of a step of each, by its key, as far as is known now."""
@@ -197,12 +180,13 @@ class Candidates:
             ratio = self.costs.usual_correction(program.mesh)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(
-                number / MOST_PROGRAMS, f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left"
+                number / self.planner.effort.measured_programs,
+                f"{plan.solver} plan, predicted {predicted * 1e3:.0f} ms{than}, {left} left",
             )
             order = Order(
                 program=program,
                 cases=self.costs.unmeasured(program),
-                limit_seconds=WORTHLESS * told.seconds * ratio * best / predicted,
+                limit_seconds=planner.effort.worthless * told.seconds * ratio * best / predicted,
             )
             found = self.phases.timed("measure", self.measure, order)
             self.phases["measure"] -= found.compile_seconds

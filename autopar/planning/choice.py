@@ -13,17 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from autopar.passes import Flow
 from autopar.passes.space.problem import Allowed
-from autopar.solve import EXACT
-from autopar.solve.budget import SEARCH_BUDGET
+from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible
 
 from .account import account, least_seconds
 from .beside import beside
-from .constraints import Constraints
-from .phases import Phases
 from .plan import Plan
 from .presets import PRESETS
+from .request import Request
 from .search import Found, Search
 from .searches import Searches
 from .solving import Solved
@@ -31,58 +30,34 @@ from .steps import BUCKETS, Steps
 
 logger = logging.getLogger("autopar")
 
-HIDDEN = 0.8
-"""The part of what travels in buckets that the second plan takes to pass while the rank computes."""
-
-WORTH = 0.02
-"""A second search is made where communication has at least this part of the first one's step."""
-
-LEAST_GAIN = 1e-6
-"""Relative gain for which another plan is taken."""
-
-UNSURE = 0.2
-"""The part of a step that fewer copies tell, with nothing in parts, by which it may be shorter in truth."""
-
-PRESET_OPTIONS = 20
-"""A preset that leaves more options a site than this, as some do on four axes, is not looked at beside a search: solved
-as one problem, it takes longer than that."""
-
-HIDDEN_SHARE = SEARCH_BUDGET.hidden / (SEARCH_BUDGET.descents + SEARCH_BUDGET.limit)
-"""Of the work of a search: the second one is one descent, and what the limit takes."""
-
-PRESET_SHARE = SEARCH_BUDGET.presets / len(PRESETS) / (SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
-"""Of the work of a search: what a preset leaves is solved as one problem."""
-
 
 class Describe(Protocol):
     """Gives the plan that an assignment is."""
 
-    def __call__(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan: ...
+    def __call__(self, found: Found, request: Request) -> Plan: ...
 
 
 class Choice:
     """Chooses among the candidates of one space."""
 
-    def __init__(self, searches: Searches, steps: Steps, describe: Describe, phases: Phases) -> None:
-        self.searches, self.steps, self.describe, self.phases = searches, steps, describe, phases
-        self.space = searches.space
+    def __init__(self, searches: Searches, steps: Steps, describe: Describe, flow: Flow) -> None:
+        self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
+        self.space, self.effort = searches.space, searches.effort
 
-    def shortest(
-        self, search: Search, solver: str, limit: float | None, constraints: Constraints | None, bounded: bool
-    ) -> Plan:
+    def shortest(self, search: Search, request: Request, *, bounded: bool) -> Plan:
         """The plan with the shortest step on its timeline, of what the search finds and of `_others`: these, and the
         bound, are looked for beside what the limit takes, and the writing of the first plan's program."""
         started = time.perf_counter()
-        cheapest = self.phases.timed("search", search.explore, bounded=bounded)
-        looked_for = self._others(cheapest, solver, limit, constraints)
+        cheapest = self.flow.timed("search", search.explore, bounded=bounded)
+        looked_for = self._others(cheapest, request)
         with (
             search.bounding(bounded) as bound,
             beside(lambda: list(looked_for), worthwhile=search.is_large) as others,
         ):
-            found: Found = self.phases.timed("search", self._within, search, cheapest)
-            found = replace(found, lower_bound=max(found.lower_bound, self.phases.timed("bound", bound)))
-            plan = self.phases.timed("describe", self.describe, found, solver, "analytical", limit)
-            plan = self._shorter(found, plan, self.phases.timed("others", others), limit, constraints)
+            found: Found = self.flow.timed("search", self._within, search, cheapest)
+            found = replace(found, lower_bound=max(found.lower_bound, self.flow.timed("bound", bound)))
+            plan = self.flow.timed("describe", self.describe, found, request)
+            plan = self._shorter(found, plan, self.flow.timed("others", others), request)
         return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
 
     def _within(self, search: Search, cheapest: Solved) -> Found:
@@ -92,7 +67,7 @@ class Choice:
         limit = search.bytes_limit
         if limit is None:
             return search.within(None, sure=False)
-        largest, any_size = self.steps.told(limit, BUCKETS[:1]), self.steps.told(limit)
+        largest, any_size = self.steps.peaks_of(limit, BUCKETS[:1]), self.steps.peaks_of(limit)
 
         def parted() -> Found | None:
             try:
@@ -120,23 +95,17 @@ class Choice:
                 return other
         return whole
 
-    def _shorter(
-        self,
-        found: Found,
-        plan: Plan,
-        others: Sequence[tuple[str, Found]],
-        limit: float | None,
-        constraints: Constraints | None,
-    ) -> Plan:
+    def _shorter(self, found: Found, plan: Plan, others: Sequence[tuple[str, Found]], request: Request) -> Plan:
         """The plan, or one of the others with a shorter step on its timeline."""
+        limit = request.memory_limit_bytes
         best, seen = plan, [found.assignment]
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
             if least_seconds(self.space, other.assignment) >= best.seconds:
                 continue
             if name in PRESETS and limit is not None:
                 try:
-                    search = self.searches.search("dp", limit, constraints, share=PRESET_SHARE)
-                    other = self.phases.timed("others", search.run, self.searches.preset(name), bounded=False)
+                    search = self.searches.search(replace(request, solver="dp"), share=self.effort.preset_share)
+                    other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
                     continue
@@ -144,37 +113,39 @@ class Choice:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
-            nearly = self.phases.timed("steps", self.steps.estimated_seconds, other.assignment, limit, in_parts=False)
-            if nearly * (1 - UNSURE) > best.seconds:
+            nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit, in_parts=False)
+            if nearly * (1 - self.effort.unsure) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
-            made = self.phases.timed("describe", self.describe, other, plan.solver, plan.cost, limit)
-            if made.seconds < best.seconds * (1 - LEAST_GAIN) and (limit is None or made.bytes <= limit):
+            made = self.flow.timed("describe", self.describe, other, request)
+            if made.seconds < best.seconds * (1 - self.effort.gain) and (limit is None or made.bytes <= limit):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, made.seconds * 1e3, best.seconds * 1e3)
                 best = made
         return best
 
-    def _others(
-        self, cheapest: Solved, solver: str, limit: float | None, constraints: Constraints | None
-    ) -> Iterator[tuple[str, Found]]:
+    def _others(self, cheapest: Solved, request: Request) -> Iterator[tuple[str, Found]]:
         """Plans that some prices do not foretell: what a second search finds, from the cheapest of the first, with most
         of what travels in buckets hidden, under the limit; and what the presets leave, of which some hide much, without
         a limit yet. At the prices of the first search."""
         priced = account(self.space, cheapest.assignment)
-        if priced.communication_seconds >= WORTH * priced.seconds:
-            search = self.searches.search(solver, limit, constraints, self.searches.hiding(HIDDEN), HIDDEN_SHARE)
+        if priced.communication_seconds >= self.effort.hidden_worth * priced.seconds:
+            search = self.searches.search(
+                request, self.searches.hiding(self.effort.hidden_part), self.effort.hidden_share
+            )
             try:
                 hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
                 yield "hidden buckets", self.searches.priced(hidden)
             except Infeasible as error:
                 logger.info("no plan where most of what travels in buckets is hidden: %s", error)
-        search = self.searches.search("dp", None, constraints, share=PRESET_SHARE)
+        search = self.searches.search(
+            replace(request, solver="dp", memory_limit_bytes=None), share=self.effort.preset_share
+        )
         tried: list[Allowed] = []
-        for name in PRESETS if solver in EXACT else ():
+        for name in PRESETS if SOLVERS[request.solver].exact else ():
             try:
                 allowed = self.searches.preset(name)
                 options = sum(map(len, allowed.values())) / len(allowed)
-                if options > PRESET_OPTIONS:
+                if options > self.effort.preset_options:
                     logger.info("no plan by %s: it leaves %.0f options a site", name, options)
                 elif allowed not in tried:
                     tried.append(allowed)

@@ -112,9 +112,9 @@ def _left(space: Space, constraint: _Constraint, site: Site, axis: int) -> tuple
     if constraint.dim is None or space.mesh[axis] == 1:
         return (WHOLE,)
     choices = site.choices[space.mesh[axis]]
-    left = tuple(c for c in choices if c[0] == "S" and c[1] == constraint.dim)
+    left = tuple(c for c in choices if c.splits and c.factor == constraint.dim)
     if not left:
-        dims = sorted({c[1] for c in choices if c[0] == "S"})
+        dims = sorted({c.factor for c in choices if c.splits})
         shape = site.meta.shape if site.meta else ()
         raise ValueError(
             f"constraint {constraint}: {_of(site)} of shape {tuple(shape)} can be split along "

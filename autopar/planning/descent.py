@@ -13,20 +13,12 @@ from functools import partial
 from itertools import cycle
 
 from autopar.passes.space.choices import SiteChoice
-from autopar.solve import EXACT
-from autopar.solve.budget import SEARCH_BUDGET, Purse
+from autopar.solve import SOLVERS
+from autopar.solve.effort import Effort, Purse
 
 from .beside import together
 from .options import Axes, Options, taken
 from .solving import Solved, Solves
-
-POOL_ROUNDS = 3
-
-GAIN = 1e-6
-"""Relative improvement below which a descent or a pool counts as standing still."""
-
-HOPELESS = 1.3
-"""A descent that is so many times above what matters when every axis was free once is not gone on with."""
 
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
@@ -34,7 +26,7 @@ DESCENT_SOLVER = "dp"
 
 class Descent:
     """Descents over one space, whose steps are solved by `steps`, and the pool by `solver`. Each gets a share of
-    `work`."""
+    the work of `effort`."""
 
     def __init__(
         self,
@@ -42,15 +34,15 @@ class Descent:
         solves: Solves,
         solver: str,
         *,
-        work: float,
+        effort: Effort,
         log: Callable[[str], None],
     ) -> None:
         self.options, self.solve, self.space, self.log = options, solves, options.space, log
-        self.solver, self.steps = solver, DESCENT_SOLVER if solver in EXACT else solver
-        self.work = work
+        self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
+        self.effort = effort
 
     def purse(self, share: float) -> Purse:
-        return Purse(left=share * self.work)
+        return Purse(left=share * self.effort.work)
 
     def axes(self) -> list[Axes]:
         """Axes of more than one rank, each by itself, the slowest first."""
@@ -84,7 +76,7 @@ class Descent:
         coarser = self._coarser()
 
         def one() -> Purse:
-            return self.purse(SEARCH_BUDGET.descents / (3 + len(coarser)))
+            return self.purse(self.effort.descents / (3 + len(coarser)))
 
         descents: dict[str, Callable[[], Solved]] = {
             "whole, slowest axis first": lambda: self.descend(whole, axes, purse=one()),
@@ -98,13 +90,13 @@ class Descent:
             note(solved)
             score = solved.score
             self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
-        purse = self.purse(SEARCH_BUDGET.pool)
-        for _ in range(POOL_ROUNDS):
+        purse = self.purse(self.effort.pool)
+        for _ in range(self.effort.pool_rounds):
             previous = min(solved.score.objective for solved in found)
             size = sum(map(len, pool.values()))
             note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False, purse=purse))
             self.log(f"pool of {size} options: {found[-1].score.seconds * 1e3:.3f} ms")
-            if found[-1].score.objective >= previous * (1 - GAIN) or purse.is_empty:
+            if found[-1].score.objective >= previous * (1 - self.effort.gain) or purse.is_empty:
                 break
             note(self.descend(taken(space, found[-1].assignment), axes, purse=purse))
         return min(found, key=lambda solved: solved.score.objective)
@@ -126,7 +118,7 @@ class Descent:
         *,
         purse: Purse,
     ) -> Solved:
-        """Axis after axis until nothing improves, or, where that is `HOPELESS` times `below`, once, as when the purse
+        """Axis after axis until nothing improves, or, where that is hopelessly above `below`, once, as when the purse
         is empty."""
         options = self.options
         current = {name: list(choices) for name, choices in start.items()}
@@ -141,13 +133,13 @@ class Descent:
             solved = self.solve(allowed, self.steps, price=price, bounded=False, purse=purse)
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
-            if best is None or objective(solved) < objective(best) * (1 - GAIN):
+            if best is None or objective(solved) < objective(best) * (1 - self.effort.gain):
                 best, unchanged = solved, 0
             unchanged += 1
             if unchanged == len(order):
                 # every other axis was tried since the last gain, from what is now fixed
                 return best
-            if number == len(order) and objective(best) > HOPELESS * below:
+            if number == len(order) and objective(best) > self.effort.hopeless * below:
                 return best
             if number >= len(order) and purse.is_empty:
                 return best

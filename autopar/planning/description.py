@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from autopar.cost.memory import Peak
 from autopar.cost.optimizers import Optimizer
 from autopar.ir.layout import Layout, Split
-from autopar.passes.space.choices import KEEP, REGATHER, parse_choice, str_choice
-from autopar.passes.space.problem import Assignment
+from autopar.passes.space.choices import SiteChoice, parse_choice
+from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts
-from .constraints import Constraints
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .request import Request
 from .search import Found
 
 
@@ -38,24 +37,26 @@ class Subject:
     def described(
         self,
         found: Found,
+        request: Request,
         *,
-        solver: str,
-        cost: str,
         bucket_bytes: int,
         peak: Peak,
         seconds: float,
         exposed_seconds: float,
     ) -> Plan:
-        """The plan that an assignment is, whose step takes so many seconds and so much memory."""
+        """The plan that an assignment is, as the answer to a request: its step takes so many seconds and so much
+        memory."""
         space, assignment = self.space, found.assignment
         return Plan(
             model=self.model,
             graph=self.graph,
             mesh=dict(self.mesh),
             cluster=self.cluster,
-            solver=solver,
-            cost=cost,
-            decisions={name: str_choice(choice) for name, choice in assignment.rest.items()},
+            solver=request.solver,
+            cost=request.cost,
+            memory_limit_bytes=request.memory_limit_bytes,
+            constraints=request.pinned,
+            decisions={name: str(choice) for name, choice in assignment.rest.items()},
             segments=tuple(
                 Segment(name=repeat.name, runs=_runs(copies, assignment.again(number)))
                 for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True))
@@ -117,7 +118,7 @@ class Subject:
         again = tuple(tuple(run.recompute for run in s.runs for _ in range(run.count)) for s in plan.segments)
         return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
 
-    def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+    def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, SiteChoice]:
         missing, extra = region.sites.keys() - decisions.keys(), decisions.keys() - region.sites.keys()
         if missing or extra:
             raise ValueError(
@@ -131,7 +132,7 @@ class Subject:
             except ValueError as error:
                 raise ValueError(f"{site.kind} {name} ({site.module}): {error}") from error
             if not _offered(self.space, site, choice) or self.space.option(site, choice) is None:
-                words = [str_choice(c) for axis in site.choices.values() for c in [axis]]
+                words = [" ".join(map(str, choices)) for choices in site.choices.values()]
                 raise ValueError(
                     f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; "
                     f"choices on an axis: {', '.join(dict.fromkeys(words))}"
@@ -140,25 +141,18 @@ class Subject:
         return read
 
 
-def asked(plan: Plan, limit: float | None, constraints: Constraints | None) -> Plan:
-    """With what was asked of it."""
-    pinned = {pattern: dict(placements) for pattern, placements in (constraints or {}).items()}
-    return replace(plan, memory_limit_bytes=limit, constraints=pinned)
-
-
-def _offered(space: Space, site: Site, choice: tuple[Any, ...]) -> bool:
+def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:
     """Whether a choice has a part for each axis that the site offers there, and for a parameter a policy."""
-    width = len(space.mesh)
     return (
-        len(choice) == len(space.whole(site))
-        and all(part in site.choices[ranks] for part, ranks in zip(choice[:width], space.mesh, strict=True))
-        and all(part in (KEEP, REGATHER) for part in choice[width:])
+        len(choice.axes) == len(space.mesh)
+        and all(part in site.choices[ranks] for part, ranks in zip(choice.axes, space.mesh, strict=True))
+        and bool(choice.policy) == (site.kind == "parameter")
     )
 
 
-def _runs(copies: Sequence[Mapping[str, tuple[Any, ...]]], recompute: Sequence[bool]) -> tuple[Run, ...]:
+def _runs(copies: Sequence[Decisions], recompute: Sequence[bool]) -> tuple[Run, ...]:
     return tuple(
-        Run(count=len(list(same)), decisions={name: str_choice(c) for name, c in decisions.items()}, recompute=again)
+        Run(count=len(list(same)), decisions={name: str(c) for name, c in decisions.items()}, recompute=again)
         for (decisions, again), same in groupby(zip(copies, recompute, strict=True))
     )
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.solve import SOLVERS
 
-from .costs import unknown_cost
+from .costs import COSTS
 from .presets import PRESETS
 
 WIDE_AXES_MOST = 5
@@ -58,13 +58,8 @@ def check_solver(solver: Any) -> None:
         raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
 
 
-def check_options(solver: Any, cost: Any, memory_limit_bytes: Any, constraints: Any) -> None:
-    """Raises ValueError for an option that is none. What constraints name is looked at where they are taken."""
-    check_solver(solver)
-    if (wrong := unknown_cost(cost)) is not None:
-        raise wrong
-    check_limit(memory_limit_bytes)
-    check_constraints(constraints)
+def check_cost(cost: Any) -> None:
+    COSTS.named(cost)
 
 
 def check_limit(memory_limit_bytes: Any) -> None:

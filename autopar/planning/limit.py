@@ -13,40 +13,13 @@ from dataclasses import replace
 
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Assignment
-from autopar.solve.budget import SEARCH_BUDGET, Purse
+from autopar.solve.effort import Purse
 from autopar.solve.problem import Infeasible
 
 from .descent import Descent
 from .options import taken
 from .recomputation import Recomputation
 from .solving import Solved
-
-PRICE_MOST = 1e5
-"""Prices of memory are tried up to this many times (seconds of the cheapest plan / its bytes)."""
-
-PRICE_BISECTIONS = 4
-
-LIMIT_ROUNDS = 5
-"""Times that the options are solved under a limit on the sum of bytes, until the peak keeps that on memory."""
-
-RECOMPUTE_PLANS = 3
-"""Plans under a limit whose copies are tried to be made again in backward."""
-
-RECOMPUTE_ROUNDS = 4
-"""Numbers of copies that are tried for each."""
-
-SURELY = 0.25
-"""A plan of which the sum of bytes, with the excess of another one's peak, is over a limit by this part of it is over
-the limit: its program need not be written to see that."""
-
-CONFIRMATIONS = 3
-"""Answers of which the true peak is looked at, before peaks are no longer estimated."""
-
-LIMIT_SLACK = 0.001
-"""Part of a limit that may be left unused."""
-
-LIMIT_MARGIN = 0.005
-"""Part of a limit by which estimates are to be further below it after one was wrong."""
 
 Peaks = Callable[[Assignment], float]
 """The bytes that an assignment needs at its peak, or an estimate of them."""
@@ -69,26 +42,27 @@ class Limit:
         log: Callable[[str], None],
     ) -> None:
         self.descent, self.space, self.several, self.log = descent, descent.space, several, log
+        self.effort = descent.effort
         self.bytes_limit = self.aim = limit_bytes
         """`aim` is what estimates are to keep, so that the limit is kept."""
         self.peak: Peaks | None = None
         self.estimate: Peaks | None = None
         if peaks is not None:
             self.peak, self.estimate = peaks
-        self.peaks: dict[int, tuple[Solved, float]] = {}
-        """As estimated, by the identity of the assignment."""
+        self.peaks: dict[Assignment, tuple[Solved, float]] = {}
+        """As estimated."""
 
     def best(self, cheapest: Solved, solve_at: SolveAt, *, sure: bool) -> Solved:
         """The best that keeps the limit, if there is one, as estimated or, if that is to be `sure`, in truth. Where the
         answer is over it by more than was estimated, the next one is to be as much below; at last nothing is
         estimated any more."""
-        for _ in range(CONFIRMATIONS):
+        for _ in range(self.effort.confirmations):
             best = self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
             if not sure or (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
             self.log(f"estimated to need {self._peak(best):.0f} bytes, and needs {true:.0f}")
             nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
-            self.aim = nearer - max(true - self.bytes_limit, LIMIT_MARGIN * self.bytes_limit)
+            self.aim = nearer - max(true - self.bytes_limit, self.effort.limit_margin * self.bytes_limit)
         self.aim, self.estimate, self.peaks = self.bytes_limit, self.peak, {}
         return self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
 
@@ -105,13 +79,13 @@ class Limit:
         """
         limit, score = self.aim, cheapest.score
         unit = score.seconds / score.bytes
-        purse = self.descent.purse(SEARCH_BUDGET.limit)
+        purse = self.descent.purse(self.effort.limit)
         tried: list[tuple[float, Solved]] = [(0.0, cheapest)]
         price, fits, excess = 0.02 * unit, None, self._excess(cheapest)
-        while fits is None and price <= PRICE_MOST * unit:
+        while fits is None and price <= self.effort.price_most * unit:
             found = solve_at(price, tried[-1][1], purse)
             tried.append((price, found))
-            if found.score.bytes + excess <= (1 + SURELY) * limit:
+            if found.score.bytes + excess <= (1 + self.effort.limit_surely) * limit:
                 fits = None if self._is_over(found) else price
                 excess = self._excess(found)
             price *= 5
@@ -119,7 +93,7 @@ class Limit:
         if fits is not None:
             kept.append(tried[-1][1])
             below, above = tried[-2][0], fits
-            for _ in range(PRICE_BISECTIONS):
+            for _ in range(self.effort.price_bisections):
                 middle = math.sqrt(below * above) if below else above / 5
                 if purse.is_empty:
                     break
@@ -165,7 +139,7 @@ class Limit:
         options = {name: list(choices) for name, choices in pool.items()}
         kept = []
         row, most_kept, least_over = limit - excess, -math.inf, math.inf
-        for _ in range(LIMIT_ROUNDS):
+        for _ in range(self.effort.limit_rounds):
             if purse.is_empty:
                 break
             try:
@@ -182,12 +156,12 @@ class Limit:
             row = limit - self._excess(found)
             if not most_kept < row < least_over:  # it went back: between what fits and what does not
                 row = (most_kept + least_over) / 2 if most_kept > 0 else 0.95 * least_over
-            if row - most_kept <= LIMIT_SLACK * limit or row <= 0 or math.isinf(row):
+            if row - most_kept <= self.effort.limit_slack * limit or row <= 0 or math.isinf(row):
                 break
         return kept
 
     def _recomputing(self, candidates: Sequence[Solved], kept: Sequence[Solved], limit: float) -> list[Solved]:
-        """The best of these with copies of segments made again in backward: as few as keep the limit, those that save
+        """The best of these with copies of segments recomputed in backward: as few as keep the limit, those that save
         the most bytes a second first, and of these the earliest, which are held the longest.
 
         Better than what is `kept` without, if there is any.
@@ -204,20 +178,20 @@ class Limit:
         again.sort(key=lambda way: way.objective(way.needed(limit - excess)))
         made: list[Solved] = []
         smallest = min(again, key=lambda way: way.score(len(way.copies)).bytes)
-        for way in dict.fromkeys((*again[:RECOMPUTE_PLANS], smallest)):
+        for way in dict.fromkeys((*again[: self.effort.recompute_plans], smallest)):
             count, most = way.needed(limit - excess), len(way.copies)
-            for last in range(RECOMPUTE_ROUNDS):
+            for last in range(self.effort.recompute_rounds):
                 if not way.objective(count) < best:
                     break
                 found = way.solved(count)
                 over = self._is_over(found)
-                self.log(f"{count} of {most} copies made again: peak {self._peak(found):.0f}")
+                self.log(f"{count} of {most} copies recomputed: peak {self._peak(found):.0f}")
                 if not over:
                     made.append(found)
                     best = found.score.objective
                 nearer = way.needed(limit - self._excess(found))
                 nearer = max(nearer, count + 1) if over else min(nearer, count - 1)
-                count = most if over and last == RECOMPUTE_ROUNDS - 2 else nearer
+                count = most if over and last == self.effort.recompute_rounds - 2 else nearer
                 if not 0 < count <= most:
                     break
         return made
@@ -237,10 +211,10 @@ class Limit:
         """Of an assignment: its program, or one of fewer copies, is written for that."""
         if self.estimate is None:
             return found.score.bytes
-        key = id(found.assignment)
-        if key not in self.peaks:
-            self.peaks[key] = found, self.estimate(found.assignment)
-        return self.peaks[key][1]
+        assignment = found.assignment
+        if assignment not in self.peaks:
+            self.peaks[assignment] = found, self.estimate(assignment)
+        return self.peaks[assignment][1]
 
     def _true_peak(self, found: Solved) -> float:
         return found.score.bytes if self.peak is None else self.peak(found.assignment)

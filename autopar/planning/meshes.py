@@ -13,25 +13,19 @@ from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.solve.effort import EFFORT
+
 AXES = ("a", "b", "c", "d")
 """Names of axes, from the outermost in."""
-
-AXES_MOST = 3
-
-MESHES_MOST = 96
-"""So many meshes are looked at, those without a wide axis first: more take hours, and are hardly better."""
-
-FINALISTS = 3
-"""Meshes that are searched thoroughly."""
 
 T = TypeVar("T")
 
 
-def meshes(devices: int, most: int = AXES_MOST) -> list[dict[str, int]]:
-    """The meshes of so many devices with at most `most` axes of two ranks or more: all of them, or the `MESHES_MOST`
-    with the narrowest axes."""
+def meshes(devices: int, most: int = EFFORT.mesh_axes, count: int = EFFORT.meshes) -> list[dict[str, int]]:
+    """The meshes of so many devices with at most `most` axes of two ranks or more: all of them, or the `count` with the
+    narrowest axes."""
     every = list(_products(devices, most))
-    chosen = {axes for _, axes in zip(range(MESHES_MOST), sorted(every, key=max), strict=False)}
+    chosen = {axes for _, axes in zip(range(count), sorted(every, key=max), strict=False)}
     sizes = [axes for axes in every if axes in chosen]
     return [dict(zip(AXES, axes, strict=False)) for axes in sizes] or [{AXES[0]: 1}]
 
@@ -49,8 +43,9 @@ def best_mesh(
     quick: Callable[[Mapping[str, int], float], float],
     thorough: Callable[[Mapping[str, int]], tuple[float, T]],
     report: Callable[[str], None],
+    finalists: int = EFFORT.mesh_finalists,
 ) -> T:
-    """The best that `thorough` finds on the `FINALISTS` meshes that `quick` finds best.
+    """The best that `thorough` finds on so many meshes that `quick` finds best.
 
     Both say seconds of a step: `quick` (told what it must be below to matter) those of some plan or infinity,
     `thorough` those of a better one, with it. Raises what `thorough` raises where no mesh has a plan.
@@ -59,13 +54,12 @@ def best_mesh(
     """
     found: list[tuple[float, Mapping[str, int]]] = []
     for mesh in sorted(candidates, key=lambda mesh: max(mesh.values())):
-        limit = sorted(seconds for seconds, _ in found)[FINALISTS - 1] if len(found) >= FINALISTS else math.inf
+        limit = sorted(seconds for seconds, _ in found)[finalists - 1] if len(found) >= finalists else math.inf
         found.append((quick(mesh, limit), mesh))
         report(f"mesh {dict(mesh)}: {found[-1][0] * 1e3:.3f} ms")
-    finalists = sorted(found, key=lambda entry: entry[0])[:FINALISTS]
     error: ValueError | None = None
     results: list[tuple[float, T]] = []
-    for _, mesh in finalists:
+    for _, mesh in sorted(found, key=lambda entry: entry[0])[:finalists]:
         try:
             results.append(thorough(mesh))
             report(f"mesh {dict(mesh)}, thoroughly: {results[-1][0] * 1e3:.3f} ms")

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain, product
 
 from autopar.ir.layout import Split
-from autopar.passes.space.choices import KEEP, REGATHER, AxisChoice, SiteChoice
+from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.propagation import reached
 from autopar.passes.space.sites import Site, joined_borders
@@ -29,17 +29,15 @@ def axis_choices(space: Space, site: Site, axis: int) -> tuple[AxisChoice, ...]:
     return site.choices[space.mesh[axis]]
 
 
-def policies(site: Site, bytes_limit: float | None) -> tuple[tuple[str, ...], ...]:
+def policies(site: Site, bytes_limit: float | None) -> tuple[Policy, ...]:
     """Gathering again costs time and saves memory: without a limit it never wins."""
     if site.kind != "parameter":
-        return ((),)
-    return ((KEEP,),) if bytes_limit is None else ((KEEP,), (REGATHER,))
+        return NO_POLICY
+    return (KEEP,) if bytes_limit is None else (KEEP, REGATHER)
 
 
-def joint(
-    space: Space, site: Site, per_axis: Iterable[Iterable[AxisChoice]], bytes_limit: float | None
-) -> list[SiteChoice]:
-    return [(*choice, *policy) for choice in product(*per_axis) for policy in policies(site, bytes_limit)]
+def joint(site: Site, per_axis: Iterable[Iterable[AxisChoice]], bytes_limit: float | None) -> list[SiteChoice]:
+    return [SiteChoice(axes, policy) for axes in product(*per_axis) for policy in policies(site, bytes_limit)]
 
 
 def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
@@ -82,7 +80,7 @@ class Options:
         return pinned[axis] if axis in pinned else axis_choices(self.space, site, axis)
 
     def _keeps(self, site: Site, choice: SiteChoice) -> bool:
-        return all(choice[axis] in left for axis, left in self.pins.get(site.name, {}).items())
+        return all(choice.axes[axis] in left for axis, left in self.pins.get(site.name, {}).items())
 
     def keeping(self, site: Site, choices: Iterable[SiteChoice]) -> list[SiteChoice]:
         """The choices that keep the constraints on a site."""
@@ -105,12 +103,11 @@ class Options:
         if self._keeps(site, choice):
             return choice
         pinned = self.pins[site.name]
-        per_axis = [pinned.get(axis, (choice[axis],)) for axis in range(len(self.space.mesh))]
+        per_axis = [pinned.get(axis, (on_axis,)) for axis, on_axis in enumerate(choice.axes)]
         wider = [dict.fromkeys((*first, *self.offered(site, axis))) for axis, first in enumerate(per_axis)]
-        rest = choice[len(self.space.mesh) :]
-        for parts in chain(product(*per_axis), product(*wider)):
-            if self.space.option(site, (*parts, *rest)) is not None:
-                return (*parts, *rest)
+        for axes in chain(product(*per_axis), product(*wider)):
+            if self.space.option(site, kept := SiteChoice(axes, choice.policy)) is not None:
+                return kept
         raise ValueError(
             f"the constraints leave {site.kind} {site.module or site.name} no legal choice: drop one of them"
         )
@@ -131,9 +128,9 @@ class Options:
             for axis, ranks in enumerate(space.mesh):
                 if ranks > 1 and site.kind in ("op", "border"):
                     splits = by_batch[ranks].splits.get(name, {})
-                    along = by_batch[ranks].choices(site) or tuple(("S", s.dim, s.period) for s in splits)
+                    along = by_batch[ranks].choices(site) or tuple(AxisChoice("S", s.dim, s.period) for s in splits)
                     for option in along:
-                        wider = (*choice[:axis], option, *choice[axis + 1 :])
+                        wider = choice.on(axis, option)
                         if option in site.choices[ranks] and space.option(site, wider) is not None:
                             choice = wider
                             break
@@ -143,14 +140,15 @@ class Options:
     def free(self, site: Site, choices: Iterable[SiteChoice], axes: Axes) -> list[SiteChoice]:
         """The choices with one axis free, or with several that choose alike, as one axis of a coarser mesh."""
         found: dict[SiteChoice, None] = {}
-        width = len(self.space.mesh)
+        allowed = policies(site, self.bytes_limit)
         alike = [c for c in self.offered(site, axes[0]) if all(c in self.offered(site, axis) for axis in axes[1:])]
         for choice in choices:
-            rest = {axis: choice[axis] for axis in range(width)}
+            on_axes = list(choice.axes)
             for option in alike:
-                parts = {**rest, **dict.fromkeys(axes, option)}
-                for policy in policies(site, self.bytes_limit):
-                    found[(*parts.values(), *policy)] = None
+                for axis in axes:
+                    on_axes[axis] = option
+                for policy in allowed:
+                    found[SiteChoice(tuple(on_axes), policy)] = None
             if len(axes) > 1:
                 found[choice] = None
         return [c for c in found if self.space.option(site, c) is not None]

@@ -52,7 +52,7 @@ class Segment:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
-    `passes.space.problem.str_choice`, one for each mesh axis, and so is `bucket_bytes`, how much of gathers and
+    `passes.space.choices`, one for each mesh axis, and so is `bucket_bytes`, how much of gathers and
     reductions of parameters travels together (`passes.lower.bucket`). All else describes it. `graph` is the digest of
     the joint graph that it was made for."""
 
@@ -191,7 +191,7 @@ class Plan:
             if again:
                 numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in again)
                 lines.append(
-                    f"of {total} copies of {segment.name} (0 to {total - 1}), made again in backward: {numbers}"
+                    f"of {total} copies of {segment.name} (0 to {total - 1}), recomputed in backward: {numbers}"
                 )
         return lines
 

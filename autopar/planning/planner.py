@@ -25,41 +25,32 @@ from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Program
 from autopar.ops import rule_of
-from autopar.ops.routing import in_token_order
+from autopar.passes import CAPTURE, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.trace import capture
-from autopar.passes.seeds import seeds
 from autopar.passes.segments.fingerprint import fingerprint
-from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Segments
-from autopar.passes.space.build import strategies
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
-from autopar.solve import SOLVERS
+from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Infeasible, Score
 
 from .account import account
 from .at_rest import best_at_rest
-from .choice import HIDDEN, Choice
+from .choice import Choice
 from .constraints import Constraints
 from .costs import COSTS
-from .description import Subject, asked
-from .given import check_mesh, check_model, check_options, check_profiles
+from .description import Subject
+from .given import check_mesh, check_model, check_profiles
 from .meshes import best_mesh
-from .phases import Phases
 from .plan import Plan
-from .presets import PRESETS
+from .request import Request
 from .search import Found
 from .searches import Searches, hidden_buckets
 from .steps import Steps
-from .volume import volumes, with_arithmetic_split
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
-
-MESHES_WORK = 8.0
-"""Searches whose work the first looks at all meshes may take together, where the mesh is chosen too."""
 
 
 def captured_for_planning(
@@ -69,10 +60,12 @@ def captured_for_planning(
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     device_type: str | None = None,
+    flow: Flow | None = None,
 ) -> Captured:
     """What `capture` returns, with random operators that read keys and experts' rows in the order of tokens."""
-    captured = capture(model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
-    return replace(captured, graph=in_token_order(seeds(captured.graph), rule_of))
+    flow = Flow() if flow is None else flow
+    captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
+    return replace(captured, graph=flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of))
 
 
 class Planner:
@@ -91,6 +84,7 @@ class Planner:
         device_type: str | None = None,
         profiles: str | Path | None = None,
         captured: Captured | None = None,
+        effort: Effort = EFFORT,
     ) -> None:
         """`captured` is the step, where it has been captured already."""
         check_mesh(mesh_shape)
@@ -98,7 +92,7 @@ class Planner:
         check_profiles(profiles)
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)
-        self.device_type = device_type
+        self.device_type, self.effort = device_type, effort
         self.memory = liveness.PlacementCache()
         """How results of operators lie in memory, whatever the mesh and the cluster."""
         self.profiles = profiles
@@ -107,24 +101,22 @@ class Planner:
         """Where programs that were measured are found, if this planner's prices are measured ones."""
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
-        self.seconds = Phases()
-        """What each step took, for the benchmarks."""
-        self.captured: Captured = captured or self.seconds.timed(
-            "capture", captured_for_planning, model, args, kwargs, loss_fn=loss_fn, device_type=device_type
+        self.seconds = Flow()
+        """What each step took."""
+        self.captured: Captured = captured or captured_for_planning(
+            model, args, kwargs, loss_fn=loss_fn, device_type=device_type, flow=self.seconds
         )
         graph = self.captured.graph
         self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         _report_captured(self.captured)
-        self.segments: Segments = self.seconds.timed("segments", segments, graph)
+        self.segments: Segments = self.seconds.run(SEGMENTS, graph)
         self._place()
         _report_without_rule(self.space)
 
     def _place(self) -> None:
         """The space of the mesh on the cluster, and what writes its programs."""
         graph = self.captured.graph
-        self.space: Space = self.seconds.timed(
-            "strategies", strategies, graph, self.mesh, self.cluster, self.segments, self.optimizer
-        )
+        self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
         self.writer = Writer(self.space, self.cluster, self.memory, self.seconds)
         self.operators = self.writer.known
         """What timelines found out about the device's operators."""
@@ -141,9 +133,10 @@ class Planner:
             self.kind_of_device,
             self.memory,
             self.seconds,
+            self.effort,
             self.costs,
         )
-        self.searches = Searches(self.space, self.steps)
+        self.searches = Searches(self.space, self.steps, self.effort)
         self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
         self.subject = Subject(
             model=self.model_name,
@@ -154,11 +147,12 @@ class Planner:
         )
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
-    def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None) -> Planner:
-        """A planner for the same captured model on another mesh or cluster."""
+    def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:
+        """A planner for the same captured model on another mesh or cluster, or with another effort."""
         check_mesh(mesh_shape)
         other = copy(self)
-        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Phases()
+        other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Flow()
+        other.effort = effort or self.effort
         other._place()
         return other
 
@@ -166,44 +160,41 @@ class Planner:
         """A planner with what was measured as prices. Plans stay the programs that they are: with the same routes, and
         lowered as before."""
         other = self.on(self.mesh, costs.measured(self.space.mesh))
-        other.space = replace(
-            other.space, redistributor=hidden_buckets(other.space.redistributor, 0.0, self.writer.space.redistributor)
-        )
+        routes = self.writer.space.redistributor
+        other.space = replace(other.space, redistributor=hidden_buckets(other.space.redistributor, 0.0, routes))
         other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(made=self.memory)
         other._gather()
         return other
 
-    def nearby(
-        self,
-        plan: Plan,
-        *,
-        solver: str,
-        memory_limit_bytes: float | None = None,
-        constraints: Constraints | None = None,
-    ) -> list[Plan]:
+    def nearby(self, plan: Plan, request: Request) -> list[Plan]:
         """What one descent from a plan finds with the prices of this planner, as if nothing overlapped and as if most
         of what travels in buckets did."""
         start = self.assignment(plan)
         found: list[Plan] = []
-        for hidden in (0.0, HIDDEN):
-            search = self.search(solver, memory_limit_bytes, constraints, self.searches.hiding(hidden))
+        for hidden in (0.0, self.effort.hidden_part):
+            search = self.search(request, self.searches.hiding(hidden))
             try:
                 other = self.searches.priced(search.run(start=start, bounded=False, thorough=False))
             except Infeasible as error:
                 logger.info("nothing near: %s", error)
                 continue
-            near = self.describe(replace(other, lower_bound=0.0), solver, "analytical")
-            found.append(asked(near, memory_limit_bytes, constraints))
+            found.append(self.describe(replace(other, lower_bound=0.0), request))
         return found
 
     def again(self, plan: Plan) -> Plan:
         """A plan with the prices of this planner."""
         assignment = self.assignment(plan)
-        self.steps.peaks = {id(assignment): (assignment, plan.bucket_bytes, plan.peak)}
+        self.steps.peaks = {assignment: (plan.bucket_bytes, plan.peak)}
         priced = account(self.space, assignment)
         score = Score(seconds=priced.seconds, bytes=priced.bytes)
         found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
-        return asked(self.describe(found, plan.solver, plan.cost), plan.memory_limit_bytes, plan.constraints)
+        request = Request(
+            solver=plan.solver,
+            cost=plan.cost,
+            memory_limit_bytes=plan.memory_limit_bytes,
+            constraints=plan.constraints,
+        )
+        return self.describe(found, request)
 
     def moved_bytes(self, program: Program) -> int:
         """Read and written by a step of the optimizer."""
@@ -222,18 +213,10 @@ class Planner:
     def kind_of_device(self) -> str:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
-    def over(
-        self,
-        candidates: Sequence[Mapping[str, int]],
-        *,
-        solver: str = "dp",
-        cost: str = "analytical",
-        memory_limit_bytes: float | None = None,
-        constraints: Constraints | None = None,
-    ) -> Plan:
+    def over(self, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
         """The best plan on any of several meshes. Raises ValueError as `plan`, where no mesh has one."""
         with uncollected():
-            return _best_over(self, candidates, solver, cost, memory_limit_bytes, constraints)
+            return _best_over(self, candidates, request)
 
     def plan(
         self,
@@ -243,42 +226,42 @@ class Planner:
         memory_limit_bytes: float | None = None,
         constraints: Constraints | None = None,
     ) -> Plan:
-        """Raises ValueError for an unknown solver or cost, for constraints that cannot be, and where nothing keeps the
-        limit."""
-        check_options(solver, cost, memory_limit_bytes, constraints)
-        if (by_measuring := COSTS[cost].plan) is not None:
-            return by_measuring(self, solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
-        with uncollected():
-            made = self._plan(solver, cost, memory_limit_bytes, constraints)
-        return asked(made, memory_limit_bytes, constraints)
+        """The answer to a request of these (`planned`)."""
+        return self.planned(
+            Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+        )
 
-    def _plan(self, solver: str, cost: str, memory_limit_bytes: float | None, constraints: Constraints | None) -> Plan:
-        allowed = None
-        if solver in PRESETS:
-            allowed = self.seconds.timed("preset", self.preset, solver)
-        space = self.seconds.timed("strategies", volumes, self.space) if cost == "volume" else self.space
-        pinned = with_arithmetic_split if cost == "volume" and solver not in PRESETS else None
-        solver_of_search = solver if solver in SOLVERS else "dp"
-        search = self.search(solver_of_search, memory_limit_bytes, constraints, space, pinned=pinned)
+    def planned(self, request: Request) -> Plan:
+        """The best plan that answers a request. Raises ValueError for constraints that cannot be, and where nothing
+        keeps the limit."""
+        if (by_measuring := COSTS[request.cost].plan) is not None:
+            return by_measuring(self, request)
+        with uncollected():
+            return self._planned(request)
+
+    def _planned(self, request: Request) -> Plan:
+        preset = request.preset
+        allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
+        mode = COSTS[request.cost]
+        space = self.space if mode.space is None else self.seconds.timed("prices", mode.space, self.space)
+        search = self.search(request, space, pinned=mode.pinned if preset is None else None)
         bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
-        if solver not in PRESETS and cost == "analytical":
-            return Choice(self.searches, self.steps, self.describe, self.seconds).shortest(
-                search, solver, memory_limit_bytes, constraints, bounded
-            )
+        if preset is None and mode.by_timeline:
+            choice = Choice(self.searches, self.steps, self.describe, self.seconds)
+            return choice.shortest(search, request, bounded=bounded)
         found: Found = self.seconds.timed("search", search.run, allowed, bounded=bounded)
         if space is not self.space:
-            logger.info("%.6g GB on a rank's links, at least %.6g", found.score.seconds, found.lower_bound)
+            logger.info("%s: %.6g, at least %.6g", request.cost, found.score.seconds, found.lower_bound)
             found = replace(self.searches.priced(found), lower_bound=0.0)
-        return self.seconds.timed("describe", self.describe, found, solver, cost, memory_limit_bytes)
+        return self.seconds.timed("describe", self.describe, found, request)
 
-    def describe(self, found: Found, solver: str, cost: str, memory_limit_bytes: float | None = None) -> Plan:
-        """The plan that an assignment is."""
-        bucket_bytes, most = self.peak(found.assignment, memory_limit_bytes)
+    def describe(self, found: Found, request: Request) -> Plan:
+        """The plan that an assignment is, as the answer to a request."""
+        bucket_bytes, most = self.peak(found.assignment, request.memory_limit_bytes)
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, found.assignment, bucket_bytes)
         return self.subject.described(
             found,
-            solver=solver,
-            cost=cost,
+            request,
             bucket_bytes=bucket_bytes,
             peak=most,
             seconds=seconds,
@@ -304,7 +287,7 @@ class Planner:
 
         Raises ValueError for a layout that a parameter cannot have.
         """
-        return best_at_rest(self.on(self.mesh, self.cluster).space, at_rest)
+        return best_at_rest(self.space, at_rest)
 
 
 def _report_captured(captured: Captured) -> None:
@@ -334,30 +317,21 @@ def _report_without_rule(space: Space) -> None:
         logger.warning("replicated, since the op has no rule: %s", ops)
 
 
-def _best_over(
-    planner: Planner,
-    candidates: Sequence[Mapping[str, int]],
-    solver: str,
-    cost: str,
-    memory_limit_bytes: float | None,
-    constraints: Constraints | None,
-) -> Plan:
-    check_options(solver, cost, memory_limit_bytes, constraints)
+def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
     planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
+    mode = COSTS[request.cost]
 
     @cache
     def of(axes: tuple[tuple[str, int], ...]) -> Plan:
-        return planners[axes].plan(
-            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints
-        )
+        return planners[axes].planned(request)
 
     def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
         made = of(tuple(mesh.items()))
-        return made.objective_seconds if cost in ("serial", "volume") else made.seconds, made
+        return made.seconds if mode.by_timeline or mode.plan is not None else made.objective_seconds, made
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]
-        search = on.search("dp", memory_limit_bytes, constraints, share=min(1.0, MESHES_WORK / len(candidates)))
+        search = on.search(replace(request, solver="dp"), share=min(1.0, on.effort.meshes_work / len(candidates)))
         try:
             return search.run(bounded=False, thorough=False, below=below).score.objective
         except Infeasible:
@@ -369,4 +343,5 @@ def _best_over(
         except ValueError:
             return math.inf
 
-    return best_mesh(candidates, preset_seconds if solver in PRESETS else quick, planned, logger.info)
+    first = preset_seconds if request.preset else quick
+    return best_mesh(candidates, first, planned, logger.info, planner.effort.mesh_finalists)

@@ -14,7 +14,7 @@ from .solving import Solved
 
 
 class Recomputation:
-    """An assignment of which copies may be made again in backward."""
+    """An assignment of which copies may be recomputed in backward."""
 
     def __init__(self, space: Space, found: Solved) -> None:
         self.space, self.found = space, found
@@ -33,7 +33,7 @@ class Recomputation:
         self.copies.sort()
 
     def needed(self, row: float) -> int:
-        """How many copies are made again for a sum of bytes of at most `row`; all, where that is not enough."""
+        """How many copies are recomputed for a sum of bytes of at most `row`; all, where that is not enough."""
         over = self.found.score.bytes - row
         saved = accumulate((size for *_, size in self.copies), initial=0.0)
         return next((count for count, size in enumerate(saved) if size >= over), len(self.copies))

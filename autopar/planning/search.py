@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from autopar.passes.space.problem import Allowed, Assignment
 from autopar.passes.space.space import Space
-from autopar.solve.budget import SEARCH_BUDGET
+from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Score
 
 from .beside import beside
@@ -26,12 +26,6 @@ from .descent import Descent
 from .limit import Limit, Peaks, SolveAt
 from .options import Options, joint, taken
 from .solving import Level, Solved, Solves
-
-JOINT_OPTIONS_MOST = 8
-"""A space whose sites have no more joint options than this is solved as one problem."""
-
-APART_OPTIONS = 5000
-"""Joint options of a space from which on parts of its search are worth a process of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +52,13 @@ class Search:
         level: Level = "operator",
         pins: Pins | None = None,
         peaks: tuple[Peaks, Peaks] | None = None,
-        work: float = SEARCH_BUDGET.work,
+        effort: Effort = EFFORT,
     ) -> None:
-        """`work` is divided into the shares of `SearchBudget`."""
-        self.space, self.bytes_limit, self.peaks, self.log, self.work = space, bytes_limit, peaks, log, work
+        self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
         self.options = Options(space, pins or {}, bytes_limit)
         self.sites = self.options.sites
-        self.solve = Solves(space, level, log)
-        self.descent = Descent(self.options, self.solve, solver, work=work, log=log)
+        self.solve = Solves(space, level, log, effort)
+        self.descent = Descent(self.options, self.solve, solver, effort=effort, log=log)
         self.cheapest: tuple[Solved, SolveAt] | None = None
         """What was found without a limit, and what solves at a price of memory, from another solution."""
         self.proved = False
@@ -76,7 +69,7 @@ class Search:
     @property
     def is_large(self) -> bool:
         """Whether parts of the search are worth a process of their own."""
-        return sum(self.options.counts.values()) >= APART_OPTIONS
+        return sum(self.options.counts.values()) >= self.effort.apart_options
 
     def run(
         self,
@@ -114,19 +107,22 @@ class Search:
         """The cheapest without the memory limit, with its bound where the space is one problem."""
         if allowed is not None:
             allowed = {name: self.options.keeping(self.sites[name], choices) for name, choices in allowed.items()}
-        elif sum(1 for n in self.space.mesh if n > 1) <= 1 or max(self.options.counts.values()) <= JOINT_OPTIONS_MOST:
+        elif (
+            sum(1 for n in self.space.mesh if n > 1) <= 1
+            or max(self.options.counts.values()) <= self.effort.joint_options
+        ):
             everything = self.options.everything()
-            allowed = {n: joint(self.space, self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
+            allowed = {n: joint(self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
         self.proved, self.several = allowed is not None, allowed is None and thorough
         descent = self.descent
         if allowed is not None:
             options = allowed
-            purse = descent.purse(SEARCH_BUDGET.descents + SEARCH_BUDGET.pool)
+            purse = descent.purse(self.effort.descents + self.effort.pool)
             best = self.solve(options, descent.solver, bounded=bounded, purse=purse)
             self.cheapest = best, lambda price, _, purse: self.solve(options, descent.steps, price=price, purse=purse)
         else:
             first = self.options.whole() if start is None else taken(self.space, start)
-            one = descent.purse(SEARCH_BUDGET.descents)
+            one = descent.purse(self.effort.descents)
             best = (
                 descent.from_all_starts(side_by_side=self.is_large)
                 if thorough
@@ -142,7 +138,7 @@ class Search:
         return beside(self._bound if wanted else lambda: 0.0, worthwhile=wanted and self.is_large)
 
     def _bound(self) -> float:
-        bound = lower_bound_seconds(self.space, SEARCH_BUDGET.bound * self.work)
+        bound = lower_bound_seconds(self.space, self.effort)
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound
 

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.cost.redistribute import Redistributor
+from autopar.passes import BLOCKS
 from autopar.passes.blocks.block import Blocks
-from autopar.passes.blocks.partition import blocks
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.space import Space
-from autopar.solve.budget import SEARCH_BUDGET
+from autopar.solve.effort import Effort
 from autopar.solve.problem import Score
 
 from .account import account
-from .constraints import Constraints, Pins, pins
-from .presets import preset
+from .constraints import Pins, pins
+from .presets import PRESETS, Preset, allowed_by
+from .request import Request
 from .search import Found, Search
 from .steps import Steps
 
@@ -26,17 +27,15 @@ logger = logging.getLogger("autopar")
 class Searches:
     """Makes searches of a space, whose peaks are those of `steps`."""
 
-    def __init__(self, space: Space, steps: Steps) -> None:
-        self.space, self.steps = space, steps
-        self.presets: dict[str, Allowed] = {}
+    def __init__(self, space: Space, steps: Steps, effort: Effort) -> None:
+        self.space, self.steps, self.effort = space, steps, effort
+        self.presets: dict[Preset, Allowed] = {}
         """What each preset that was asked for leaves, and the blocks that presets need, once they were."""
         self.blocks: list[Blocks] = []
 
     def search(
         self,
-        solver: str,
-        memory_limit_bytes: float | None,
-        constraints: Constraints | None,
+        request: Request,
         space: Space | None = None,
         share: float = 1.0,
         pinned: Callable[[Space, Pins], Pins] | None = None,
@@ -44,24 +43,25 @@ class Searches:
         """A search of the space, or of one with other prices, with a share of the work of a search. What constraints
         pin is `pinned` further."""
         self.steps.forget()
-        space, given = space or self.space, pins(self.space, constraints or {})
+        space, given = space or self.space, pins(self.space, request.constraints or {})
         return Search(
             space,
-            solver,
-            memory_limit_bytes,
+            request.exact_solver,
+            request.memory_limit_bytes,
             logger.info,
             pins=given if pinned is None else pinned(space, given),
-            peaks=self.steps.told(memory_limit_bytes),
-            work=share * SEARCH_BUDGET.work,
+            peaks=self.steps.peaks_of(request.memory_limit_bytes),
+            effort=self.effort.share(share),
         )
 
     def preset(self, name: str) -> Allowed:
         """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
-        if name not in self.presets:
+        preset = PRESETS.named(name)
+        if preset not in self.presets:
             if not self.blocks:
-                self.blocks.append(blocks(self.space.graph, max(self.space.mesh)))
-            self.presets[name] = preset(self.space, self.blocks[0], name)
-        return self.presets[name]
+                self.blocks.append(self.steps.flow.run(BLOCKS, self.space.graph, max(self.space.mesh)))
+            self.presets[preset] = allowed_by(preset, self.space, self.blocks[0])
+        return self.presets[preset]
 
     def hiding(self, part: float) -> Space:
         """The space with a part of what travels in buckets at no price."""

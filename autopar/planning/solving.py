@@ -15,7 +15,7 @@ from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.passes.widen import widened
 from autopar.solve import TooWide, solve
-from autopar.solve.budget import BUDGET, Meter, Purse
+from autopar.solve.effort import Effort, Meter, Purse
 from autopar.solve.problem import Problem, Score, Solution, evaluate, in_runs
 
 Level = Literal["operator", "block", "cfp"]
@@ -50,8 +50,8 @@ class Solves:
     (descents from several starts meet) is not solved again. At `level` "cfp" the space is narrower, and a lower bound
     is that of what is left."""
 
-    def __init__(self, space: Space, level: Level, log: Callable[[str], None]) -> None:
-        self.space, self.level, self.log = space, level, log
+    def __init__(self, space: Space, level: Level, log: Callable[[str], None], effort: Effort) -> None:
+        self.space, self.level, self.log, self.effort = space, level, log, effort
         self.builder = ProblemBuilder(space)
         self.solved: dict[Question, Solved] = {}
         self.groups: list[Groups] = []
@@ -79,7 +79,7 @@ class Solves:
         question = (options, solver, price, bytes_limit, bounded)
         solved = self.solved.get(question)
         if solved is None or not solved.is_of(purse.left):
-            meter = Meter(most=purse.left)
+            meter = Meter(most=purse.left, effort=self.effort)
             solved = self._solve(allowed, solver, price, bytes_limit, bounded, meter)
             solved = replace(solved, work=meter.done, cut_at=meter.most if meter.is_cut else None)
             self.solved[question] = solved
@@ -124,7 +124,7 @@ class Solves:
         except TooWide as error:
             self.log(f"{error}; without dominated options:")
         presolved = group(problem, (), [()] * len(problem.repeats), limited=bytes_limit is not None)
-        few = presolved.problem.option_count <= BUDGET.beam_options
+        few = presolved.problem.option_count <= meter.effort.beam_options
         last = "beam" if few else "greedy"
         ways = dict.fromkeys((solver, last) if meter.is_cut else (solver, "ilp", last))
         for way, after in pairwise((*ways, "")):

@@ -18,7 +18,7 @@ from itertools import product
 from autopar.cluster.links import Link, Stage
 from autopar.cost.redistribute import Redistributor
 from autopar.passes.space.build import strategies
-from autopar.passes.space.choices import AxisChoice
+from autopar.passes.space.choices import AxisChoice, SiteChoice
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 
@@ -43,8 +43,7 @@ def volumes(space: Space) -> Space:
     mesh = dict(zip(space.axes, space.mesh, strict=True))
     cluster = replace(space.cluster, device=device)
     made = strategies(space.graph, mesh, cluster, space.segments, space.optimizer)
-    made.redistributor = Redistributor(space.mesh, tuple(map(_link, space.mesh)), device)
-    return made
+    return replace(made, redistributor=Redistributor(space.mesh, tuple(map(_link, space.mesh)), device))
 
 
 def _link(ranks: int) -> Link:
@@ -76,8 +75,8 @@ def _split(space: Space, site: Site, pinned: Mapping[int, tuple[AxisChoice, ...]
     left = [pinned.get(axis, site.choices[ranks]) for axis, ranks in enumerate(space.mesh)]
     found: dict[int, tuple[AxisChoice, ...]] = {}
     for axis, ranks in enumerate(space.mesh):
-        split = tuple(choice for choice in left[axis] if choice[0] == "S")
+        split = tuple(choice for choice in left[axis] if choice.splits)
         wider = [*left[:axis], split, *left[axis + 1 :]]
-        if ranks > 1 and any(space.option(site, choice) is not None for choice in product(*wider)):
+        if ranks > 1 and any(space.option(site, SiteChoice(choice)) is not None for choice in product(*wider)):
             found[axis], left = split, wider
     return found

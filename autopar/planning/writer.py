@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations
+from typing import Any, TypeVar
 
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
-from autopar.cost.streams import TimelineCache, timeline
+from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
-from autopar.passes.codegen.program import codegen
-from autopar.passes.lower.adopt import Adopted, adopt
+from autopar.passes import CODEGEN, LOWERINGS, Flow, lowerings
 from autopar.passes.lower.bucket import LIMIT_BYTES
-from autopar.passes.lower.chunk import CHUNKING
-from autopar.passes.lower.compact import compact
-from autopar.passes.lower.prefetch import furthest, prefetch
+from autopar.passes.lower.lowering import Adopted, Lowering, Target, When
 from autopar.passes.lower.shorten import KEPT as LOOKED_AT
 from autopar.passes.lower.shorten import shortened
-from autopar.passes.lower.slice import SLICING
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
-
-from .phases import Phases
 
 KEPT = 2
 """Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
@@ -33,26 +27,15 @@ LATEST_INSTRUCTIONS = 400_000
 LATEST_CHOICES = 8
 """Assignments of which is kept what was found out about them."""
 
+Key = TypeVar("Key")
 T = TypeVar("T")
 
-Form = tuple[int, str, int]
-"""Of each run of copies alike at most so many (0: all); how far it is written; its largest bucket (0: none)."""
+Form = tuple[int, str, int, tuple[Lowering, ...]]
+"""Of each run of copies alike at most so many (0: all); how far it is written; its largest bucket (0: none); and the
+lowerings that there were."""
 
-
-class _Latest(Generic[T]):
-    """What was found out about the last assignments that were looked at, the latest first."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[Assignment, T]] = []
-
-    def of(self, assignment: Assignment, find: Callable[[], T]) -> T:
-        for number, (other, found) in enumerate(self.found):
-            if other == assignment:
-                self.found.insert(0, self.found.pop(number))
-                return found
-        made = find()
-        self.found = [(assignment, made), *self.found[: LATEST_CHOICES - 1]]
-        return made
+Taken = tuple[tuple[Lowering, Adopted], ...]
+"""Lowerings as they are taken, one after the other."""
 
 
 class Writer:
@@ -60,16 +43,14 @@ class Writer:
     lowered; a planner with other prices for the same plans (measured ones) writes with the same writer, so that a plan
     is priced as the program that runs."""
 
-    def __init__(self, space: Space, cluster: Cluster, memory: liveness.PlacementCache, phases: Phases) -> None:
-        self.space, self.cluster, self.phases = space, cluster, phases
+    def __init__(self, space: Space, cluster: Cluster, memory: liveness.PlacementCache, flow: Flow) -> None:
+        self.space, self.cluster, self.flow = space, cluster, flow
         self.known = TimelineCache(made=memory)
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
-        self.programs: list[tuple[Assignment, Form, Program]] = []
+        self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
         """The last ones that were written, the latest first."""
-        self.chosen: _Latest[tuple[Adopted, ...]] = _Latest()
-        """What runs in parts."""
-        self.ahead: _Latest[int] = _Latest()
-        """Bytes that gathers of parameters may be ahead of their readers."""
+        self.taken: dict[When, list[tuple[tuple[Any, ...], Taken]]] = {"first": [], "where quicker": []}
+        """What was found out about lowerings of the last assignments, the latest first."""
 
     def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0) -> Program:
         """The program of an assignment, with its collectives in buckets of at most so many bytes. Where smaller ones
@@ -81,16 +62,14 @@ class Writer:
         def lowered() -> Program:
             program = self._joined(assignment, bucket_bytes, copies)
             if bucket_bytes >= LIMIT_BYTES:
-                for adopted in self._in_parts(assignment):
-                    program = self.phases.timed("parts", adopted.on, program)
-            return self.phases.timed("compact", compact, program, self.known.made)
+                program = self._lowered(self._quickest(assignment), program)
+            return self._finished(program, bucket_bytes)
 
-        return self._kept(assignment, (copies, "lowered", bucket_bytes), lowered)
+        return self._kept(assignment, (copies, "lowered", bucket_bytes, tuple(LOWERINGS.values())), lowered)
 
     def whole(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """As `written`, but with nothing in parts."""
-        joined = self._joined(assignment, bucket_bytes, copies)
-        return self.phases.timed("compact", compact, joined, self.known.made)
+        return self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes)
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program by which an assignment is measured: of few copies of each of its segments."""
@@ -102,64 +81,91 @@ class Writer:
         def made() -> Program:
             short = shortened(self.space, assignment, copies) if copies else None
             space, shorter = (self.space, assignment) if short is None else (short.space, short.assignment)
-            return self.phases.timed("codegen", codegen, space, shorter)
+            return self.flow.run(CODEGEN, space, shorter)
 
-        return self._kept(assignment, (copies, "plain", 0), made)
+        return self._kept(assignment, (copies, "plain", 0, ()), made)
 
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
-        """In buckets, its collectives started early."""
-        ahead = self._ahead(assignment) if bucket_bytes >= LIMIT_BYTES else None
-        plain, sizes = self.plain(assignment, copies), self.space.redistributor.bucket_bytes
+        """With the lowerings that come first: in buckets, its collectives started early."""
+        form = (copies, "joined", bucket_bytes, lowerings("first"))
+        taken = self._first(assignment, bucket_bytes)  # which may write this very program
+        return self._kept(assignment, form, lambda: self._lowered(taken, self.plain(assignment, copies)))
 
-        def joined() -> Program:
-            return prefetch(plain, self.cluster, sizes, limit_bytes=bucket_bytes, ahead_bytes=ahead, known=self.known)
-
-        return self._kept(assignment, (copies, "joined", bucket_bytes), lambda: self.phases.timed("bucket", joined))
+    def _finished(self, program: Program, bucket_bytes: int) -> Program:
+        """With the lowerings that come last."""
+        return self._after(lowerings("last"), program, self._target(bucket_bytes))[0]
 
     def _few(self, assignment: Assignment) -> int:
         """Copies on which is found out what holds for all programs of an assignment, so that it costs the same at any
         depth: as few as stand for the others, or 0, all."""
         return LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
 
-    def _ahead(self, assignment: Assignment) -> int:
-        """How far ahead of their readers gathers of parameters pay."""
+    def _target(self, bucket_bytes: int) -> Target:
+        sizes = tuple(self.space.redistributor.bucket_bytes)
+        return Target(cluster=self.cluster, known=self.known, axis_bytes=sizes, limit_bytes=bucket_bytes)
 
-        def found() -> int:
-            few, sizes = self._few(assignment), self.space.redistributor.bucket_bytes
-            plain = self.plain(assignment, few)
-            bound, program = self.phases.timed("bucket", furthest, plain, self.cluster, sizes, known=self.known)
-            self._kept(assignment, (few, "joined", LIMIT_BYTES), lambda: program)
-            return bound
+    def _first(self, assignment: Assignment, bucket_bytes: int) -> Taken:
+        """The lowerings that come first, as they are taken: how far gathers of parameters are ahead, say."""
+        rows = lowerings("first")
 
-        return self.ahead.of(assignment, found)
+        def found() -> Taken:
+            few = self._few(assignment)
+            program, taken = self._after(rows, self.plain(assignment, few), self._target(bucket_bytes))
+            self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: program)
+            return tuple((row, Adopted(given=program, write=adopted.write)) for row, adopted in taken)
 
-    def _in_parts(self, assignment: Assignment) -> tuple[Adopted, ...]:
-        """What runs in parts, one after the other."""
+        return self._latest("first", (bucket_bytes, rows, assignment), found)
 
-        def found() -> tuple[Adopted, ...]:
-            program = self._joined(assignment, LIMIT_BYTES, self._few(assignment))
-            return self.phases.timed("choose", self._quickest, program)
+    def _quickest(self, assignment: Assignment) -> Taken:
+        """Of the lowerings that each make the step shorter, and of several of them in their order, the quickest."""
+        rows = lowerings("where quicker")
 
-        return self.chosen.of(assignment, found)
+        def found() -> Taken:
+            program, target = self._joined(assignment, LIMIT_BYTES, self._few(assignment)), self._target(LIMIT_BYTES)
+            ways: dict[tuple[Lowering, ...], tuple[Program, Taken]] = {(): (program, ())}
+            for number in range(1, len(rows) + 1):
+                for way in combinations(rows, number):
+                    if way[:-1] in ways and (number == 1 or (way[-1],) in ways):
+                        before, taken = ways[way[:-1]]
+                        after, more = self._after(way[-1:], before, target)
+                        if more:
+                            ways[way] = after, (*taken, *more)
+            del ways[()]
+            return min(ways.values(), key=lambda way: target.seconds(way[0]), default=(program, ()))[1]
 
-    def _quickest(self, program: Program) -> tuple[Adopted, ...]:
-        """Products in slices, stretches in chunks, or both."""
-        cluster, known = self.cluster, self.known
-        single = [adopt(program, cluster, lowering, known) for lowering in (SLICING, CHUNKING)]
-        ways: list[tuple[Adopted, ...]] = [(adopted,) for adopted in single if adopted.ways]
-        if len(ways) == len(single):  # what is in slices is in no chunk
-            sliced = single[0]
-            ways.append((sliced, adopt(sliced.program, cluster, CHUNKING, known)))
-        return min(ways, key=lambda way: timeline(way[-1].program, cluster, known).seconds, default=())
+        return self._latest("where quicker", (rows, assignment), found)
+
+    def _after(self, rows: Sequence[Lowering], program: Program, target: Target) -> tuple[Program, Taken]:
+        """The program with those of some lowerings that are taken, one after the other, and these."""
+        taken: list[tuple[Lowering, Adopted]] = []
+        for row in rows:
+            if (adopted := self.flow.adopt(row, program, target)) is not None:
+                taken.append((row, adopted))
+                program = self.flow.lower(row, adopted, program)
+        return program, tuple(taken)
+
+    def _lowered(self, taken: Taken, program: Program) -> Program:
+        for row, adopted in taken:
+            program = self.flow.lower(row, adopted, program)
+        return program
+
+    def _latest(self, when: When, key: tuple[Any, ...], find: Callable[[], Taken]) -> Taken:
+        """What was found out, or is found out now."""
+        taken = _remembered(self.taken[when], key, find)
+        del self.taken[when][LATEST_CHOICES:]
+        return taken
 
     def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Program]) -> Program:
         """The program of an assignment, written if it is not there."""
-        for number, (other, known, program) in enumerate(self.programs):
-            if known == form and other == assignment:
-                self.programs.insert(0, self.programs.pop(number))
-                return program
-        program = write()
-        self.programs.insert(0, (assignment, form, program))
-        lengths = accumulate(len(p.forward) + len(p.backward) for _, _, p in self.programs)
+        program = _remembered(self.programs, (form, assignment), write)
+        lengths = accumulate(len(p.forward) + len(p.backward) for _, p in self.programs)
         del self.programs[max(2, sum(length <= LATEST_INSTRUCTIONS for length in lengths)) :]
         return program
+
+
+def _remembered(entries: list[tuple[Key, T]], key: Key, make: Callable[[], T]) -> T:
+    """The value of a key, made if it is not there; the entry comes first from now on."""
+    found = next((number for number, (other, _) in enumerate(entries) if other == key), None)
+    value = make() if found is None else entries.pop(found)[1]
+    entries.insert(0, (key, value))
+    return value

@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.extensions import Table
 
 from .beam import solve_beam, solve_greedy
-from .budget import Meter
 from .dp import solve_dp
+from .effort import Meter
 from .exhaustive import solve_exhaustive
 from .ilp import solve_ilp
 from .problem import Problem, Solution, TooWide
 
-SOLVERS: dict[str, Callable[..., Solution]] = {
-    "dp": solve_dp,
-    "ilp": solve_ilp,
-    "exhaustive": solve_exhaustive,
-    "greedy": solve_greedy,
-    "beam": solve_beam,
-}
+TAKES = ("bounded", "meter")
+"""Arguments of `solve` that a solver may take beside the problem and `bytes_limit`."""
 
-EXACT = ("dp", "ilp", "exhaustive")
-"""Those that look for the optimum; the others take no choice back."""
 
-__all__ = [
-    "EXACT",
-    "SOLVERS",
-    "TooWide",
-    "solve",
-    "solve_beam",
-    "solve_dp",
-    "solve_exhaustive",
-    "solve_greedy",
-    "solve_ilp",
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solver:
+    """`run(problem, bytes_limit=...)`, with those of `TAKES` that are in `takes`, gives a `Solution`. It raises
+    `Infeasible` where there is none, and `TooWide` for a problem that is too large for it."""
+
+    name: str
+    run: Callable[..., Solution]
+    exact: bool = False
+    """Whether it looks for the optimum, and does not only improve on what it has. On several axes the many small
+    steps of an exact solver's search are `dp`'s; those of another one are its own."""
+    takes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.takes).difference(TAKES):
+            raise ValueError(f"solver {self.name!r} takes {', '.join(unknown)}: give some of {', '.join(TAKES)}")
+
+
+SOLVERS: Table[Solver] = Table(
+    "solver",
+    Solver,
+    (
+        Solver(name="dp", run=solve_dp, exact=True, takes=("bounded", "meter")),
+        Solver(name="ilp", run=solve_ilp, exact=True, takes=("meter",)),
+        Solver(name="exhaustive", run=solve_exhaustive, exact=True),
+        Solver(name="greedy", run=solve_greedy, takes=("meter",)),
+        Solver(name="beam", run=solve_beam, takes=("meter",)),
+    ),
+    functions=("run",),
+)
+
+
+def register_solver(solver: Solver, *, replace: bool = False) -> None:
+    """Adds a solver, which `solver=` then names. Raises ValueError for what is none, and for a name that is taken."""
+    SOLVERS.add(solver, replace=replace)
 
 
 def solve(
@@ -45,14 +65,16 @@ def solve(
 ) -> Solution:
     """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given. Not
     `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
-    be done, which `dp`, `beam` and `greedy` count.
+    be done, which `dp`, `beam` and `greedy` count, and the effort.
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
     """
-    if solver not in SOLVERS:
-        raise ValueError(f"unknown solver {solver!r}; the solvers are {', '.join(SOLVERS)}")
-    if solver == "dp":
-        return solve_dp(problem, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
-    if solver in ("beam", "greedy"):
-        return SOLVERS[solver](problem, bytes_limit=bytes_limit, meter=meter)
-    return SOLVERS[solver](problem, bytes_limit=bytes_limit)
+    row = SOLVERS.named(solver)
+    given: dict[str, Any] = {"bounded": bounded, "meter": meter}
+    found = row.run(problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
+    if not isinstance(found, Solution):
+        raise ValueError(f"solver {solver!r} returned a {type(found).__name__}: it is to return a Solution")
+    return found
+
+
+__all__ = ["SOLVERS", "Solver", "TooWide", "register_solver", "solve"]

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .budget import Meter
 from .check import check
+from .effort import Meter
 from .expand import Expanded, expand
 from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import Floats
-from .budget import Meter
 from .check import check
+from .effort import Meter
 from .fronts import ProblemFronts, Window
 from .pricing import Library, Pricing
 from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, TooWide, evaluate

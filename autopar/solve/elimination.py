@@ -14,12 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from .arrays import Floats, Ints
-from .budget import BUDGET
+from .effort import EFFORT, Effort
 from .order import FILL_WEIGHTS, elimination_order, greedy_order
 from .problem import TooWide
-
-MAX_TABLE_ENTRIES = 16_000_000
-"""Entries of the largest table that is made, slice by slice, for one price."""
 
 SLICE_ENTRIES = 4_000_000
 """Entries above which a table is made in slices, of which only the minima are kept."""
@@ -52,21 +49,23 @@ class Schedule:
     """of all tables for one price"""
 
 
-def schedule(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], keep: tuple[int, ...]) -> Schedule:
+def schedule(
+    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], keep: tuple[int, ...], effort: Effort = EFFORT
+) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node makes, all but `keep`.
 
-    Raises `TooWide` where a table would exceed `MAX_TABLE_ENTRIES`, or all of them the budget.
+    Raises `TooWide` where a table, or all of them together, would have more entries than the effort allows.
     """
     found = _schedule(sizes, scopes, tuple(sorted(set(keep))))
-    if found.largest > MAX_TABLE_ENTRIES:
+    if found.largest > effort.table_entries:
         raise TooWide(
-            f"elimination would need a table of {found.largest} entries, more than {MAX_TABLE_ENTRIES}: "
+            f"elimination would need a table of {found.largest} entries, more than {effort.table_entries}: "
             "use the ilp solver, or give the variables fewer options"
         )
-    if found.entries > BUDGET.elimination_entries:
+    if found.entries > effort.elimination_entries:
         raise TooWide(
             f"elimination would need tables of {found.entries} entries in all, more than "
-            f"{BUDGET.elimination_entries:.0f}: use the ilp solver, or give the variables fewer options"
+            f"{effort.elimination_entries:.0f}: use the ilp solver, or give the variables fewer options"
         )
     return found
 
@@ -147,7 +146,7 @@ class Eliminated:
 
 def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminated:
     """Run a schedule over tables [price, *scope]. Ties go to the lowest state."""
-    if prices > 1 and plan.largest * prices > MAX_TABLE_ENTRIES:
+    if prices > 1 and plan.largest * prices > EFFORT.table_entries:
         half = prices // 2
         first = eliminate(plan, [table[:half] for table in tables], half)
         second = eliminate(plan, [table[half:] for table in tables], prices - half)

@@ -15,9 +15,9 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
 from .arrays import Floats
-from .budget import BUDGET
 from .check import check
 from .dp import lagrangian, pool_weights, priced, window
+from .effort import EFFORT, Effort, Meter
 from .expand import expand, expanded_options
 from .fronts import BodyFronts, Window
 from .pricing import Library, Pricing, grid
@@ -38,10 +38,6 @@ GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4
 POOL_POINTS = 16
 """Points per pair of border states that a body offers to the paths, under a memory limit."""
-EXPAND_OPTIONS = 4_000
-"""A problem whose copies have fewer options in all than this is written out flat."""
-JOINT_STATES = 128
-"""A tensor with fewer joint states of all its readers than this has a variable for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +65,13 @@ class Program:
         self.rows.append((lower, upper, sorted(terms.items())))
 
 
-def solve_ilp(problem: Problem, *, bytes_limit: float | None = None, limited_gap: float = GAP_WITH_LIMIT) -> Solution:
+def solve_ilp(
+    problem: Problem,
+    *,
+    bytes_limit: float | None = None,
+    limited_gap: float = GAP_WITH_LIMIT,
+    meter: Meter | None = None,
+) -> Solution:
     """Minimise seconds + tie-break * bytes subject to bytes <= bytes_limit as an integer linear program.
 
     Variables: a binary per option of each variable (options that another one with the same rows matches in
@@ -81,37 +83,38 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None, limited_gap
     set includes a mask sum to at least the options of each reader that want the mask; those whose set
     includes a layout sum to at most all options that want it: with binary options exactly the true
     state is left. One row of bytes. Objective: seconds + tie-break * bytes over all of them, scaled.
-    Repeats: written out flat while that has at most `EXPAND_OPTIONS` options, or where a body cannot be
-    eliminated. Otherwise each repeat is a
+    Repeats: written out flat while that has few options (`Effort.program_expanded_options`), or where a body cannot
+    be eliminated. Otherwise each repeat is a
     path through layers of border states: a binary per copy and pair of border states, which costs
     what the elimination of the body gives it; flow is conserved at each border state. Under a memory limit
     there are several for each pair, the undominated (seconds, bytes) that a sweep over prices of memory
     finds in the body: the optimum is then that over this pool, and the Lagrangian bound is given
     as lower bound. Tie-break: less memory.
     Gap: 1e-9 relative without a limit, `limited_gap` with one; `lower_bound` is the bound that HiGHS proved, with
-    whatever gap is left when the budget is spent.
+    whatever gap is left when the effort of the `meter` is spent; its work is not counted.
 
-    Raises `Infeasible` where no choice is feasible, `TooWide` where the budget is spent before one is found.
+    Raises `Infeasible` where no choice is feasible, `TooWide` where the effort is spent before one is found.
     """
+    effort = (meter or Meter()).effort
     start = time.perf_counter()
     check(problem)
     lower = -math.inf
     bodies: list[BodyFronts] | None = None
     lagrangian_bound: float | None = None
-    if expanded_options(problem) > EXPAND_OPTIONS:
+    if expanded_options(problem) > effort.program_expanded_options:
         try:
-            bodies, lagrangian_bound = _bodies(problem, bytes_limit)
+            bodies, lagrangian_bound = _bodies(problem, bytes_limit, effort)
         except TooWide:
             bodies = None  # a body that cannot be eliminated is written out, as a small one is
     if bodies is None:
         expanded = expand(problem)
-        encoding = Encoding(expanded.problem, [])
-        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap)
+        encoding = Encoding(expanded.problem, [], effort)
+        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
         choice = expanded.layout.choice(encoding.choice(values).options)
         lower = bound
     else:
-        encoding = Encoding(problem, bodies)
-        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap)
+        encoding = Encoding(problem, bodies, effort)
+        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
         choice = encoding.choice(values)
         lower = bound if lagrangian_bound is None else lagrangian_bound
     score = evaluate(problem, choice)
@@ -125,9 +128,9 @@ def solve_ilp(problem: Problem, *, bytes_limit: float | None = None, limited_gap
     )
 
 
-def _bodies(problem: Problem, bytes_limit: float | None) -> tuple[list[BodyFronts], float | None]:
+def _bodies(problem: Problem, bytes_limit: float | None, effort: Effort) -> tuple[list[BodyFronts], float | None]:
     """The pool of choices of every repeat's body, and the Lagrangian bound where the pool may not be all."""
-    library = Library()
+    library = Library(Meter(effort=effort))
     cheapest = None if bytes_limit is None else priced(problem, library, 0.0)
     if bytes_limit is None or cheapest is None or cheapest.score.bytes <= bytes_limit:
         only = Window(price=TIE_BREAK_SECONDS_PER_BYTE, slack=0.0, points=1, bytes_limit=math.inf)
@@ -142,8 +145,8 @@ def _bodies(problem: Problem, bytes_limit: float | None) -> tuple[list[BodyFront
 class Encoding:
     """The integer program of a problem, and how to read a choice out of its solution."""
 
-    def __init__(self, problem: Problem, bodies: Sequence[BodyFronts]) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, bodies: Sequence[BodyFronts], effort: Effort = EFFORT) -> None:
+        self.problem, self.effort = problem, effort
         self.program = Program()
         borders = {v for repeat in problem.repeats for v in (*repeat.left, *repeat.right)}
         rows = tensor_rows(problem)
@@ -185,7 +188,7 @@ class Encoding:
 
     def _add_tensor(self, tensor: Tensor, rows: dict[int, list[Row]]) -> None:
         classes = {variable: self._classes(variable, row) for variable, row in rows.items()}
-        if math.prod(len(c) for c in classes.values()) <= JOINT_STATES or len(classes) <= 2:
+        if math.prod(len(c) for c in classes.values()) <= self.effort.program_joint_states or len(classes) <= 2:
             self._add_joint(tensor, classes)
         else:
             self._add_wanted_sets(tensor, classes)
@@ -275,7 +278,7 @@ class Path:
 
 
 def optimise(
-    program: Program, bytes_limit: float | None, limited_gap: float = GAP_WITH_LIMIT
+    program: Program, bytes_limit: float | None, limited_gap: float = GAP_WITH_LIMIT, effort: Effort = EFFORT
 ) -> tuple[float, float, Floats]:
     """The objective and the proved lower bound, both in seconds, and the value of every column.
 
@@ -285,7 +288,7 @@ def optimise(
     seconds, size = np.array(program.seconds), np.array(program.bytes)
     cost = seconds + TIE_BREAK_SECONDS_PER_BYTE * size
     gap = GAP_WITHOUT_LIMIT if bytes_limit is None else limited_gap
-    result, scale = _solve(program, cost, bytes_limit, gap)
+    result, scale = _solve(program, cost, bytes_limit, gap, effort)
     bound = -math.inf if result is None else result.best_objective_bound() / scale
     allowed = bytes_limit
     while bytes_limit is not None and allowed is not None and result is not None:
@@ -293,16 +296,16 @@ def optimise(
         if excess <= 0:
             break
         allowed -= max(excess, 1e-12 * abs(bytes_limit))
-        result, _ = _solve(program, cost, allowed, gap)
+        result, _ = _solve(program, cost, allowed, gap, effort)
     if result is None:
-        result = _smallest(program, size, bytes_limit)
+        result = _smallest(program, size, bytes_limit, effort)
     values = _values(result)
     return float(cost @ values), bound, values
 
 
-def _smallest(program: Program, size: Floats, bytes_limit: float | None) -> mathopt.SolveResult:
+def _smallest(program: Program, size: Floats, bytes_limit: float | None, effort: Effort) -> mathopt.SolveResult:
     """The result with the fewest bytes, or `Infeasible` where that does not fit either."""
-    smallest, _ = _solve(program, size, None, GAP_WITHOUT_LIMIT)
+    smallest, _ = _solve(program, size, None, GAP_WITHOUT_LIMIT, effort)
     if smallest is None:
         raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
     needed = float(size @ _values(smallest))
@@ -317,13 +320,13 @@ def _values(result: mathopt.SolveResult) -> Floats:
 
 
 def _solve(
-    program: Program, cost: Floats, bytes_limit: float | None, gap: float
+    program: Program, cost: Floats, bytes_limit: float | None, gap: float, effort: Effort
 ) -> tuple[mathopt.SolveResult | None, float]:
-    """The result and the scale of its objective; None where infeasible. Raises `TooWide` where the budget is spent
+    """The result and the scale of its objective; None where infeasible. Raises `TooWide` where the effort is spent
     before a choice is found."""
     count = len(cost)
-    if count > BUDGET.program_columns:
-        raise TooWide(f"the integer program has {count} columns, more than {BUDGET.program_columns}")
+    if count > effort.program_columns:
+        raise TooWide(f"the integer program has {count} columns, more than {effort.program_columns}")
     proto = model_pb2.ModelProto()
     proto.variables.ids.extend(range(count))
     proto.variables.lower_bounds.extend([0.0] * count)
@@ -350,8 +353,8 @@ def _solve(
     highs = highs_pb2.HighsOptionsProto()
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
         highs.double_options[name] = 1e-9
-    highs.int_options["mip_max_nodes"] = max(100, int(BUDGET.program_work // max(1, count)))
-    highs.int_options["simplex_iteration_limit"] = BUDGET.program_iterations
+    highs.int_options["mip_max_nodes"] = max(100, int(effort.program_work // max(1, count)))
+    highs.int_options["simplex_iteration_limit"] = effort.program_iterations
     result = mathopt.solve(
         mathopt.Model.from_model_proto(proto),
         mathopt.SolverType.HIGHS,

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import Bools, Floats, Ints
+from .effort import EFFORT
 from .problem import Problem, Tensor, TooWide
 from .rows import Row, tensor_rows, undominated, united
 
 LARGE_UNION = 20_000
 """Pairs of states of two readers above which the narrowest pair of readers is united instead."""
-
-MAX_TENSOR_ENTRIES = 32_000_000
-"""Entries of the largest table that one tensor may make; a problem with a larger one would need gigabytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,7 @@ class Network:
         return seconds, size
 
 
-def network(problem: Problem, borders: Iterable[int]) -> Network:
+def network(problem: Problem, borders: Iterable[int], entries: int = EFFORT.tensor_entries) -> Network:
     """The factor graph of a problem; the variables in `borders` keep all their options.
 
     A tensor's cost depends on (produced layout, union of wanted sets) only. Options of a variable that
@@ -71,7 +69,7 @@ def network(problem: Problem, borders: Iterable[int]) -> Network:
     with few readers is one table over classes; one with many is a tree of accumulator nodes, whose
     states are the sets wanted so far, so that tables stay small.
 
-    Raises `TooWide` where a table would exceed `MAX_TENSOR_ENTRIES`.
+    Raises `TooWide` where a table would have more than so many entries.
     """
     rows = tensor_rows(problem)
     border_set = set(borders)
@@ -97,7 +95,7 @@ def network(problem: Problem, borders: Iterable[int]) -> Network:
     ]
     classes: dict[tuple[int, ...], int] = {}
     for tensor, row in zip(problem.tensors, rows, strict=True):
-        _add_tensor(tensor, row, options, sizes, tables, classes)
+        _add_tensor(tensor, row, options, sizes, tables, classes, entries)
     return Network(sizes=tuple(sizes), options=options, tables=tuple(tables))
 
 
@@ -113,6 +111,7 @@ def _add_tensor(
     sizes: list[int],
     tables: list[Table],
     classes: dict[tuple[int, ...], int],
+    entries: int,
 ) -> None:
     """Append the nodes and tables of one tensor to `sizes`, `tables` and `classes`.
 
@@ -142,12 +141,14 @@ def _add_tensor(
         joint = [len(one[1]) * len(other[1]) for one, other in itertools.pairwise(readers)]
         if max(joint[::2]) <= LARGE_UNION:
             pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
-            readers = [_union(pair[0], pair[1], sizes, tables) if len(pair) == 2 else pair[0] for pair in pairs]
+            readers = [
+                _union(pair[0], pair[1], sizes, tables, entries) if len(pair) == 2 else pair[0] for pair in pairs
+            ]
         else:
             at = joint.index(min(joint))
-            readers[at : at + 2] = [_union(readers[at], readers[at + 1], sizes, tables)]
+            readers[at : at + 2] = [_union(readers[at], readers[at + 1], sizes, tables, entries)]
     axes = head + readers
-    _allow(*(len(kinds) for _, kinds in axes))
+    _allow(entries, *(len(kinds) for _, kinds in axes))
     states = [base]
     index = np.zeros((), dtype=np.int64)
     for _, kinds in axes:
@@ -172,20 +173,20 @@ def _unions(ones: Sequence[Row], others: Sequence[Row]) -> tuple[Ints, list[Row]
     return np.array(step, dtype=np.int64), list(states)
 
 
-def _allow(*shape: int) -> None:
-    if math.prod(shape) > MAX_TENSOR_ENTRIES:
+def _allow(entries: int, *shape: int) -> None:
+    if math.prod(shape) > entries:
         raise TooWide(
-            f"a tensor would need a table of {math.prod(shape)} entries, more than {MAX_TENSOR_ENTRIES}: "
+            f"a tensor would need a table of {math.prod(shape)} entries, more than {entries}: "
             "use the ilp solver, or give its readers fewer options"
         )
 
 
 def _union(
-    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[Table]
+    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[Table], entries: int
 ) -> tuple[int, list[Row]]:
     """A new node for what two nodes want together."""
     step, states = _unions(a[1], b[1])
-    _allow(*step.shape, len(states))
+    _allow(entries, *step.shape, len(states))
     sizes.append(len(states))
     node = len(sizes) - 1
     blocked = step[:, :, None] != np.arange(len(states))

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from .arrays import Bools, Floats, Ints
-from .budget import ELIMINATED_WORK, NODE_WORK, Meter
 from .chain import Powers
+from .effort import ELIMINATED_WORK, NODE_WORK, Meter
 from .elimination import Eliminated, Schedule, eliminate, schedule
 from .network import Network, network
 from .problem import Choice, Problem, Repeat, TooWide
@@ -61,14 +61,17 @@ class Library:
         )
         joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
         scopes = (*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints))
-        plan = schedule(factors.sizes, scopes, keep)
+        plan = schedule(factors.sizes, scopes, keep, self.meter.effort)
         return Compiled(problem=problem, network=factors, schedule=plan, repeats=joints)
 
     def network(self, problem: Problem, borders: Collection[int] = ()) -> Network:
         """The factor graph, which is there also where every order of elimination is too wide."""
         key = (id(problem), tuple(sorted(borders)))
         if key not in self._networks:
-            self._networks[key] = problem, network(problem, borders)  # the problem stays, and with it its identity
+            self._networks[key] = (
+                problem,
+                network(problem, borders, self.meter.effort.tensor_entries),
+            )  # the problem stays, and with it its identity
         return self._networks[key][1]
 
     def largest(self, problem: Problem) -> int:

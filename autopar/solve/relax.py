@@ -16,21 +16,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .arrays import Floats, Ints
-from .budget import BUDGET, ELIMINATED_WORK, NODE_WORK, Meter
+from .effort import ELIMINATED_WORK, NODE_WORK, Meter
 from .elimination import eliminate, reduction, run, schedule, trace_back
 from .expand import expand
 from .network import network
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
 
-SWEEPS = (15, 25, 40, 80, 160)
-"""Sweeps, there and back, before each elimination of what is near the bound."""
-
 REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """How far above the bound, as a share of it, states are kept: one after the other, as long as tables are small."""
-
-NARROW_ENTRIES = 4_000_000
-"""Entries of the largest table in such an elimination."""
 
 GAP, STANDING_GAP = 1e-3, 1e-2
 """Relative gaps at which no more is looked for: after a better choice was found, and after none was."""
@@ -40,9 +34,6 @@ STANDING = 1e-6
 
 LONG_ENTRIES = 256
 """Entries in a row of memory from which on numpy's loops over rows cost little beside those over entries."""
-
-SMALL_ENTRIES = 200_000
-"""Nodes are eliminated before as long as tables have at most so many entries: that makes the bound tighter."""
 
 
 class _Along:
@@ -110,7 +101,7 @@ class Relaxation:
                 self.tables.append(table)
         self._linked = [node for node, around in enumerate(self._around) if around]
         """Nodes that stand in tables: the others have nothing to hand on."""
-        self._left = BUDGET.message_entries
+        self._left = self.meter.effort.message_entries
         self._sweep_entries = 2 * sum(table.size * table.ndim for table in self.tables)
 
     def may_sweep(self) -> bool:
@@ -163,16 +154,15 @@ class Relaxation:
         return states[:, None]
 
 
-def lower_bound(
-    problem: Problem, weights: tuple[float, float], sweeps: int = SWEEPS[0], meter: Meter | None = None
-) -> float:
+def lower_bound(problem: Problem, weights: tuple[float, float], meter: Meter | None = None) -> float:
     """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
     without repeats."""
-    found = network(problem, ())
+    effort = (meter or Meter()).effort
+    found = network(problem, (), effort.tensor_entries)
     tables = [(table.nodes, table.priced(np.array([weights]))[0]) for table in found.tables]
     relaxation = Relaxation(tables, found.sizes, meter)
     bound = relaxation.bound()
-    for _ in range(sweeps):
+    for _ in range(effort.message_sweeps[0]):
         if not relaxation.may_sweep():
             break
         relaxation.sweep()
@@ -191,14 +181,15 @@ def relaxed(
     """
     expanded = expand(problem, folded=folded)
     library = library or Library()
+    effort = library.meter.effort
     found = library.network(expanded.problem)
     live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
-    steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), SMALL_ENTRIES)
+    steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), effort.message_small_entries)
     joined = run(steps, live, found.sizes, 1)
     tables = [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None]
     relaxation = Relaxation(tables, found.sizes, library.meter)
     best, states, bound = math.inf, None, -math.inf
-    for sweeps in SWEEPS:
+    for sweeps in effort.message_sweeps:
         swept = 0
         while swept < sweeps and relaxation.may_sweep():
             relaxation.sweep()
@@ -239,7 +230,7 @@ def _near(
 ) -> Iterator[tuple[float, float, Ints]]:
     """The optima among states nearer and less near to the bound: how near, what they cost (infinite where nothing
     joins), and their states [node, 1]."""
-    bound = relaxation.bound()
+    bound, effort = relaxation.bound(), relaxation.meter.effort
     excesses = [relaxation.excess(node) for node in range(len(relaxation.nodes))]
     for reach in REACHES:
         kept = [np.flatnonzero(excess <= reach * abs(bound)) for excess in excesses]
@@ -247,11 +238,11 @@ def _near(
             continue  # the tables do not agree yet on any state of some node
         parts = [_restricted(nodes, costs, kept) for nodes, costs in tables]
         try:
-            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), ())
+            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), (), effort)
         except TooWide:
             return
         work = ELIMINATED_WORK * plan.entries + NODE_WORK * len(plan.steps)
-        if plan.largest > NARROW_ENTRIES or not relaxation.meter.takes(work):
+        if plan.largest > effort.message_narrow_entries or not relaxation.meter.takes(work):
             return
         result = eliminate(plan, [costs[None] for _, costs in parts], 1)
         states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise, product
 
 from autopar.ir.layout import Layout
-from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, SiteChoice
+from autopar.passes.space.choices import KEEP, NO_POLICY, PASSES_PARTIAL, REGATHER, WHOLE, SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Option, Region, Site, border_name, joined_borders
 from autopar.passes.space.space import Space
@@ -45,8 +45,8 @@ def random_assignment(space: Space, seed: int, wanted: Wanted = lambda site: Non
 def _staying(wanted: Wanted, space: Space, site: Site) -> Sequence[SiteChoice] | None:
     """What is wanted of a site, or, if its rows may travel, the choices in which they do not."""
     chosen = wanted(site)
-    every = [*product(*(site.choices[ranks] for ranks in space.mesh))]
-    stay = [choice for choice in every if all(part[0] != "X" for part in choice)]
+    every = [SiteChoice(axes) for axes in product(*(site.choices[ranks] for ranks in space.mesh))]
+    stay = [choice for choice in every if not any(on_axis.routes for on_axis in choice.axes)]
     return chosen if chosen is not None or len(stay) == len(every) else stay
 
 
@@ -82,8 +82,8 @@ def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_bor
 def _choices(space: Space, site: Site, generator: random.Random) -> Iterator[SiteChoice]:
     """A few choices of a site, legal or not, in random order, and then the whole; the others come last, for where
     what is read cannot be had whole: rows that are with their experts."""
-    suffixes = ((KEEP,), (REGATHER,)) if site.kind == "parameter" else ((),)
-    every = [(*c, *s) for c in product(*(site.choices[ranks] for ranks in space.mesh)) for s in suffixes]
+    policies = (KEEP, REGATHER) if site.kind == "parameter" else NO_POLICY
+    every = [SiteChoice(axes, p) for axes in product(*(site.choices[n] for n in space.mesh)) for p in policies]
     yield from generator.sample(every, min(TRIED, len(every)))
     yield space.whole(site)
     yield from generator.sample(every, len(every))
@@ -107,7 +107,7 @@ class _Border:
         return next(
             choice
             for choice in _choices(self.space, sites[0], generator)
-            if (self.partial_sums or ("P",) not in choice)
+            if (self.partial_sums or PASSES_PARTIAL not in choice.axes)
             and all(self.space.option(site, choice) is not None for site in sites)
         )
 
@@ -168,5 +168,5 @@ class _Drawing:
         """Whether it reads all as it is made; where there is nothing to read, whether it splits."""
         read = self._read(site, option)
         if not read:
-            return any(choice != WHOLE for choice in option.choice[: len(self.space.mesh)])
+            return any(on_axis != WHOLE for on_axis in option.choice.axes)
         return all(self.made[r.alias.root] == layout for r, layout in read)

@@ -22,7 +22,7 @@ class Placed:
     rename: Mapping[str, str]
     order: int
     again: bool = False
-    """Whether it is made again in backward."""
+    """Whether it is recomputed in backward."""
 
     def name(self, value: str) -> str:
         return self.rename.get(value, value)
@@ -87,7 +87,7 @@ def _rename(space: Space, repeat: Repeated, k: int) -> dict[str, str]:
 
 
 def _option(space: Space, site: Site, choice: SiteChoice) -> Option:
-    option = space.option(site, tuple(choice))
+    option = space.option(site, choice)
     if option is None:
         raise ValueError(f"{site.kind} {site.name} ({site.module}) cannot take {choice}")
     return option

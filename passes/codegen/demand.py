@@ -60,7 +60,7 @@ class Demand:
         for root, layout in zip(item.site.makes, item.option.makes, strict=True):
             if root:
                 name = item.name(root)
-                policy = item.option.choice[-1] if item.site.kind == "parameter" else ""
+                policy = item.option.choice.policy
                 if item.again:
                     self.again[name] = item
                 if item.again or name in reacquired:

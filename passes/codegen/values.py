@@ -1,7 +1,7 @@
 """Values: what is local to a rank, and the operators that make it.
 
 Where a reader wants another layout than a tensor has, the route that the cost model priced is written out; a view runs
-where it is read; what is made again in backward is made when backward first reads it.
+where it is read; what is recomputed in backward is made when backward first reads it.
 """
 
 from __future__ import annotations

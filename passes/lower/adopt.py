@@ -9,29 +9,24 @@ the same places are written alike.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autopar.cluster.collectives import collective_seconds
-from autopar.cluster.machine import Cluster
-from autopar.cost.streams import TimelineCache, timeline
+from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE, Timeline, covered
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import Split
 from autopar.ir.program import Program
 from autopar.ir.rewrite import last_reads
 
+from .lowering import LEAST_GAIN, Adopted, Target, step
 from .parts import in_parts
 from .regions import Metas, Refused, spread
 
-logger = logging.getLogger("autopar")
-
 AROUND = 30
 """Instructions before and after a place that are simulated with it."""
-LEAST_GAIN = 1e-2
-"""What is saved at least, of a window's seconds and of the step's: parts cost what a timeline does not know of."""
 LEAST_SHARE = 2e-3
 """Of the step's seconds: what the rank stands still for at places that are alike, at least."""
 
@@ -65,12 +60,48 @@ Places = Callable[[Sequence[Node], Metas, Container[str] | None], Iterator[Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lowering:
-    """Where places are, the numbers of parts to try at each, and how what is written is marked."""
+class InParts:
+    """A lowering that writes places in parts: where they are, the numbers of parts to try at each, and how what is
+    written is marked."""
 
     places: Places
     parts: tuple[int, ...]
     label: str
+
+    def everywhere(self, program: Program, parts: int) -> Program:
+        """The program with the lowering wherever it can be taken, in so many parts, quicker or not. One part is the
+        program as it is."""
+        if parts == 1:
+            return program
+
+        def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
+            """The way that has most collectives in parts."""
+            found = []
+            for number in range(len(place.ways)):
+                made = writing.tried(place, trial, Chosen(number, parts))
+                if made is not None:
+                    found.append(Chosen(number, parts, float(len(made.collectives()))))
+            return max(found, key=lambda chosen: chosen.gain, default=None)
+
+        return _Lowering(program, self, None, widest).program()
+
+    def why_whole(self, program: Program, parts: int) -> dict[str, str]:
+        """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
+        found: dict[str, str] = {}
+        for half, _ in halves_of(program):
+            for place in self.places(half, program.metas, None):
+                why = []
+                for way in place.ways:
+                    first, last = way.span
+                    window, metas = half[first : last + 1], dict(program.metas)
+                    try:
+                        region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
+                        in_parts(window, metas, region, frozenset(), self.label)
+                    except Refused as refused:
+                        why.append(str(refused))
+                if len(why) == len(place.ways):
+                    found[place.collective] = "; ".join(dict.fromkeys(why))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,39 +113,29 @@ class Chosen:
     gain: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted:
-    """A lowering as it makes the step of the program `given` shorter, which it leads to `program`. `ways` say how
-    places are written, by what those that are alike have in common; none where it does not."""
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Writes places as `ways` say, by what those that are alike have in common, and as `starts` say, the first
+    collectives of these places."""
 
-    lowering: Lowering
-    given: Program
-    program: Program
-    ways: Mapping[Key, Chosen] = field(default_factory=dict)
-    starts: frozenset[Key] = frozenset()
-    """The first collectives of these places, by what they have in common."""
+    lowering: InParts
+    ways: Mapping[Key, Chosen]
+    starts: frozenset[Key]
 
-    def on(self, program: Program) -> Program:
-        """Another program of the same operators, in which the same places are written alike."""
-        if program is self.given:
-            return self.program
-        if not self.ways:
-            return program
+    def __call__(self, program: Program) -> Program:
         wanted = {
             i.outputs[0]: 1.0
             for i in (*program.forward, *program.backward)
             if i.collective and _form(i, program.metas) in self.starts
         }
-        writing = _Lowering(program, self.lowering, wanted, lambda writing, key, place, trial: self.ways.get(key))
-        made = writing.program()
-        logger.info("%s: %d places", self.lowering.label, writing.count)
-        return made
+        return _Lowering(
+            program, self.lowering, wanted, lambda writing, key, place, trial: self.ways.get(key)
+        ).program()
 
 
-def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: TimelineCache | None = None) -> Adopted:
-    """The lowering wherever it makes the program's step on `cluster` shorter, in as many parts as are best. `known` is
-    what earlier timelines on the same device found out."""
-    known = known or TimelineCache()
+def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None:
+    """The lowering wherever it makes the program's step shorter, in as many parts as are best, if it does anywhere."""
+    cluster, known = target.cluster, target.known
     told = timeline(program, cluster, known)
     windows = replace(known, latest=[])
     links = cluster.links(program.mesh)
@@ -125,9 +146,8 @@ def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: Timelin
         for name, seconds in stood_still(told).items()
         if seconds > (least := collective_seconds(kinds[name].collective or "", 0.0, links[kinds[name].args[-1]]))
     }
-    left = Adopted(lowering=lowering, given=program, program=program)
     if sum(worth.values()) < LEAST_GAIN:
-        return left
+        return None
     ways: dict[Key, Chosen] = {}
     starts: set[Key] = set()
 
@@ -140,52 +160,11 @@ def adopt(program: Program, cluster: Cluster, lowering: Lowering, known: Timelin
 
     writing = _Lowering(program, lowering, worth, quickest)
     made = writing.program()
-    if not writing.count:
-        return left
-    seconds = timeline(made, cluster, known).seconds
-    logger.info(
-        "%s: %d places, step of %.3f -> %.3f ms", lowering.label, writing.count, told.seconds * 1e3, seconds * 1e3
-    )
+    seconds = target.seconds(made) if writing.count else told.seconds
     if seconds >= told.seconds * (1 - LEAST_GAIN):
-        return left
-    return replace(left, program=made, ways=ways, starts=frozenset(starts))
-
-
-def everywhere(program: Program, lowering: Lowering, parts: int) -> Program:
-    """The program with the lowering wherever it can be taken, in so many parts, quicker or not: what a user compares.
-    One part is the program as it is."""
-    if parts == 1:
-        return program
-
-    def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
-        """The way that has most collectives in parts."""
-        found = []
-        for number in range(len(place.ways)):
-            made = writing.tried(place, trial, Chosen(number, parts))
-            if made is not None:
-                found.append(Chosen(number, parts, float(len(made.collectives()))))
-        return max(found, key=lambda chosen: chosen.gain, default=None)
-
-    return _Lowering(program, lowering, None, widest).program()
-
-
-def reasons(program: Program, lowering: Lowering, parts: int) -> dict[str, str]:
-    """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
-    found: dict[str, str] = {}
-    for half, _ in halves_of(program):
-        for place in lowering.places(half, program.metas, None):
-            why = []
-            for way in place.ways:
-                first, last = way.span
-                window, metas = half[first : last + 1], dict(program.metas)
-                try:
-                    region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
-                    in_parts(window, metas, region, frozenset(), lowering.label)
-                except Refused as refused:
-                    why.append(str(refused))
-            if len(why) == len(place.ways):
-                found[place.collective] = "; ".join(dict.fromkeys(why))
-    return found
+        return None
+    what = f"{writing.count} places, {step(told.seconds, seconds)}"
+    return Adopted(given=program, program=made, write=Alike(lowering, ways, frozenset(starts)), what=what)
 
 
 def stood_still(told: Timeline) -> dict[str, float]:
@@ -238,7 +217,7 @@ class _Lowering:
     def __init__(
         self,
         program: Program,
-        lowering: Lowering,
+        lowering: InParts,
         wanted: Mapping[str, float] | None,
         choose: Callable[[_Lowering, Key, Place, Trial], Chosen | None],
     ) -> None:

@@ -19,8 +19,6 @@ Four kinds of collectives are told apart:
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,8 +31,6 @@ from autopar.passes.lower.bucketing.small_reductions import together
 LIMIT_BYTES = 25 * 2**20
 
 ALONE_BYTES = 4 * 2**20
-
-logger = logging.getLogger("autopar")
 
 
 def bucket(
@@ -67,12 +63,4 @@ def bucket(
     forward = gather(writer, together(writer, program.forward, program.uneven), parameters, [*made, *program.saved])
     backward = gather(writer, program.backward, parameters, gradients)
     backward = reduce(writer, backward, gradients)
-    bucketed = replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas)
-    if changes := _changes(program, bucketed):
-        logger.info("bucket: %s", changes)
-    return bucketed
-
-
-def _changes(before: Program, after: Program) -> str:
-    counts = [Counter(kind for kind, _, _ in program.collectives()) for program in (before, after)]
-    return ", ".join(f"{n} {kind} -> {counts[1][kind]}" for kind, n in counts[0].items() if n != counts[1][kind])
+    return replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas)

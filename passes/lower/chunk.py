@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from autopar.cluster.machine import Cluster
-from autopar.cost.streams import TimelineCache
 from autopar.ir.graph import Node
 from autopar.ir.layout import Split
-from autopar.ir.program import Program
 
-from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
+from .adopt import InParts, Place, Way
 from .regions import Metas
 from .slice import Around
 
@@ -25,21 +22,6 @@ THROUGH = (1, 2)
 """Collectives after the first one that a stretch goes through."""
 LONGEST = 200
 """Instructions from the first to the last of a stretch."""
-
-
-def chunk(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> Program:
-    """The program with stretches between collectives in chunks, where that makes the step on `cluster` shorter."""
-    return adopt(program, cluster, CHUNKING, known).program
-
-
-def chunked(program: Program, chunks: int) -> Program:
-    """The program with stretches between collectives in so many chunks, whether that is quicker or not."""
-    return everywhere(program, CHUNKING, chunks)
-
-
-def why_whole(program: Program, chunks: int) -> dict[str, str]:
-    """Why stretches cannot run in so many chunks, by the name of the result of the collective that they begin with."""
-    return reasons(program, CHUNKING, chunks)
 
 
 def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
@@ -91,4 +73,4 @@ def _between(around: Around, behind: Sequence[int], first: int, last: int) -> se
     return wanted if first in wanted else set()
 
 
-CHUNKING = Lowering(places=places, parts=CHUNKS, label="chunk")
+CHUNKING = InParts(places=places, parts=CHUNKS, label="chunk")

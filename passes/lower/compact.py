@@ -5,7 +5,6 @@ A view holds all the memory of its base: a slice of a mask that every rank makes
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,8 +12,6 @@ from autopar.cost.liveness import Memory, PlacementCache
 from autopar.ir.graph import Node, Ref
 from autopar.ir.program import Program
 from autopar.ir.rewrite import NodeWriter, numbered, reading
-
-logger = logging.getLogger("autopar")
 
 CLONE = "aten.clone.default"
 LEAST = 2.0
@@ -46,7 +43,6 @@ def compact(program: Program, known: PlacementCache | None = None) -> Program:
     }
     if not copied:
         return program
-    logger.info("compact: +%d clone", len(copied))
     renamed: dict[str, str] = {}
 
     writer = NodeWriter(metas=dict(program.metas))

@@ -10,7 +10,6 @@ with it the reductions that it leads to.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,8 +18,6 @@ from autopar.ir.program import Program
 
 from .kinds import LAYOUT
 
-logger = logging.getLogger("autopar")
-
 
 def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
     """The program with the same instructions, each half in an order in which collectives that are soon waited for start
@@ -28,9 +25,6 @@ def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Pro
     (`streams.alone_seconds`); without them, all that may run under a collective does."""
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     forward, backward = (_lifted(half, parameters, seconds) for half in (program.forward, program.backward))
-    moved = sum(a is not b for a, b in zip((*forward, *backward), (*program.forward, *program.backward), strict=True))
-    if moved:
-        logger.info("overlap: %d of %d instructions moved", moved, len(forward) + len(backward))
     return replace(program, forward=tuple(forward), backward=tuple(backward))
 
 

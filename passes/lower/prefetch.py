@@ -8,19 +8,16 @@ plan: Par4D IV-D.)
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from functools import partial
 
-from autopar.cluster.machine import Cluster
-from autopar.cost.streams import TimelineCache, alone_seconds, timeline
+from autopar.cost.streams import alone_seconds, timeline
 from autopar.ir.program import Program
 
 from .adopt import stood_still
 from .bucket import LIMIT_BYTES, bucket
 from .kinds import GATHERED
+from .lowering import Adopted, Target
 from .overlap import overlap
-
-logger = logging.getLogger("autopar")
 
 AHEAD_BYTES = (LIMIT_BYTES, 4 * LIMIT_BYTES, 16 * LIMIT_BYTES)
 """Bounds on the gathered bytes that are under way and not yet read."""
@@ -28,58 +25,38 @@ SHORTER = 1e-3
 """The part of the step that a larger bound saves at least."""
 
 
-def prefetch(
-    program: Program,
-    cluster: Cluster,
-    bucket_bytes: Sequence[int] = (),
-    *,
-    limit_bytes: int = LIMIT_BYTES,
-    ahead_bytes: int | None = None,
-    known: TimelineCache | None = None,
-) -> Program:
-    """The program in buckets, its collectives started early, and gathers of parameters as early as they pay on
-    `cluster`, or as `ahead_bytes` bounds them. With a `limit_bytes` below the usual one, taken to save memory, that is
-    the bound."""
-    known = known or TimelineCache()
-    if limit_bytes < LIMIT_BYTES:
-        ahead_bytes = limit_bytes
-    if ahead_bytes is None:
-        return furthest(program, cluster, bucket_bytes, known=known)[1]
-    return _written(program, cluster, bucket_bytes, limit_bytes, ahead_bytes, known)
+def prefetch(program: Program, target: Target) -> Adopted:
+    """In buckets, collectives started early, and gathers of parameters as early as they pay. With buckets below the
+    usual size, taken to save memory, at most one is ahead."""
+    if target.limit_bytes < LIMIT_BYTES:
+        return Adopted(given=program, write=partial(_written, target, target.limit_bytes))
+    bound, made = _furthest(program, target)
+    what = f"gathers {bound >> 20} MiB ahead"
+    return Adopted(given=program, program=made, write=partial(_written, target, bound), what=what)
 
 
-def furthest(
-    program: Program, cluster: Cluster, bucket_bytes: Sequence[int] = (), *, known: TimelineCache
-) -> tuple[int, Program]:
+def _furthest(program: Program, target: Target) -> tuple[int, Program]:
     """The smallest bound with which the step is as short as with any, and the program with it."""
     bound = AHEAD_BYTES[0]
-    best = _written(program, cluster, bucket_bytes, LIMIT_BYTES, bound, known)
+    best = _written(target, bound, program)
     of_parameters = _gathers(best)
     if sum(best.metas[name].bytes for name in of_parameters) <= bound:
         return bound, best  # all of them may be under way already
-    told = timeline(best, cluster, known)
+    told = timeline(best, target.cluster, target.known)
     for ahead in AHEAD_BYTES[1:]:
         waited = stood_still(told)
         if sum(waited.get(name, 0.0) for name in of_parameters) < SHORTER * told.seconds:
             break
-        more = _written(program, cluster, bucket_bytes, LIMIT_BYTES, ahead, known)
-        now = timeline(more, cluster, known)
+        more = _written(target, ahead, program)
+        now = timeline(more, target.cluster, target.known)
         if now.seconds < told.seconds * (1 - SHORTER):
-            logger.info("prefetch: %d MiB ahead, step of %.3f ms", ahead >> 20, now.seconds * 1e3)
             bound, best, told, of_parameters = ahead, more, now, _gathers(more)
     return bound, best
 
 
-def _written(
-    program: Program,
-    cluster: Cluster,
-    bucket_bytes: Sequence[int],
-    limit_bytes: int,
-    ahead_bytes: int,
-    known: TimelineCache,
-) -> Program:
-    joined = bucket(program, bucket_bytes, limit_bytes=limit_bytes, ahead_bytes=ahead_bytes)
-    return overlap(joined, alone_seconds(joined, cluster, known))
+def _written(target: Target, ahead_bytes: int, program: Program) -> Program:
+    joined = bucket(program, target.axis_bytes, limit_bytes=target.limit_bytes, ahead_bytes=ahead_bytes)
+    return overlap(joined, alone_seconds(joined, target.cluster, target.known))
 
 
 def _gathers(program: Program) -> set[str]:

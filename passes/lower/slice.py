@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from autopar.cluster.machine import Cluster
-from autopar.cost.streams import TimelineCache
 from autopar.ir.graph import CONTIGUOUS, WAIT, Node
 from autopar.ir.layout import Split
-from autopar.ir.program import Program
 from autopar.ir.rewrite import producers, readers
 from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 
-from .adopt import Lowering, Place, Way, adopt, everywhere, reasons
+from .adopt import InParts, Place, Way
 from .kinds import LAYOUT
 from .regions import Metas
 
@@ -32,21 +29,6 @@ AFTER = ("reduce_scatter", "all_reduce")
 """Collectives that reduce a product."""
 FINER = (2, 4, 8)
 """Where the whole share is not a period for all that is cut, these parts of it are tried."""
-
-
-def slice_products(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> Program:
-    """The program with its products in slices, where that makes the step on `cluster` shorter."""
-    return adopt(program, cluster, SLICING, known).program
-
-
-def sliced(program: Program, slices: int) -> Program:
-    """The program with all its products next to collectives in so many slices, whether that is quicker or not."""
-    return everywhere(program, SLICING, slices)
-
-
-def why_whole(program: Program, slices: int) -> dict[str, str]:
-    """Why products next to collectives cannot run in so many slices, by the name of the collective's result."""
-    return reasons(program, SLICING, slices)
 
 
 def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
@@ -171,4 +153,4 @@ def _reduced(around: Around, position: int) -> Iterator[Way]:
             yield Way(members=tuple(sorted({position, wait, *chain})), seed=seed, cut=Split(dim, size))
 
 
-SLICING = Lowering(places=places, parts=SLICES, label="slice")
+SLICING = InParts(places=places, parts=SLICES, label="slice")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.cost.redistribute import Redistributor
-from autopar.ir.graph import JointGraph, is_view
+from autopar.ir.graph import JointGraph, TensorMeta, is_view
 from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.passes.dependency.signatures import constants_of
@@ -42,6 +43,12 @@ def strategies(
     roots = Roots(graph, crossing, home, entering)
     metas = dict(graph.metas)
     metas.update({name: graph.metas[value] for value, name in crossing.items()})
+    builder = _Builder(graph, roots, metas)
+    rest = builder.rest(segments)
+    bodies = tuple(builder.body(repeat) for repeat in segments.repeats)
+    modules: dict[str, list[str]] = {}
+    for index in builder.without_rule:
+        modules.setdefault(graph.nodes[index].op, []).append(graph.nodes[index].module)
     space = Space(
         graph=graph,
         mesh=sizes,
@@ -51,30 +58,23 @@ def strategies(
         redistributor=Redistributor(sizes, cluster.links(sizes), cluster.device),
         roots=roots,
         metas=metas,
-        rest=Region(name="rest", sites={}),
-        bodies=(),
+        rest=rest,
+        bodies=bodies,
         segments=segments,
-        rest_borders=(),
-        without_rule={},
+        rest_borders=tuple(
+            (
+                tuple(border_name(border.values[0]) for border in repeat.borders),
+                tuple(border_name(border.values[-1]) for border in repeat.borders),
+            )
+            for repeat in segments.repeats
+        ),
+        without_rule={op: len(paths) for op, paths in sorted(modules.items())},
+        without_rule_in={op: _paths(paths) for op, paths in sorted(modules.items())},
     )
-    builder = _Builder(space)
-    space.rest = builder.rest(segments)
-    space.bodies = tuple(builder.body(repeat) for repeat in segments.repeats)
-    space.rest_borders = tuple(
-        (
-            tuple(f"{border_name(border.values[0])}" for border in repeat.borders),
-            tuple(f"{border_name(border.values[-1])}" for border in repeat.borders),
-        )
-        for repeat in segments.repeats
+    choices = {ranks: Propagation(space, ranks).choices() for ranks in sorted(set(sizes))}
+    return space.with_sites(
+        lambda site: replace(site, choices={ranks: here[site.key] for ranks, here in choices.items()})
     )
-    modules: dict[str, list[str]] = {}
-    for index in builder.without_rule:
-        modules.setdefault(graph.nodes[index].op, []).append(graph.nodes[index].module)
-    space.without_rule = {op: len(paths) for op, paths in sorted(modules.items())}
-    space.without_rule_in = {op: _paths(paths) for op, paths in sorted(modules.items())}
-    for ranks in sorted(set(sizes)):
-        Propagation(space, ranks).run()
-    return space
 
 
 def _paths(modules: Sequence[str]) -> tuple[str, ...]:
@@ -92,8 +92,8 @@ def _paths(modules: Sequence[str]) -> tuple[str, ...]:
 class _Builder:
     """Makes the sites, without their choices."""
 
-    def __init__(self, space: Space) -> None:
-        self.space, self.graph = space, space.graph
+    def __init__(self, graph: JointGraph, roots: Roots, metas: Mapping[str, TensorMeta]) -> None:
+        self.graph, self.roots, self.metas = graph, roots, metas
         self.without_rule: list[int] = []
         """Indices of the nodes that are replicated because their op has no rule."""
         self.rules: dict[Any, OpRule | None] = {}
@@ -116,15 +116,13 @@ class _Builder:
         owned = {name for repeat in segments.repeats for own in repeat.own for name in own}
         result_values = {name for repeat in segments.repeats for results in repeat.results for name in results}
         shared = frozenset(self._shared_roots(name for repeat in segments.repeats for name in repeat.shared))
-        sites = [self._input(i.name, -1) for i in self.graph.inputs if i.name not in owned]
-        for site in sites:
-            site.fixed = site.name in shared
+        sites = [self._input(i.name, -1, fixed=i.name in shared) for i in self.graph.inputs if i.name not in owned]
         sites += self._ops(segments.rest, home=-1, whole=shared)
         sites += self._outer_borders(segments)
         for name, numbers in output_numbers(self.graph).items():
             if name not in result_values:
                 sites += [self._output(number, home=-1) for number in numbers]
-        return Region(name="rest", sites={site.name: site for site in sites})
+        return _region("rest", sites)
 
     def _outer_borders(self, segments: Segments) -> list[Site]:
         """The borders between runs and the rest of the graph, or another run: what one run makes and the next one reads
@@ -134,14 +132,14 @@ class _Builder:
             for border in repeat.borders:
                 for value in (border.values[0], border.values[-1]):
                     backward[value] = backward.get(value, True) and border.backward
-        home, producer = self.space.roots.home, self.graph.producer
+        home, producer = self.roots.home, self.graph.producer
         return [self._border(v, read=producer.get(v) not in home, backward=late) for v, late in backward.items()]
 
     def body(self, repeat: Repeated) -> Region:
-        home = self.space.roots.home[repeat.copies[0][0]]
+        home = self.roots.home[repeat.copies[0][0]]
         sites = [self._input(name, home) for name in repeat.own[0]]
         for name in self._shared_roots(repeat.shared):
-            sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.space.metas[name]))
+            sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.metas[name]))
         before = len(self.without_rule)
         sites += self._ops(repeat.copies[0], home=home, whole=frozenset())
         for index in self.without_rule[before:]:
@@ -157,7 +155,7 @@ class _Builder:
             right.append(b.name)
         numbers = output_numbers(self.graph)
         sites += [self._output(number, home) for name in repeat.results[0] for number in numbers.get(name, ())]
-        return Region(name=repeat.name, sites={site.name: site for site in sites}, left=tuple(left), right=tuple(right))
+        return _region(repeat.name, sites, tuple(left), tuple(right))
 
     def _output(self, number: int, home: int) -> Site:
         output = self.graph.outputs[number]
@@ -166,7 +164,7 @@ class _Builder:
         return Site(
             name=output_name(number),
             kind="output",
-            reads=(Read(alias=self.space.roots.alias(output.name, home), backward=backward),),
+            reads=(Read(alias=self.roots.alias(output.name, home), backward=backward),),
             backward=backward,
             meta=self.graph.metas[output.name],
             module=f"{output.role} {output.target}",
@@ -174,7 +172,7 @@ class _Builder:
 
     def _shared_roots(self, shared: Iterable[str]) -> tuple[str, ...]:
         """What stands behind shared values, sorted. They are made whole: a copy takes the part that it wants."""
-        return tuple(sorted({self.space.roots.alias(name, -1).root for name in shared}))
+        return tuple(sorted({self.roots.alias(name, -1).root for name in shared}))
 
     def _border(self, value: str, *, read: bool, backward: bool) -> Site:
         """A border site makes the crossing tensor; on the side that makes the value it reads it too."""
@@ -194,14 +192,14 @@ class _Builder:
 
     def _producer_alias(self, value: str) -> Alias:
         index = self.graph.producer.get(value)
-        home = -1 if index is None else self.space.roots.home.get(index, -1)
-        return self.space.roots.alias(value, home)
+        home = -1 if index is None else self.roots.home.get(index, -1)
+        return self.roots.alias(value, home)
 
-    def _input(self, name: str, home: int) -> Site:
+    def _input(self, name: str, home: int, *, fixed: bool = False) -> Site:
         graph_input = self.input_roles[name]
         reads: tuple[Read, ...] = ()
         if graph_input.role == "parameter" and graph_input.target in self.gradients:
-            alias = self.space.roots.alias(self.gradients[graph_input.target], home)
+            alias = self.roots.alias(self.gradients[graph_input.target], home)
             reads = (Read(alias=alias, backward=True),)
         return Site(
             name=name,
@@ -211,38 +209,45 @@ class _Builder:
             meta=self.graph.metas[name],
             module=graph_input.target,
             backward=graph_input.role == "tangent",
+            fixed=fixed,
         )
 
     def _ops(self, indices: Sequence[int], *, home: int, whole: frozenset[str]) -> list[Site]:
         sites = []
-        metas, alias = self.graph.metas, self.space.roots.alias
+        metas, alias = self.graph.metas, self.roots.alias
         for index in sorted(indices):
             node = self.graph.nodes[index]
             if is_view(node):
                 continue
             call = call_of(node, metas)
+            key, rule = _key(call), None
+            constant = all(not name or name in self.constant for name in node.outputs)
+            if (not constant or not call.inputs) and not whole.intersection(node.outputs):
+                if key not in self.rules:
+                    self.rules[key] = rule_of(call)
+                rule = self.rules[key]
+                if rule is None and not constant:
+                    self.without_rule.append(index)
+            reads = tuple(Read(alias=alias(name, home), backward=node.backward) for name in node.inputs)
             site = Site(
                 name=node.name,
                 kind="op",
-                reads=tuple(Read(alias=alias(name, home), backward=node.backward) for name in node.inputs),
+                reads=reads,
                 makes=node.outputs,
                 backward=node.backward,
                 module=node.module,
                 node=node,
                 call=call,
+                rule=rule,
+                zeros=tuple(read.alias.root in self.given for read in reads),
+                form=self.forms.setdefault((key, rule is None), len(self.forms)),
             )
-            key = _key(call)
-            site.zeros = tuple(read.alias.root in self.given for read in site.reads)
-            constant = all(not name or name in self.constant for name in node.outputs)
-            if (not constant or not call.inputs) and not whole.intersection(node.outputs):
-                if key not in self.rules:
-                    self.rules[key] = rule_of(call)
-                site.rule = self.rules[key]
-                if site.rule is None and not constant:
-                    self.without_rule.append(index)
-            site.form = self.forms.setdefault((key, site.rule is None), len(self.forms))
             sites.append(site)
         return sites
+
+
+def _region(name: str, sites: Iterable[Site], left: tuple[str, ...] = (), right: tuple[str, ...] = ()) -> Region:
+    return Region(name=name, sites={s.name: replace(s, region=name) for s in sites}, left=left, right=right)
 
 
 def _key(call: Call) -> Any:

@@ -1,59 +1,91 @@
-"""Choices: what a site decides on each mesh axis, and how a decision is written as text.
-
-- ("R",): work on whole values;
-- ("S", factor, period): split one factor of the operator (or one dim of a stored value);
-- ("X", factor, period): rows, split as by ("S", factor, period), are with their experts (`layout.Routed`);
-- ("P", k): take the operands of the rule's k-th linear set as partial sums and make a partial sum;
-- for a border, ("P",): pass a partial sum on.
-
-A parameter's choice ends with "keep" or "regather": whether what was gathered for forward is kept for backward or
-gathered again.
-"""
+"""Choices: what a site decides on each mesh axis, and how a decision is written as text."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Literal, NamedTuple
 
-AxisChoice = tuple[Any, ...]
+Kind = Literal["R", "S", "X", "P"]
 
-SiteChoice = tuple[Any, ...]
-"""One `AxisChoice` per mesh axis; for a parameter followed by "keep" or "regather"."""
+Policy = Literal["", "keep", "regather"]
+"""Of a parameter: whether what was gathered for forward is kept for backward or gathered again. Of all others: ""."""
 
-WHOLE: AxisChoice = ("R",)
-
-KEEP, REGATHER = "keep", "regather"
-
-
-def str_choice(choice: SiteChoice) -> str:
-    """A choice as text, one word per mesh axis: "R", "S0%512", "X0%512", "P1", and "keep" or "regather"."""
-    words = []
-    for part in choice:
-        if isinstance(part, str):
-            words.append(part)
-        elif part[0] in ("S", "X"):
-            words.append(f"{part[0]}{part[1]}%{part[2]}")
-        else:
-            words.append(part[0] + "".join(map(str, part[1:])))
-    return " ".join(words)
+KEEP: Policy = "keep"
+REGATHER: Policy = "regather"
+NO_POLICY: tuple[Policy, ...] = ("",)
 
 
-_WORD = re.compile(r"R|keep|regather|P\d*|(?P<kind>[SX])(?P<dim>\d+)%(?P<period>\d+)")
+class AxisChoice(NamedTuple):
+    """What a site does on one mesh axis, by its kind:
+
+    - R: work on whole values;
+    - S: split `factor` of the operator (or that dim of a stored value), with a period of so many elements;
+    - X: the rows, split as by S, are with their experts (`layout.Routed`);
+    - P: take the operands of the rule's linear set number `factor` as partial sums and make a partial sum; of a
+      border, which has no linear sets: pass a partial sum on.
+    """
+
+    kind: Kind
+    factor: int = -1
+    period: int = 0
+
+    @property
+    def splits(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def routes(self) -> bool:
+        return self.kind == "X"
+
+    @property
+    def is_partial(self) -> bool:
+        return self.kind == "P"
+
+    def __str__(self) -> str:
+        """One word: "R", "S0%512", "X0%512", "P1", "P"."""
+        if self.kind in ("S", "X"):
+            return f"{self.kind}{self.factor}%{self.period}"
+        return self.kind if self.factor < 0 else f"{self.kind}{self.factor}"
+
+
+class SiteChoice(NamedTuple):
+    """What a site does on every mesh axis, in the order of the axes, and the policy of a parameter."""
+
+    axes: tuple[AxisChoice, ...]
+    policy: Policy = ""
+
+    def on(self, axis: int, choice: AxisChoice) -> SiteChoice:
+        """With another choice on one axis."""
+        return SiteChoice((*self.axes[:axis], choice, *self.axes[axis + 1 :]), self.policy)
+
+    def __str__(self) -> str:
+        """One word per mesh axis, and the policy: "S0%512 R keep"."""
+        return " ".join(map(str, (*self.axes, self.policy) if self.policy else self.axes))
+
+
+WHOLE = AxisChoice("R")
+
+PASSES_PARTIAL = AxisChoice("P")
+"""Of a border: what crosses it is a partial sum."""
+
+_WORD = re.compile(r"R|P(?P<set>\d*)|(?P<kind>[SX])(?P<factor>\d+)%(?P<period>\d+)")
 
 
 def parse_choice(text: str) -> SiteChoice:
-    """The inverse of `str_choice`. Raises ValueError for text that is none."""
-    parts: list[Any] = []
-    for word in text.split():
-        found = _WORD.fullmatch(word)
-        if found is None:
-            raise ValueError(
-                f"{word!r} is no choice: expected R, S<dim>%<period>, X<dim>%<period>, P<set>, keep or regather"
-            )
-        if found["dim"]:
-            parts.append((found["kind"], int(found["dim"]), int(found["period"])))
-        elif word[0] == "P":
-            parts.append(("P", int(word[1:])) if word[1:] else ("P",))
-        else:
-            parts.append(("R",) if word == "R" else word)
-    return tuple(parts)
+    """The inverse of `str`. Raises ValueError for text that is none."""
+    words = text.split()
+    policy = next((policy for policy in (KEEP, REGATHER) if policy in words[-1:]), NO_POLICY[0])
+    return SiteChoice(tuple(map(_parsed, words[:-1] if policy else words)), policy)
+
+
+def _parsed(word: str) -> AxisChoice:
+    found = _WORD.fullmatch(word)
+    if found is None:
+        raise ValueError(
+            f"{word!r} is no choice: expected R, S<dim>%<period>, X<dim>%<period>, P<set>, keep or regather"
+        )
+    if found["factor"]:
+        return AxisChoice("S" if found["kind"] == "S" else "X", int(found["factor"]), int(found["period"]))
+    if word == "R":
+        return WHOLE
+    return AxisChoice("P", int(found["set"])) if found["set"] else PASSES_PARTIAL

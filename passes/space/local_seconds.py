@@ -49,9 +49,9 @@ def operator_seconds(
 def _local_flops(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
     """Arithmetic of one rank, on padding too."""
     flops = rule.flops
-    for axis, c in enumerate(choice):
-        if c[0] in ("S", "X"):
-            flops *= max(1.0, c[2] / rule.factors[c[1]].size) / setting.mesh[axis]
+    for axis, on_axis in enumerate(choice.axes):
+        if on_axis.splits or on_axis.routes:
+            flops *= max(1.0, on_axis.period / rule.factors[on_axis.factor].size) / setting.mesh[axis]
     return flops
 
 

@@ -14,7 +14,7 @@ def operator_layouts(
     call: Call, rule: OpRule, choice: SiteChoice, mesh: Shape
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
     """Layouts of an op's operands and results, or None if they are not legal."""
-    if sum(axis_choice[0] == "X" for axis_choice in choice) > 1:
+    if sum(on_axis.routes for on_axis in choice.axes) > 1:
         return None  # the experts of rows are found along one axis
     operands = []
     for position in range(len(rule.inputs)):
@@ -40,29 +40,27 @@ def operator_layouts(
 
 def _is_legal_split(number: int, factor: Factor, choice: SiteChoice, mesh: Shape) -> bool:
     """Whether a factor may be split as a choice says, on all axes together."""
-    splits = tuple(Split(0, c[2]) if (c[0], *c[1:2]) == ("S", number) else REPLICATE for c in choice)
+    splits = tuple(Split(0, c.period) if c.splits and c.factor == number else REPLICATE for c in choice.axes)
     return is_legal((factor.size,), nest(splits, mesh), mesh)
 
 
 def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:
     """Over how many ranks a factor is split."""
-    return math.prod(
-        n for n, (kind, *what) in zip(mesh, choice, strict=True) if kind in ("S", "X") and what[0] == factor
-    )
+    return math.prod(n for n, c in zip(mesh, choice.axes, strict=True) if (c.splits or c.routes) and c.factor == factor)
 
 
 def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
     """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
     dims = rule.inputs[position]
     placements: list[Placement] = []
-    for axis_choice in choice:
-        if axis_choice[0] in ("S", "X"):
-            splits = _cut(rule.input_splits(position, *axis_choice[1:]), dims, axis_choice, rule)
+    for on_axis in choice.axes:
+        if on_axis.splits or on_axis.routes:
+            splits = _cut(rule.input_splits(position, on_axis.factor, on_axis.period), dims, on_axis, rule)
             if len(splits) > 1:
                 return None
             placements.append(splits[0] if splits else REPLICATE)
-        elif axis_choice[0] == "P":
-            placements.append(PARTIAL if position in rule.linear[axis_choice[1]] else REPLICATE)
+        elif on_axis.is_partial:
+            placements.append(PARTIAL if position in rule.linear[on_axis.factor] else REPLICATE)
         else:
             placements.append(REPLICATE)
     routing = rule.routing
@@ -70,9 +68,9 @@ def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule)
     return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=stay, whole=whole)
 
 
-def _cut(splits: tuple[Split, ...], dims: Dims, axis_choice: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
+def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
     """The splits of dims that a choice asks for. Where rows go to their experts, the experts are split."""
-    experts = rule.routing.experts if axis_choice[0] == "X" and rule.routing is not None else None
+    experts = rule.routing.experts if on_axis.routes and rule.routing is not None else None
     if experts is None or experts not in dims:
         return splits
     return (Split(dims.index(experts), rule.factors[experts].size),)
@@ -84,10 +82,10 @@ def _sent(
     """The layout with the rows at their experts, on the axis that says so; None where the ranks of that axis
     are not where these experts are."""
     placements = list(layout)
-    for axis, (axis_choice, placement) in enumerate(zip(choice, layout, strict=True)):
-        if axis_choice[0] != "X" or not isinstance(placement, Split):
+    for axis, (on_axis, placement) in enumerate(zip(choice.axes, layout, strict=True)):
+        if not on_axis.routes or not isinstance(placement, Split):
             continue
-        if dims[placement.dim] != axis_choice[1]:
+        if dims[placement.dim] != on_axis.factor:
             experts = dims[placement.dim]
             assert experts is not None
             if placement.period != rule.factors[experts].size:
@@ -103,10 +101,10 @@ def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) 
     """Layout of a result: split where it carries the factor, else partial as the factor says."""
     dims = rule.outputs[position]
     placements: list[Placement] = []
-    for axis_choice in choice:
-        if axis_choice[0] in ("S", "X"):
-            splits = _cut(rule.output_splits(position, *axis_choice[1:]), dims, axis_choice, rule)
-            reduction = rule.factors[axis_choice[1]].reductions[position]
+    for on_axis in choice.axes:
+        if on_axis.splits or on_axis.routes:
+            splits = _cut(rule.output_splits(position, on_axis.factor, on_axis.period), dims, on_axis, rule)
+            reduction = rule.factors[on_axis.factor].reductions[position]
             if len(splits) > 1:
                 return None
             if splits:
@@ -114,7 +112,7 @@ def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) 
             else:
                 placements.append(Partial(reduction) if reduction else REPLICATE)
         else:
-            placements.append(PARTIAL if axis_choice[0] == "P" else REPLICATE)
+            placements.append(PARTIAL if on_axis.is_partial else REPLICATE)
     back = rule.routing is not None and position in rule.routing.returned
     return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=back)
 
@@ -122,10 +120,10 @@ def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) 
 def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names of the split factors with the axes that split them, outermost first."""
     found: dict[str, list[int]] = {}
-    for axis, axis_choice in enumerate(choice):
-        if axis_choice[0] == "S":
-            found.setdefault(rule.factors[axis_choice[1]].name, []).append(axis)
-        elif axis_choice[0] == "X" and rule.routing is not None:
+    for axis, on_axis in enumerate(choice.axes):
+        if on_axis.splits:
+            found.setdefault(rule.factors[on_axis.factor].name, []).append(axis)
+        elif on_axis.routes and rule.routing is not None:
             found[ROUTED] = [axis]
             if rule.routing.experts is not None:
                 found.setdefault(rule.factors[rule.routing.experts].name, []).append(axis)

@@ -18,11 +18,11 @@ from .sites import Option, Site
 def _stored_layout(setting: Setting, meta: TensorMeta, choice: SiteChoice) -> Layout | None:
     """The layout of a stored value (parameter, input, border, output) from its choices per axis."""
     placements: list[Placement] = []
-    for axis_choice in choice[: len(setting.mesh)]:
-        if axis_choice[0] == "S":
-            placements.append(Split(axis_choice[1], axis_choice[2]))
+    for on_axis in choice.axes:
+        if on_axis.splits:
+            placements.append(Split(on_axis.factor, on_axis.period))
         else:
-            placements.append(PARTIAL if axis_choice[0] == "P" else REPLICATE)
+            placements.append(PARTIAL if on_axis.is_partial else REPLICATE)
     layout = nest(tuple(placements), setting.mesh)
     return layout if is_legal(meta.shape, layout, setting.mesh) else None
 
@@ -52,14 +52,14 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
 
 
 def _whole_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
-    if any(axis_choice != WHOLE for axis_choice in choice[: len(setting.mesh)]):
+    if any(on_axis != WHOLE for on_axis in choice.axes):
         return None
     return _stored_option(setting, site, choice)
 
 
 def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
     """The only option of an op without a rule."""
-    if any(axis_choice != WHOLE for axis_choice in choice):
+    if any(on_axis != WHOLE for on_axis in choice.axes):
         return None
     whole = (REPLICATE,) * len(setting.mesh)
     reads, makes = (whole,) * len(site.reads), (whole,) * len(site.makes)
@@ -73,9 +73,10 @@ def _op_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | Non
     rule = site.rule
     if rule is None:
         return _replicated_option(setting, site, choice)
-    if (site.form, choice) not in setting.layouts:
-        setting.layouts[site.form, choice] = operator_layouts(call, rule, choice, mesh)
-    layouts = setting.layouts[site.form, choice]
+    memo = setting.memo
+    if (site.form, choice) not in memo.layouts:
+        memo.layouts[site.form, choice] = operator_layouts(call, rule, choice, mesh)
+    layouts = memo.layouts[site.form, choice]
     if layouts is None:
         return None
     operands, results = layouts
@@ -89,11 +90,11 @@ def _op_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | Non
             return None
         reads.append(root)
     key = site.form, site.zeros, choice
-    if key not in setting.local_seconds:
-        setting.local_seconds[key] = operator_seconds(
+    if key not in memo.local_seconds:
+        memo.local_seconds[key] = operator_seconds(
             setting, site, rule, splits_of(rule, choice), operands, results, choice
         )
-    return Option(choice=choice, reads=tuple(reads), makes=results, seconds=setting.local_seconds[key], bytes=0.0)
+    return Option(choice=choice, reads=tuple(reads), makes=results, seconds=memo.local_seconds[key], bytes=0.0)
 
 
 OPTION = {

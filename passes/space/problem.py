@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import REPLICATE, Layout, local_shape
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
-from .choices import REGATHER, SiteChoice, str_choice
+from .choices import REGATHER, Policy, SiteChoice
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
 
@@ -28,14 +29,22 @@ Decisions = Mapping[str, SiteChoice]
 """Site name -> the option that it took."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
     """A decision for every site: of the rest, and for each repeat of each of its copies. `recompute` says which of
-    the copies are made again in backward (none given: none)."""
+    the copies are recomputed in backward (none given: none)."""
 
     rest: Decisions
     copies: tuple[tuple[Decisions, ...], ...] = ()
     recompute: tuple[tuple[bool, ...], ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        copies = tuple(tuple(frozenset(copy.items()) for copy in here) for here in self.copies)
+        return hash((frozenset(self.rest.items()), copies, self.recompute))
 
     def again(self, repeat: int) -> tuple[bool, ...]:
         """Of each copy of a repeat."""
@@ -93,11 +102,15 @@ class ProblemBuilder:
             options={k: list(v) for k, v in legal.items()},
         )
 
+    def option(self, site: Site, choice: SiteChoice) -> Option | None:
+        """What a choice means, or None if it is not legal."""
+        return self.space.option(site, choice)
+
     def _legal(self, allowed: Allowed) -> dict[str, tuple[Option, ...]]:
         """Allowed options that mean something; border sites that are one variable agree on theirs."""
         legal: dict[str, tuple[Option, ...]] = {}
         for name, sites in self.joined.items():
-            found = ([self.space.option(site, choice) for site in sites] for choice in allowed[name])
+            found = ([self.option(site, choice) for site in sites] for choice in allowed[name])
             options = tuple(first for first, *others in found if first is not None and None not in others)
             if not options:
                 raise ValueError(f"site {name} ({sites[0].module}): none of {len(allowed[name])} options is legal")
@@ -118,7 +131,7 @@ class ProblemBuilder:
             variables.append(
                 Variable(
                     name=site.name,
-                    options=tuple(str_choice(o.choice) for o in options),
+                    options=tuple(str(o.choice) for o in options),
                     seconds=tuple(o.seconds for o in options),
                     bytes=tuple(o.bytes for o in options),
                 )
@@ -139,7 +152,7 @@ class ProblemBuilder:
         """The options as this very site means them: a border's reads differ between its two sites."""
         if site.kind != "border":
             return options
-        found = (self.space.option(site, option.choice) for option in options)
+        found = (self.option(site, option.choice) for option in options)
         return tuple(option for option in found if option is not None)
 
     def _tensor(
@@ -153,7 +166,7 @@ class ProblemBuilder:
     ) -> Tensor:
         meta = self.space.metas[root]
         site = sites[maker]
-        produced = tuple((o.makes[result], _policy(site, o)) for o in options[maker])
+        produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
         is_parameter = site.kind == "parameter"
         tells_phase = is_parameter
         # a forward reader next to its backward twin: solvers take readers in this order, and what
@@ -190,13 +203,13 @@ class ProblemBuilder:
     def _table(
         self,
         meta: TensorMeta,
-        produced: tuple[tuple[Layout, str], ...],
+        produced: tuple[tuple[Layout, Policy], ...],
         wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
         kept: bool,
         is_parameter: bool,
         bucketed: bool,
     ) -> _Table:
-        made: dict[tuple[Layout, str], int] = {}
+        made: dict[tuple[Layout, Policy], int] = {}
         items: dict[tuple[Layout, bool], int] = {}
         codes = tuple(made.setdefault(p, len(made)) for p in produced)
         masks = tuple(
@@ -231,7 +244,7 @@ class ProblemBuilder:
         self,
         meta: TensorMeta,
         produced: Layout,
-        policy: str,
+        policy: Policy,
         wanted: Sequence[tuple[Layout, bool]],
         *,
         kept: bool,
@@ -268,10 +281,6 @@ class ProblemBuilder:
 def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
     """Whether a tensor travels in a bucket: parameters and gradients do."""
     return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
-
-
-def _policy(site: Site, option: Option) -> str:
-    return option.choice[-1] if site.kind == "parameter" else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

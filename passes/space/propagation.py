@@ -15,7 +15,7 @@ from autopar.ir.layout import Placement, Routed, Split, is_legal, period_of, per
 from autopar.ops import localize
 from autopar.ops.emit import local_shapes
 
-from .choices import WHOLE, AxisChoice, SiteChoice
+from .choices import PASSES_PARTIAL, WHOLE, AxisChoice, SiteChoice
 from .collapse import from_root, to_root
 from .operator_layouts import operand_layout, result_layout
 from .sites import Read, Site, joined_borders
@@ -24,14 +24,14 @@ from .space import Space
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Where a digit travels: the factors of operators (by id of the site), and the splits of roots."""
+    """Where a digit travels: the factors of operators (by key of the site), and the splits of roots."""
 
-    factors: Mapping[int, Mapping[tuple[int, int], None]]
+    factors: Mapping[str, Mapping[tuple[int, int], None]]
     splits: Mapping[str, Mapping[Split, None]]
 
     def choices(self, site: Site) -> tuple[AxisChoice, ...]:
         """The choices of an operator that split by the digit."""
-        return tuple(("S", number, period) for number, period in self.factors.get(id(site), {}))
+        return tuple(AxisChoice("S", number, period) for number, period in self.factors.get(site.key, {}))
 
 
 def reached(space: Space, ranks: int, starts: Sequence[tuple[str, Split]]) -> Reached:
@@ -57,8 +57,8 @@ class Propagation:
         for site in self.sites:
             for root in {read.alias.root: None for read in site.reads}:
                 self.reading.setdefault(root, []).append(site)
-        self.seeds: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
-        self.routes: dict[int, dict[tuple[int, int], None]] = {id(site): {} for site in self.sites}
+        self.seeds: dict[str, dict[tuple[int, int], None]] = {site.key: {} for site in self.sites}
+        self.routes: dict[str, dict[tuple[int, int], None]] = {site.key: {} for site in self.sites}
         """As `seeds`: rows that may be with their experts."""
         self.twins = joined_borders(space.repeats)
         self.making = {name: site for site in self.sites for name in site.makes if name and site.kind != "shared"}
@@ -67,12 +67,12 @@ class Propagation:
             if site.kind == "border":
                 self.borders.setdefault(site.name, []).append(site)
 
-    def run(self) -> None:
+    def choices(self) -> dict[str, tuple[AxisChoice, ...]]:
+        """Key of a site -> its choices."""
         if self.ranks > 1:
             for site in self.sites:
                 self._seed(site)
-        for site in self.sites:
-            site.choices[self.ranks] = tuple(self._choices(site))
+        return {site.key: tuple(self._choices(site)) for site in self.sites}
 
     def digit(self, root: str, split: Placement) -> None:
         """A root may be split so: so may all that the split leads to."""
@@ -129,9 +129,9 @@ class Propagation:
         """A site may split a factor: so may whatever carries it."""
         rule = site.rule
         assert rule is not None
-        if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[id(site)]:
+        if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[site.key]:
             return
-        self.seeds[id(site)][number, period] = None
+        self.seeds[site.key][number, period] = None
         if rule.routing is not None and rule.routing.starts and number == rule.routing.rows:
             yield self._route(site, number, period)
         for operand, read in enumerate(site.reads):
@@ -147,9 +147,9 @@ class Propagation:
         """The rows of a site may be with their experts: so may those of whatever reads them one by one."""
         assert site.rule is not None
         routing = site.rule.routing
-        if (number, period) in self.routes[id(site)] or (routing is not None and routing.count % self.ranks):
+        if (number, period) in self.routes[site.key] or (routing is not None and routing.count % self.ranks):
             return
-        self.routes[id(site)][number, period] = None
+        self.routes[site.key][number, period] = None
         for position, name in enumerate(site.makes):
             if not name or (routing is not None and position in routing.returned):
                 continue
@@ -183,7 +183,7 @@ class Propagation:
         """Whether the op has no argument that says how many rows there are."""
         call, rule, mesh = site.call, site.rule, (self.ranks,)
         assert call is not None and rule is not None
-        choice: SiteChoice = (("S", number, rule.factors[number].size),)
+        choice = SiteChoice((AxisChoice("S", number, rule.factors[number].size),))
         operands = [operand_layout(i, choice, mesh, rule) for i in range(len(rule.inputs))]
         results = [result_layout(i, choice, mesh, rule) for i in range(len(rule.outputs))]
         if None in operands or None in results:
@@ -251,16 +251,16 @@ class Propagation:
         if self.ranks == 1 or site.fixed:
             return
         if site.rule is not None:
-            for number, period in self.seeds[id(site)]:
-                yield ("S", number, period)
-            for number, period in self.routes[id(site)]:
-                yield ("X", number, period)
+            for number, period in self.seeds[site.key]:
+                yield AxisChoice("S", number, period)
+            for number, period in self.routes[site.key]:
+                yield AxisChoice("X", number, period)
             for number in self._linear(site):
-                yield ("P", number)
+                yield AxisChoice("P", number)
         elif site.kind == "border":
             for split in self.digits.get(site.name, ()):
-                yield ("S", split.dim, split.period)
-            yield ("P",)
+                yield AxisChoice("S", split.dim, split.period)
+            yield PASSES_PARTIAL
         elif site.meta is not None and not site.module.startswith("mutation"):
             # What the user holds is a DTensor: contiguous shards, which can be gathered and checkpointed.
             names = site.makes if site.makes else [site.reads[0].alias.root]
@@ -268,4 +268,4 @@ class Propagation:
                 for dim, size in enumerate(site.meta.shape):
                     for period in (*self._stored_periods(site, size), *self._inner_periods(site, size)):
                         if is_legal((size,), (Split(0, period),), (self.ranks,)):
-                            yield ("S", dim, period)
+                            yield AxisChoice("S", dim, period)

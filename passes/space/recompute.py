@@ -26,7 +26,7 @@ def remade(region: Region) -> frozenset[str]:
 
 
 def reacquired(region: Region) -> frozenset[str]:
-    """Roots that are brought to the layouts of their readers again: what is made again, and the forward borders on
+    """Roots that are brought to the layouts of their readers again: what is recomputed, and the forward borders on
     the left, of which only what crosses is kept."""
     again = remade(region)
     made = {root for name in again for root in region.sites[name].makes if root}

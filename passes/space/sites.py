@@ -7,8 +7,9 @@ each result, and the seconds of the local work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.ir.graph import JointGraph, Node, TensorMeta
 from autopar.ir.layout import Layout
@@ -36,7 +37,7 @@ class Read:
     backward: bool
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
     """One place of decision. `choices` are the choices on one axis (what is legal depends on the
     axis size and on the other axes). `kind`: op, parameter, buffer, input, tangent, seed, output, border,
@@ -58,14 +59,20 @@ class Site:
     """Of which operands of an op padding is zero: of parameters and inputs, which are given so."""
     form: int = -1
     """The same for ops that do the same to operands of the same metas, and are free to do it in parts or are not."""
-    choices: dict[int, tuple[AxisChoice, ...]] = field(default_factory=dict)
+    choices: Mapping[int, tuple[AxisChoice, ...]] = field(default_factory=dict)
     """Axis size -> choices on an axis of that size."""
-    options: dict[SiteChoice, Option | None] = field(default_factory=dict)
     held: tuple[SiteChoice, ...] = ()
     """The only choices of a parameter that stays where it is, if it does."""
+    region: str = ""
+    """The name of its region: a border stands in two."""
+
+    @cached_property
+    def key(self) -> str:
+        """What tells it from all other sites of a space."""
+        return f"{self.region}/{self.name}"
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
     """Sites that are solved together: the rest of the graph, or one copy of a repeated segment.
 
@@ -73,7 +80,7 @@ class Region:
     """
 
     name: str
-    sites: dict[str, Site]
+    sites: Mapping[str, Site]
     left: tuple[str, ...] = ()
     right: tuple[str, ...] = ()
 

@@ -6,22 +6,22 @@ nothing in it is special to them.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 from autopar.ir.graph import JointGraph
 from autopar.ir.layout import Layout, describe
 from autopar.passes.segments.segment import Repeated, Segments
 
-from .choices import KEEP, REGATHER, WHOLE, SiteChoice
+from .choices import KEEP, REGATHER, WHOLE, AxisChoice, SiteChoice
 from .collapse import Roots, from_root
 from .options import OPTION
 from .setting import Setting
 from .sites import Option, Region, Site
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Space(Setting):
     """All sites of a graph on a mesh: the rest, and for each repeated segment one body.
 
@@ -52,38 +52,57 @@ class Space(Setting):
         """What a choice means, or None if it is not legal."""
         if site.held and choice not in site.held:
             return None
-        if choice not in site.options:
-            site.options[choice] = OPTION[site.kind](self, site, choice)
-        return site.options[choice]
+        options = self.memo.options.setdefault(site.key, {})
+        if choice not in options:
+            options[choice] = OPTION[site.kind](self, site, choice)
+        return options[choice]
 
     def whole(self, site: Site) -> SiteChoice:
         """The choice that is always legal: everything replicated, or where it is held."""
         if site.held:
             return site.held[0]
-        return (WHOLE,) * len(self.mesh) + ((KEEP,) if site.kind == "parameter" else ())
+        return SiteChoice((WHOLE,) * len(self.mesh), KEEP if site.kind == "parameter" else "")
+
+    def with_sites(self, changed: Callable[[Site], Site]) -> Space:
+        """The space with each site changed so."""
+
+        def of(region: Region) -> Region:
+            return replace(region, sites={name: changed(site) for name, site in region.sites.items()})
+
+        return replace(self, rest=of(self.rest), bodies=tuple(map(of, self.bodies)))
 
 
-def hold(space: Space, site: Site, layouts: Collection[Layout]) -> None:
-    """Let a parameter take no other layouts at rest than these.
+def held(space: Space, layouts: Mapping[str, Collection[Layout]]) -> Space:
+    """The space in which parameters, by the names of their sites, take no other layouts at rest than these.
 
-    Raises ValueError for one that is none of its own.
+    Raises ValueError for one that is none of a parameter's own.
     """
+
+    def changed(site: Site) -> Site:
+        return _held(space, site, layouts[site.name]) if site.kind == "parameter" else site
+
+    return space.with_sites(changed)
+
+
+def _held(space: Space, site: Site, layouts: Collection[Layout]) -> Site:
     assert site.meta is not None
     # also those that it would not take of itself, as where every copy of a layer reads it
-    every = (WHOLE, *(("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
+    every = (WHOLE, *(AxisChoice("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
     per_axis = [tuple(dict.fromkeys((*every, *site.choices[ranks]))) for ranks in space.mesh]
     found: dict[Layout, list[SiteChoice]] = {layout: [] for layout in layouts}
-    for choice in itertools.product(*per_axis):
+    for axes in product(*per_axis):
         for policy in (KEEP, REGATHER):
-            option = space.option(site, (*choice, policy))
+            option = space.option(site, SiteChoice(axes, policy))
             if option is not None and option.makes[0] in found:
-                found[option.makes[0]].append((*choice, policy))
+                found[option.makes[0]].append(option.choice)
     if missing := [layout for layout, choices in found.items() if not choices]:
         raise ValueError(f"parameter {site.module} cannot be {describe(missing[0], space.axes)} at rest")
-    site.held = tuple(choice for choices in found.values() for choice in choices)
-    for ranks in set(space.mesh):
-        parts = (c[axis] for c in site.held for axis, n in enumerate(space.mesh) if n == ranks)
-        site.choices[ranks] = tuple(dict.fromkeys(parts))
+    kept = tuple(choice for choices in found.values() for choice in choices)
+    on_axes = {
+        ranks: tuple(dict.fromkeys(c.axes[axis] for c in kept for axis, n in enumerate(space.mesh) if n == ranks))
+        for ranks in set(space.mesh)
+    }
+    return replace(site, held=kept, choices=on_axes)
 
 
 def operand_layouts(site: Site, option: Option, space: Space) -> tuple[Layout, ...]:

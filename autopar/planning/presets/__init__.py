@@ -29,11 +29,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
+from autopar.extensions import Table
 from autopar.passes.blocks.block import Blocks
-from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, AxisChoice, SiteChoice
+from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, WHOLE, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.sites import Site, joined_sites
 from autopar.passes.space.space import Space
+from autopar.solve import SOLVERS
 
 from .axis import AxisChoices, data, megatron, sharded_data, sharded_matrices
 from .context import Context
@@ -50,49 +52,65 @@ GridRule = Callable[[Context, Site, tuple[int, ...]], Tiers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What a site may choose on the axes of each role, and what becomes of gathered parameters."""
+    """What a site may choose on the axes of each role, and what becomes of gathered parameters: they are kept for
+    backward (`KEEP`), or gathered again (`REGATHER`)."""
 
+    name: str
     data: AxisRule = data
     tensor: AxisRule | None = None
     grid: GridRule | None = None
     z: AxisRule | None = None
-    policies: tuple[str, ...] = (KEEP,)
+    policies: tuple[Policy, ...] = (KEEP,)
+
+    def __post_init__(self) -> None:
+        if not self.policies or not {KEEP, REGATHER}.issuperset(self.policies):
+            raise ValueError(
+                f"preset {self.name!r}: policies are {self.policies!r}: give {KEEP!r}, {REGATHER!r}, or both"
+            )
 
 
-PRESETS: Mapping[str, Preset] = {
-    "ddp": Preset(),
-    "fsdp": Preset(data=sharded_data, policies=(REGATHER,)),
-    "megatron": Preset(tensor=partial(megatron, by_sequence=False)),
-    "megatron_sp": Preset(tensor=partial(megatron, by_sequence=True)),
-    "atp": Preset(grid=partial(tensor, scatters_heads=True)),
-    "par4d": Preset(grid=partial(tensor, scatters_heads=False), z=sharded_matrices, policies=(KEEP, REGATHER)),
-    "meshslice": Preset(grid=stationary, policies=(REGATHER,)),
-}
+PRESETS = Table(
+    "preset",
+    Preset,
+    (
+        Preset(name="ddp"),
+        Preset(name="fsdp", data=sharded_data, policies=(REGATHER,)),
+        Preset(name="megatron", tensor=partial(megatron, by_sequence=False)),
+        Preset(name="megatron_sp", tensor=partial(megatron, by_sequence=True)),
+        Preset(name="atp", grid=partial(tensor, scatters_heads=True)),
+        Preset(name="par4d", grid=partial(tensor, scatters_heads=False), z=sharded_matrices, policies=(KEEP, REGATHER)),
+        Preset(name="meshslice", grid=stationary, policies=(REGATHER,)),
+    ),
+    functions=("data", "tensor", "grid", "z"),
+    beside=SOLVERS,
+)
 
 
-def preset(space: Space, blocks: Blocks, name: str) -> Allowed:
+def register_preset(preset: Preset, *, replace: bool = False) -> None:
+    """Adds a preset, which `solver=` then names; the default plan is never slower than its plan. Raises ValueError for
+    what is no preset, and for a name that is taken."""
+    PRESETS.add(preset, replace=replace)
+
+
+def allowed_by(preset: Preset, space: Space, blocks: Blocks) -> Allowed:
     """The options that a preset leaves to every site.
 
-    Raises ValueError for a preset that is not known, a mesh that does not fit it, and where the model has no batch
-    to split.
+    Raises ValueError for a mesh that does not fit it, and where the model has no batch to split.
     """
-    if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
-    chosen = PRESETS[name]
     context = Context(space, blocks)
-    grid = _grid_axes(space, name) if chosen.grid else ()
-    rules = _axis_rules(space, chosen, grid)
-    _check_batch(context, name, rules)
+    grid = _grid_axes(space, preset.name) if preset.grid else ()
+    rules = _axis_rules(space, preset, grid)
+    _check_batch(context, preset, rules)
     joined = joined_sites(space.regions(), space.repeats)
     allowed: dict[str, list[SiteChoice]] = {}
     for site_name, site in context.sites.items():
-        policies = tuple((policy,) for policy in chosen.policies) if site.kind == "parameter" else ((),)
+        policies = preset.policies if site.kind == "parameter" else NO_POLICY
         found: list[SiteChoice] = []
-        for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, chosen.grid, grid)):
+        for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, preset.grid, grid)):
             every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
-            found = [(*c, *policy) for choices in every for c in choices for policy in policies]
+            found = [SiteChoice(axes, policy) for choices in every for axes in choices for policy in policies]
             found = [c for c in found if all(space.option(at, c) is not None for at in joined[site_name])]
-            if not all(any(part[0] == "P" for part in c) for c in found):
+            if not all(any(on_axis.is_partial for on_axis in c.axes) for c in found):
                 break
         allowed[site_name] = found
     return allowed
@@ -110,7 +128,7 @@ def _grid(context: Context, site: Site, rule: GridRule | None, axes: tuple[int, 
     return [*tiers, [(WHOLE,) * len(axes)]]
 
 
-def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[SiteChoice]:
+def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[AxisChoices]:
     """Choices for all axes of the mesh; those of one rank are whole."""
     return list(
         product(*((joint[axis],) if axis in joint else lines.get(axis, (WHOLE,)) for axis in range(len(space.mesh))))
@@ -129,14 +147,14 @@ def _axis_rules(space: Space, chosen: Preset, grid: tuple[int, ...]) -> dict[int
     return rules
 
 
-def _check_batch(context: Context, name: str, rules: Mapping[int, AxisRule]) -> None:
+def _check_batch(context: Context, preset: Preset, rules: Mapping[int, AxisRule]) -> None:
     space = context.space
-    split = [axis for axis, rule in rules.items() if rule is not PRESETS[name].tensor]
+    split = [axis for axis, rule in rules.items() if rule is not preset.tensor]
     if split and context.batch < 2:
         axes = ", ".join(f"{space.axes[a]}={space.mesh[a]}" for a in split)
         raise ValueError(
-            f"preset {name!r} splits the batch by {math.prod(space.mesh[a] for a in split)} ({axes}), and the batch is "
-            f"{context.batch}: give a batch of two or more, or a mesh without data axes"
+            f"preset {preset.name!r} splits the batch by {math.prod(space.mesh[a] for a in split)} ({axes}), and the "
+            f"batch is {context.batch}: give a batch of two or more, or a mesh without data axes"
         )
 
 

@@ -15,7 +15,7 @@ AxisChoices = tuple[AxisChoice, ...]
 
 def linear(site: Site, ranks: int) -> AxisChoices:
     """The choices of an operator that take and make partial sums."""
-    return tuple(c for c in site.choices[ranks] if c[0] == "P")
+    return tuple(c for c in site.choices[ranks] if c.is_partial)
 
 
 def data(context: Context, site: Site, axis: int) -> AxisChoices:
@@ -29,7 +29,7 @@ def data(context: Context, site: Site, axis: int) -> AxisChoices:
         return site.choices[ranks]
     kept = tuple(c for c in context.splits(site.makes[0], axis, "batch") if c in site.choices[ranks])
     if site.kind == "border":
-        return kept or tuple(c for c in site.choices[ranks] if c[0] != "S")
+        return kept or tuple(c for c in site.choices[ranks] if not c.splits)
     return kept or (WHOLE,)
 
 
@@ -39,7 +39,7 @@ def sharded_data(context: Context, site: Site, axis: int) -> AxisChoices:
     if site.kind != "parameter":
         return data(context, site, axis)
     splits = at_rest(context, site, axis)
-    return tuple(c for c in splits if c[1] == splits[0][1]) or (WHOLE,)
+    return tuple(c for c in splits if c.factor == splits[0].factor) or (WHOLE,)
 
 
 def sharded_matrices(context: Context, site: Site, axis: int) -> AxisChoices:
@@ -57,7 +57,7 @@ def at_rest(context: Context, site: Site, axis: int) -> AxisChoices:
     shape = site.meta.shape
     even = [dim for dim, size in enumerate(shape) if size % ways == 0 and size > 1]
     order = dict.fromkeys((*even, *range(len(shape))))
-    return tuple(c for dim in order for c in site.choices[ranks] if c[0] == "S" and c[1] == dim)
+    return tuple(c for dim in order for c in site.choices[ranks] if c.splits and c.factor == dim)
 
 
 def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> AxisChoices:
@@ -72,9 +72,9 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
         weights = context.parameters_of(site)
         if context.in_block(site) or weights:
             rows = context.rows(site, axis)
-            allowed = [c for c in choices if c not in rows and c[0] != "X"]
+            allowed = [c for c in choices if c not in rows and not c.routes]
             if weights and site.rule.flops:
-                allowed = [c for c in allowed if c[0] == "S" and _splits_weight(site, weights, c[1])] or [WHOLE]
+                allowed = [c for c in allowed if c.splits and _splits_weight(site, weights, c.factor)] or [WHOLE]
             return tuple(allowed)
         along = tuple(c for c in sequence.choices(site) if c in choices) if by_sequence else ()
         return (*(along or (WHOLE,)), *linear(site, ranks))
@@ -82,7 +82,8 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
         splits = context.splits(site.name, axis, "sequence") if by_sequence else []
         return tuple(c for c in splits if c in choices) or (WHOLE,)
     if site.kind == "parameter":
-        by_class = tuple(c for c in choices if c[0] == "S" and Split(c[1], c[2]) in classes.splits.get(site.name, {}))
+        of_class = classes.splits.get(site.name, {})
+        by_class = tuple(c for c in choices if c.splits and Split(c.factor, c.period) in of_class)
         if by_class:
             return by_class
         # vectors are replicated, but for the biases of contractions

@@ -85,10 +85,10 @@ class Context:
                 continue
             rows = set(batch.choices(site))
             for choice in site.choices[ranks]:
-                if choice[0] != "S" or choice in rows:
+                if not choice.splits or choice in rows:
                     continue
-                if all(choice[1] in dims for dims in (*rule.inputs[:2], rule.outputs[0])):
-                    for split in rule.input_splits(0, choice[1], choice[2]):
+                if all(choice.factor in dims for dims in (*rule.inputs[:2], rule.outputs[0])):
+                    for split in rule.input_splits(0, choice.factor, choice.period):
                         root = to_root(site.reads[0].alias.steps, (split,), (ranks,))
                         if root is not None and isinstance(root[0], Split):
                             yield site.reads[0].alias.root, root[0]
@@ -100,16 +100,17 @@ class Context:
             if rule is None or site.backward:
                 continue
             carried = {factor for position in self.weights_of(site) for factor in rule.inputs[position]}
-            for kind, *split in site.choices[ranks]:
-                if kind != "S" or split[0] not in carried:
+            for choice in site.choices[ranks]:
+                number, period = choice.factor, choice.period
+                if not choice.splits or number not in carried:
                     continue
                 for position, read in enumerate(site.reads):
-                    for part in rule.input_splits(position, split[0], split[1]):
+                    for part in rule.input_splits(position, number, period):
                         root = to_root(read.alias.steps, (part,), (ranks,))
                         if root is not None and isinstance(root[0], Split):
                             yield read.alias.root, root[0]
                 for position, name in enumerate(site.makes):
-                    yield from ((name, part) for part in rule.output_splits(position, split[0], split[1]) if name)
+                    yield from ((name, part) for part in rule.output_splits(position, number, period) if name)
 
     def features(self, site: Site, axis: int) -> list[AxisChoice]:
         """The choices of an operator that split what weights make: hidden sizes, heads, channels, classes."""
@@ -122,7 +123,7 @@ class Context:
 
     def splits(self, name: str, axis: int, what: str) -> list[AxisChoice]:
         """The splits of a root by the "batch" (or other) digit, as choices of a stored value."""
-        return [("S", s.dim, s.period) for s in self.digits(axis, what).splits.get(name, {})]
+        return [AxisChoice("S", s.dim, s.period) for s in self.digits(axis, what).splits.get(name, {})]
 
     def parameters_of(self, site: Site) -> list[int]:
         """Operands of an operator that are parameters of two dims or more."""

@@ -93,7 +93,7 @@ def _stationary_op(context: Context, site: Site, axes: Axes) -> Tiers:
     features = [context.features(site, axis) for axis in axes]
     weighty = _weight_factors(context, site)
     if weighty is not None:
-        features = [[c for c in here if c[1] in weighty] for here in features]
+        features = [[c for c in here if c.factor in weighty] for here in features]
     per_axis = [
         (*b, *here, *_partial(context, site, axis), WHOLE)
         for b, here, axis in zip(batches, features, axes, strict=True)
@@ -121,9 +121,9 @@ def _parameter(context: Context, site: Site, axes: Axes) -> Tiers:
     products split (of a convolution's weight: its channels), at rest in one piece each."""
     assert site.meta is not None
     choices = [site.choices[context.space.mesh[axis]] for axis in axes]
-    used = {c[1] for axis in axes for c in context.splits(site.name, axis, "feature")}
+    used = {c.factor for axis in axes for c in context.splits(site.name, axis, "feature")}
     used = used or set(range(len(site.meta.shape)))
-    every = _joint([[c for c in here if c[0] != "S" or c[1] in used] for here in choices])
+    every = _joint([[c for c in here if not c.splits or c.factor in used] for here in choices])
     every = [c for c in every if len(_factors(c)) == _splits(c)]
     if len(site.meta.shape) < 2:
         return [every]
@@ -136,16 +136,16 @@ def _joint(per_axis: Iterable[Iterable[AxisChoice]]) -> list[Joint]:
 
 def _splits(choice: Joint) -> int:
     """On how many axes something is split."""
-    return sum(c[0] == "S" for c in choice)
+    return sum(c.splits for c in choice)
 
 
 def _factors(choice: Joint) -> set[int]:
     """The factors (of stored values: dims) that are split."""
-    return {c[1] for c in choice if c[0] == "S"}
+    return {c.factor for c in choice if c.splits}
 
 
 def _takes_partial(choice: Joint) -> bool:
-    return any(c[0] == "P" for c in choice)
+    return any(c.is_partial for c in choice)
 
 
 def _partial(context: Context, site: Site, axis: int) -> tuple[AxisChoice, ...]:

@@ -8,22 +8,32 @@ All take a shard of a rank at a time, in as many parts as the axis has ranks:
 - *SUMMA* broadcasts shards, one after the other, and reduces each part of the result to its owner.
 - *Cannon*, on a square mesh, shifts both operands once so that shards of the same indices meet, then passes both on.
 
-They are written wherever they can be, quicker or not; a planner takes slices.
+They are no part of autopar: `python benchmarks/rivals.py` registers them as any package would, and says what a planner
+that may take them makes of layers on two mesh axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost.streams import timeline
+from autopar.extensions import scoped
 from autopar.ir.graph import RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import Split
 from autopar.ir.program import Program, RankIndex
+from autopar.passes.lower.adopt import halves_of
+from autopar.passes.lower.lowering import Write, where_quicker
 from autopar.passes.lower.parts import PartsWriter
 from autopar.passes.lower.regions import Refused, spread
-
-from .lower.adopt import halves_of
-from .lower.slice import Around
+from autopar.passes.lower.slice import Around
+from autopar.planning.planner import Planner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +171,8 @@ def _window(
     parts = {mesh[end.axis] for end in ends}
     if len(parts) > 1:
         raise Refused(f"{rival.name} wants axes of one size, and these have {sorted(parts)}")
+    if rival.arrives == "skew" and len({end.axis for end in ends}) < 2:
+        raise Refused(f"{rival.name} wants operands that come along two axes, and both come along one")
     (n,) = parts
     members = [m - offset for m in stretch.members]
     cut = Split(0, metas[stretch.seed].shape[0])
@@ -339,5 +351,42 @@ class _Writer(PartsWriter):
         self._turn(instruction, parts, cut, whole)
 
 
-Lowering = Callable[[Program], Program]
-RIVALS: Mapping[str, Lowering] = {"wang": wang, "summa": summa, "cannon": cannon}
+RIVALS: Mapping[str, Write] = {"wang": wang, "summa": summa, "cannon": cannon}
+"""Wherever they can be written, quicker or not."""
+
+
+def register(name: str) -> None:
+    """One of them, as a lowering that plans take where it is quicker."""
+    autopar.register_lowering(
+        autopar.Lowering(
+            name=name,
+            applies="products next to gathers and reductions along one mesh axis or two",
+            writes=RIVALS[name].__doc__ or "",
+            costs="a message for each shard, and products of shards",
+            adopt=where_quicker(RIVALS[name]),
+        )
+    )
+
+
+def main() -> None:
+    sys.path[0] = str(Path(__file__).parents[1] / "tests")
+    from papers import Layer
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer(12288, 96) for _ in range(4))).to(torch.bfloat16)
+        x = torch.zeros(32, 2048, 12288, dtype=torch.bfloat16)
+    first = Planner(model, {"rows": 8, "cols": 8}, (x,), loss_fn=torch.mean, cluster="tpu-v4")
+    plan = first.plan(solver="meshslice")
+    whole = first.writer.whole(first.assignment(plan), plan.bucket_bytes, 0)
+    print(f"nothing in parts: {timeline(whole, first.cluster).seconds * 1e3:.3f} ms")
+    print(f"slices and chunks, where quicker: {first.timeline(plan).seconds * 1e3:.3f} ms")
+    for name, write in RIVALS.items():
+        with scoped():
+            register(name)
+            seconds = first.on(first.mesh, first.cluster).timeline(plan).seconds
+        everywhere = timeline(write(whole), first.cluster).seconds
+        print(f"{name} everywhere: {everywhere * 1e3:.3f} ms; with it in the table: {seconds * 1e3:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

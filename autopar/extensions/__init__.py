@@ -1,0 +1,136 @@
+"""What people add to autopar: tables of named rows, and the entry points by which installed packages add theirs.
+
+There is a table for each thing that a person may add: rules of operators, presets, clusters, cost modes, solvers,
+lowerings. It belongs to the process, as the operators of `torch.library` do, and it only grows: a row is never replaced
+silently, and those of autopar never are. docs/extending.md adds one to each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+GROUP = "autopar.extensions"
+"""The group of entry points: functions without arguments that register what a package adds."""
+
+
+Row = TypeVar("Row", bound=Any)
+
+
+class Table(Mapping[str, Row]):
+    """Rows of one kind, dataclasses with a name: autopar's own first, and then what was registered. `functions` are
+    fields that hold functions, or None where that is their default. A table `beside` another one shares no name with
+    it, as those of solvers and presets."""
+
+    def __init__(
+        self,
+        kind: str,
+        form: type[Row],
+        rows: Iterable[Row] = (),
+        *,
+        functions: Sequence[str] = (),
+        beside: Table[Any] | None = None,
+    ) -> None:
+        self.kind, self.form, self.functions = kind, form, functions
+        self.own = {row.name: row for row in rows}
+        self.added: dict[str, Row] = {}
+        self.beside = beside
+        if beside is not None:
+            beside.beside = self
+        TABLES.append(self)
+
+    def add(self, row: Row, *, replace: bool = False) -> None:
+        """Adds a row; an equal one again is no error. Raises ValueError for what is no such row, or has no name, or one
+        that is taken."""
+        if not isinstance(row, self.form):
+            raise ValueError(f"{self.kind} {row!r} is a {type(row).__name__}: give a {self.form.__name__}")
+        name = row.name
+        for field in fields(row):
+            function = getattr(row, field.name)
+            if field.name in self.functions and not callable(function) and (function, field.default) != (None, None):
+                raise ValueError(f"{self.kind} {name!r}: {field.name} is {function!r}: give a function")
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"{self.kind} has the name {name!r}: give one of letters, digits, and _ . - between them")
+        for table in (self, self.beside):
+            if table is not None and (name in table.own or (table is not self and name in table.added)):
+                raise ValueError(
+                    f"there is a {table.kind} {name!r} already, which cannot be replaced: take another name"
+                )
+        known = self.added.get(name)
+        if known is not None and known != row and not replace:
+            raise ValueError(
+                f"{self.kind} {name!r} is registered already, as {known}, and again as {row}: register a name once, or "
+                f"pass replace=True"
+            )
+        self.added[name] = row
+
+    def named(self, name: Any) -> Row:
+        """The row of a name. Raises ValueError where there is none."""
+        if not isinstance(name, str) or name not in self:
+            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self)}")
+        return self[name]
+
+    def __getitem__(self, name: str) -> Row:
+        INSTALLED.load()
+        return self.own[name] if name in self.own else self.added[name]
+
+    def __iter__(self) -> Iterator[str]:
+        INSTALLED.load()
+        return iter((*self.own, *self.added))
+
+    def __len__(self) -> int:
+        INSTALLED.load()
+        return len(self.own) + len(self.added)
+
+
+TABLES: list[Table[Any]] = []
+
+
+@contextmanager
+def scoped() -> Iterator[None]:
+    """What the block registers is gone at its end: for tests, and to compare with and without."""
+    before = [dict(table.added) for table in TABLES]
+    try:
+        yield
+    finally:
+        for table, added in zip(TABLES, before, strict=False):
+            table.added = added
+
+
+class Installed:
+    """The entry points of installed packages. Each is called once, when a table is first read, and not before: a
+    package may import autopar while it is itself being imported."""
+
+    def __init__(self) -> None:
+        self.waiting: list[EntryPoint] | None = None
+        self.is_loading = False
+
+    def load(self) -> None:
+        """Raises ValueError for one that fails."""
+        if self.waiting == [] or self.is_loading:
+            return
+        self.is_loading = True
+        try:
+            if self.waiting is None:
+                self.waiting = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+            while self.waiting:
+                self._call(self.waiting[0])
+                del self.waiting[0]
+        finally:
+            self.is_loading = False
+
+    def _call(self, point: EntryPoint) -> None:
+        try:
+            point.load()()
+        except Exception as error:
+            package = point.dist.name if point.dist is not None else "an installed package"
+            raise ValueError(
+                f"the extension {point.name} = {point.value} of {package} fails: {error!r}: correct or uninstall it"
+            ) from error
+
+
+INSTALLED = Installed()

@@ -1,0 +1,46 @@
+"""The request: what a plan is asked to be, as one value from the verbs down to the solves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.solve import SOLVERS
+
+from .constraints import Constraints
+from .given import check_constraints, check_cost, check_limit, check_solver
+from .presets import PRESETS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes` bounds a rank's peak, if it is
+    given, and `constraints` pin placements. (The optimizer, whose states count, belongs to the space.)
+
+    Raises ValueError for an option that is none. What constraints name is looked at where they are taken.
+    """
+
+    solver: str = "dp"
+    cost: str = "analytical"
+    memory_limit_bytes: float | None = None
+    constraints: Constraints | None = None
+
+    def __post_init__(self) -> None:
+        check_solver(self.solver)
+        check_cost(self.cost)
+        check_limit(self.memory_limit_bytes)
+        check_constraints(self.constraints)
+
+    @property
+    def preset(self) -> str | None:
+        return self.solver if self.solver in PRESETS else None
+
+    @property
+    def exact_solver(self) -> str:
+        """What solves the problems that it takes: of a preset's, the dynamic program."""
+        return self.solver if self.solver in SOLVERS else "dp"
+
+    @property
+    def pinned(self) -> Mapping[str, Mapping[str, str]]:
+        """The constraints, as a plan keeps them."""
+        return {pattern: dict(placements) for pattern, placements in (self.constraints or {}).items()}

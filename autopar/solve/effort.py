@@ -1,0 +1,191 @@
+"""Effort: how far solves and searches go before they give the best answer that they have.
+
+It is counted in work and not in seconds: the same inputs give the same plan on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+ELIMINATED_WORK = 2.0
+"""Work of an entry that elimination makes: several tables are added up for it."""
+
+NODE_WORK = 20_000.0
+"""Work of finding a node's place in an order of elimination."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Every threshold of a search. A part that has spent its share of the work answers with the best that it has; one
+    that has nothing yet gets a choice by the cheapest way of solving. Each part has its share alone, whatever the
+    others leave, so that an answer does not depend on which part comes first, or in which process.
+    """
+
+    # ---- one solve: what is spent ends one way of solving and begins the next, cheaper one
+    table_entries: int = 16_000_000
+    """Of the largest table that elimination makes, for one price of memory."""
+    elimination_entries: float = 1e9
+    """Of all tables that elimination makes."""
+    tensor_entries: int = 32_000_000
+    """Of the table of one tensor, over what its producer and its readers may take."""
+    message_entries: float = 4e9
+    """Of all tables that message passing goes through, each time that it does, once for each of their nodes."""
+    message_sweeps: tuple[int, ...] = (15, 25, 40, 80, 160)
+    """Sweeps of message passing before a choice is looked for, time after time."""
+    message_small_entries: int = 200_000
+    """Nodes whose elimination makes smaller tables are eliminated before messages pass."""
+    message_narrow_entries: int = 4_000_000
+    """Of the largest table of what is left near the bound: that is eliminated."""
+    program_columns: int = 200_000
+    """Of an integer program."""
+    program_work: float = 2e7
+    """Columns times nodes of branch and bound."""
+    program_iterations: int = 1_000_000
+    """Of the simplex method."""
+    program_expanded_options: int = 4_000
+    """A problem whose copies have fewer options in all is written out flat as an integer program."""
+    program_joint_states: int = 128
+    """A tensor with fewer joint states of all its readers has a variable for each in the integer program."""
+    beam_options: int = 20_000
+    """Of all variables: up to so many, several partial choices are kept operator by operator, and one beyond."""
+
+    # ---- one search: its work, in table entries that are read, and the shares of its parts
+    work: float = 6e10
+    """Of all parts: some 30 seconds of one core, of which usual models need a tenth."""
+    descents: float = 0.4
+    """From several starts, in equal parts: what they end with is the plan, mostly."""
+    pool: float = 0.1
+    """The options that descents ended with, as one problem, and the descents that follow."""
+    limit: float = 0.1
+    """Solves at prices of memory, and under its limit."""
+    bound: float = 0.1
+    """The lower bound: without it the gap is not known, and the plan is the same."""
+    hidden: float = 0.1
+    """The second search, with most of what travels in buckets hidden: one descent and its limit."""
+    presets: float = 0.2
+    """What each preset leaves, in equal parts, beside a search."""
+
+    # ---- several axes
+    joint_options: int = 8
+    """A space whose sites have no more joint options is solved as one problem."""
+    pool_rounds: int = 3
+    """Times that the pool is solved, and a descent follows from its answer."""
+    gain: float = 1e-6
+    """The relative improvement below which a descent, a pool or another plan counts as none."""
+    hopeless: float = 1.3
+    """A descent that is so many times above what matters when every axis was free once is not gone on with."""
+    bound_options: int = 5000
+    """A site with more joint options is not enumerated for the lower bound, and nothing is proved."""
+    apart_options: int = 5000
+    """Joint options of a space from which on parts of its search are worth a process of their own."""
+
+    # ---- the choice among candidates
+    hidden_part: float = 0.8
+    """Of what travels in buckets: what the second search takes to pass while the rank computes."""
+    hidden_worth: float = 0.02
+    """A second search is made where communication has at least this part of the first one's step."""
+    unsure: float = 0.2
+    """Of a step that a program of few copies tells, with nothing in parts: by so much it may be shorter in truth."""
+    preset_options: int = 20
+    """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
+    one problem, it takes longer than that."""
+    own_presets: int = 7
+    """Among how many presets the share is divided: one that is registered takes nothing from the others."""
+
+    # ---- the memory limit
+    price_most: float = 1e5
+    """Prices of memory are tried up to this many times (seconds of the cheapest plan / its bytes)."""
+    price_bisections: int = 4
+    """Between the last price that breaks the limit and the first that keeps it."""
+    limit_rounds: int = 5
+    """Times that the options are solved under a limit on the sum of bytes, until the peak keeps that on memory."""
+    recompute_plans: int = 3
+    """Plans under a limit whose copies are tried to be recomputed in backward."""
+    recompute_rounds: int = 4
+    """Numbers of copies that are tried for each."""
+    limit_surely: float = 0.25
+    """A plan of which the sum of bytes, with the excess of another one's peak, is over a limit by this part of it is
+    over the limit: its program need not be written to see that."""
+    confirmations: int = 3
+    """Answers of which the true peak is looked at, before peaks are no longer estimated."""
+    limit_slack: float = 0.001
+    """Part of a limit that may be left unused."""
+    limit_margin: float = 0.005
+    """Part of a limit by which estimates are to be further below it after one was wrong."""
+    buckets_in_flight: int = 8
+    """A peak that is over the limit by so many buckets will not keep it with smaller ones."""
+
+    # ---- the mesh is chosen too
+    mesh_axes: int = 3
+    """Axes of two ranks or more that a mesh has at most."""
+    meshes: int = 96
+    """So many meshes are looked at, those without a wide axis first: more take hours, and are hardly better."""
+    mesh_finalists: int = 3
+    """Meshes that are searched thoroughly."""
+    meshes_work: float = 8.0
+    """Searches whose work the first looks at all meshes may take together."""
+
+    # ---- the search that measures
+    measured_programs: int = 5
+    """That one search measures."""
+    doubt: float = 0.25
+    """How far a prediction may be above the truth when one program was measured: from program to program, what they
+    take over their timelines differs by so much. With n of them, in whose middle the truth is sought, by 1 / sqrt(n)
+    of it."""
+    worthless: float = 1.1
+    """A program is stopped when it is slower by so much than the best could be."""
+
+    def __post_init__(self) -> None:
+        total = self.descents + self.pool + self.limit + self.bound + self.hidden + self.presets
+        assert math.isclose(total, 1.0), total
+
+    def share(self, part: float) -> Effort:
+        """With a part of the work."""
+        return replace(self, work=part * self.work)
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the work: the second search is one descent, and what the limit takes."""
+        return self.hidden / (self.descents + self.limit)
+
+    @property
+    def preset_share(self) -> float:
+        """Of the work: what a preset leaves is solved as one problem."""
+        return self.presets / self.own_presets / (self.descents + self.pool)
+
+
+EFFORT = Effort()
+
+
+@dataclass(slots=True, kw_only=True)
+class Meter:
+    """The work of one solve: what was done, of what may be."""
+
+    most: float = math.inf
+    effort: Effort = EFFORT
+    done: float = 0.0
+    is_cut: bool = field(default=False)
+    """Whether something was not done for want of work: with more, the answer could be another."""
+
+    def takes(self, work: float) -> bool:
+        """Whether there is so much left, which then is taken."""
+        if self.done + work > self.most:
+            self.is_cut = True
+            return False
+        self.done += work
+        return True
+
+
+@dataclass(slots=True, kw_only=True)
+class Purse:
+    """What a part of a search has left of its share."""
+
+    left: float = math.inf
+
+    def spend(self, work: float) -> None:
+        self.left = max(0.0, self.left - work)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.left <= 0.0

@@ -1,0 +1,108 @@
+"""A lowering: what it does to a program, and whether that is worth it.
+
+It is looked at on a program of few copies of each layer, so that what is found out costs the same at any depth, and is
+then written in all programs of the same operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from autopar.cluster.machine import Cluster
+from autopar.cost.streams import TimelineCache, timeline
+from autopar.ir.program import Program
+
+from .bucket import LIMIT_BYTES
+from .regions import Refused
+
+LEAST_GAIN = 1e-2
+"""What is saved at least, of the step's seconds: instructions cost what a timeline does not know of."""
+
+Write = Callable[[Program], Program]
+
+When = Literal["first", "where quicker", "last"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a program is lowered for: a cluster, what timelines on it found out already, and the most bytes that a
+    bucket holds, on each mesh axis (none given: no more than) and on any."""
+
+    cluster: Cluster
+    known: TimelineCache = field(default_factory=TimelineCache)
+    axis_bytes: tuple[int, ...] = ()
+    limit_bytes: int = LIMIT_BYTES
+
+    def seconds(self, program: Program) -> float:
+        """Of a step, by the program's timeline."""
+        return timeline(program, self.cluster, self.known).seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A lowering that is taken: how it is written in any program of the operators of `given`, where it was looked at;
+    `program` is what became of that one, if it was written already. `what` says for the log what was found."""
+
+    given: Program
+    write: Write
+    program: Program | None = None
+    what: str = ""
+
+    def on(self, program: Program) -> Program:
+        return self.program if self.program is not None and program is self.given else self.write(program)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """A row of the table: in words, where it applies, what it writes and what that costs; and `adopt`, which looks at a
+    program and says how it is taken, or None. Lowerings that are taken "first" and "last" are taken always, one after
+    the other; of those "where quicker", the one, or those together, that make the shortest step."""
+
+    name: str
+    applies: str
+    writes: str
+    costs: str
+    adopt: Callable[[Program, Target], Adopted | None]
+    taken: When = "where quicker"
+
+    def __post_init__(self) -> None:
+        if self.taken not in get_args(When):
+            raise ValueError(
+                f"lowering {self.name!r} is taken {self.taken!r}: write one of {', '.join(get_args(When))}"
+            )
+
+    def on(self, program: Program, target: Target) -> Program:
+        """The program with the lowering, if it is taken."""
+        adopted = self.adopt(program, target)
+        return program if adopted is None else adopted.on(program)
+
+
+def always(write: Callable[[Program, Target], Program]) -> Callable[[Program, Target], Adopted]:
+    """Takes it, whatever the step comes to."""
+    return lambda program, target: Adopted(given=program, write=lambda other: write(other, target))
+
+
+def where_quicker(write: Write) -> Callable[[Program, Target], Adopted | None]:
+    """Takes it where that makes the step shorter. What `write` raises `Refused` for is left as it is."""
+
+    def tried(program: Program) -> Program:
+        try:
+            return write(program)
+        except Refused:
+            return program
+
+    def adopt(program: Program, target: Target) -> Adopted | None:
+        made = tried(program)
+        before, seconds = target.seconds(program), target.seconds(made)
+        if made is program or seconds >= before * (1 - LEAST_GAIN):
+            return None
+        return Adopted(given=program, program=made, write=tried, what=step(before, seconds))
+
+    return adopt
+
+
+def step(before: float, seconds: float) -> str:
+    """What a lowering does to the seconds of a step."""
+    return f"step of {before * 1e3:.3f} -> {seconds * 1e3:.3f} ms"
