@@ -25,9 +25,9 @@ from torch import nn
 import autopar
 from autopar.cost.streams import timeline
 from autopar.extensions import scoped
-from autopar.ir.graph import RESHAPE, Ref, TensorMeta
+from autopar.ir.graph import RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import Split
-from autopar.ir.program import WAIT, Instruction, Program, RankIndex
+from autopar.ir.program import Program, RankIndex
 from autopar.passes.lower.adopt import halves_of
 from autopar.passes.lower.lowering import Write, where_quicker
 from autopar.passes.lower.parts import PartsWriter
@@ -158,14 +158,14 @@ def _stretches(around: Around, product: int, rival: Rival) -> Iterator[_Stretch]
 
 
 def _window(
-    window: Sequence[Instruction],
+    window: Sequence[Node],
     metas: dict[str, TensorMeta],
     mesh: tuple[int, ...],
     stretch: _Stretch,
     offset: int,
     kept: frozenset[str],
     rival: Rival,
-) -> list[Instruction]:
+) -> list[Node]:
     """The window with a stretch taken apart. Raises Refused."""
     ends = (*stretch.arriving, *stretch.leaving)
     parts = {mesh[end.axis] for end in ends}
@@ -207,7 +207,7 @@ class _Writer(PartsWriter):
     turned: dict[str, str] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
 
-    def stretch(self, first: int, last: int) -> list[Instruction]:
+    def stretch(self, first: int, last: int) -> list[Node]:
         for end in self.stretch_of.arriving:
             wait = end.wait - self.stretch_of.span[0]
             self.made[end.value], self.stage[wait] = wait, 0
@@ -253,7 +253,7 @@ class _Writer(PartsWriter):
         op = "collective.broadcast" if self.rival.arrives == "broadcast" else "collective.rotate"
         self.under_way[end.value, part] = self._emit(like, op, args, name, meta)
 
-    def half_of(self, end: _End) -> Instruction:
+    def half_of(self, end: _End) -> Node:
         """The collective whose place is taken."""
         first = self.stretch_of.span[0]
         return self.half[end.collective - first]
@@ -315,7 +315,7 @@ class _Writer(PartsWriter):
             return self.stretch_of.arriving[0].axis, 0
         return self.stretch_of.leaving[0].axis, -1
 
-    def _turn(self, like: Instruction, value: str, cut: Split, name: str) -> str:
+    def _turn(self, like: Node, value: str, cut: Split, name: str) -> str:
         """The shards of a value in the order of parts, or back: it is the same."""
         turns = self._turns()
         assert turns is not None
@@ -330,7 +330,7 @@ class _Writer(PartsWriter):
         moved = self._emit(like, "aten.roll.default", (Ref(back), by, (at,)), self._name(f"{name}_roll", 0), blocks)
         return self._emit(like, RESHAPE, (Ref(moved), meta.shape), name, meta)
 
-    def _source(self, reader: Instruction, value: str, cut: Split) -> str:
+    def _source(self, reader: Node, value: str, cut: Split) -> str:
         if self._turns() is not None:
             if value not in self.turned:
                 self.turned[value] = self._turn(reader, value, cut, self._name(f"{value}_turned", 0))
@@ -339,7 +339,7 @@ class _Writer(PartsWriter):
             raise Refused(f"{value} has no shards that come")
         return value
 
-    def _together(self, instruction: Instruction, value: str, whole: str) -> None:
+    def _together(self, instruction: Node, value: str, whole: str) -> None:
         cut = self.region.cuts[value]
         if isinstance(cut, Split) and self.rival.arrives == "skew":
             raise Refused(f"{value} is needed whole, and its shards come in an order of each rank's own")

@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import test_ops
 
-from autopar.ir.graph import overload
+from autopar.ir.graph import overload, parameters
 from autopar.ops.contract import given
 from autopar.ops.oracle import LAYOUTS, laid_out
-from autopar.ops.rule import parameters
 from autopar.ops.table import TABLE
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

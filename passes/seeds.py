@@ -9,14 +9,13 @@ its own, copies of a repeated layer stay alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta
+from autopar.ir.rewrite import distinct, inlined, living, with_own_metas
 from autopar.ops.emit import LocalEmitter
 from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, seeded
-
-from .dependency.operators import call_of_node
+from autopar.ops.rule import call_of
 
 
 def seeds(graph: JointGraph) -> JointGraph:
@@ -31,7 +30,7 @@ def seeds(graph: JointGraph) -> JointGraph:
         if not draws(node):
             nodes.append(node)
             continue
-        key = _fresh(metas, f"seed_{len(inputs)}")
+        key = distinct(f"seed_{len(inputs)}", metas)
         metas[key] = TensorMeta(KEY_SHAPE, KEY_DTYPE)
         inputs.append(GraphInput(name=key, role="seed", target=str(len(inputs))))
         written = _written(node, key, metas)
@@ -46,55 +45,19 @@ def seeds(graph: JointGraph) -> JointGraph:
             f"random operators that cannot be made parallel are in {shown}{more}: draw these numbers outside of the "
             f"model and pass them to it, or call eval() first if it does without them there"
         )
-    return _living(replace(graph, inputs=(*graph.inputs, *inputs), nodes=tuple(nodes), metas=metas))
-
-
-def _fresh(metas: dict[str, TensorMeta], wanted: str) -> str:
-    name, count = wanted, 0
-    while name in metas:
-        count += 1
-        name = f"{wanted}_{count}"
-    return name
+    # an empty tensor that was to be filled is read by nobody now
+    left = living(nodes, (output.name for output in graph.outputs))
+    return with_own_metas(replace(graph, inputs=(*graph.inputs, *inputs), nodes=left, metas=metas))
 
 
 def _written(node: Node, key: str, metas: dict[str, TensorMeta]) -> list[Node] | None:
     """The nodes that do what a random node does. The results keep their names."""
-    call = call_of_node(node, metas)
+    call = call_of(node, metas)
     number = itertools.count()
-    emitter = LocalEmitter((), metas, lambda hint: _fresh(metas, f"{node.name}_{hint}_{next(number)}"))
+    emitter = LocalEmitter((), metas, lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", metas))
     results = seeded(emitter, call, Ref(key))
     if results is None:
         return None
     names = {made.name: name for made, name in zip(results, node.outputs, strict=True) if made is not None and name}
-
-    def rename(name: str) -> Ref:
-        return Ref(names.get(name, name))
-
-    return [
-        Node(
-            op=instruction.op,
-            args=map_references(instruction.args, rename),
-            kwargs=map_references(instruction.kwargs, rename),
-            outputs=tuple(names.get(output, output) for output in instruction.outputs),
-            module=node.module,
-            backward=node.backward,
-            sequence=node.sequence,
-        )
-        for instruction in emitter.instructions
-    ]
-
-
-def _living(graph: JointGraph) -> JointGraph:
-    """Without the nodes, and the outputs of nodes, that nobody reads (an empty tensor that was filled)."""
-    read = {output.name for output in graph.outputs}
-
-    def kept() -> Iterator[Node]:
-        for node in reversed(graph.nodes):
-            outputs = tuple(name if name in read else "" for name in node.outputs)
-            if any(outputs):
-                read.update(node.inputs)
-                yield replace(node, outputs=outputs)
-
-    nodes = tuple(kept())[::-1]
-    names = [*(i.name for i in graph.inputs), *(name for node in nodes for name in node.outputs if name)]
-    return replace(graph, nodes=nodes, metas={name: graph.metas[name] for name in names})
+    about = {"module": node.module, "backward": node.backward, "sequence": node.sequence}
+    return [inlined(written, names, **about) for written in emitter.written]

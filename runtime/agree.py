@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -100,6 +101,23 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
     except TypeError:  # an error with other arguments than a message keeps its own
         located = first
     raise located from error
+
+
+@contextmanager
+def together(mesh: DeviceMesh, kind: type[Exception] = Exception) -> Iterator[None]:
+    """What any rank raises within it, of this kind, is raised on every rank at its end."""
+    error: Exception | None = None
+    try:
+        yield
+    except kind as caught:
+        error = caught
+    raise_together(error, mesh)
+
+
+def first_different(digests: Mapping[str, int], mesh: DeviceMesh) -> str | None:
+    """The first of these names for which another rank has another number, or none."""
+    everyone = exchange(digests, mesh)
+    return next((name for name in digests if any(other.get(name) != digests[name] for other in everyone)), None)
 
 
 def all_equal(value: Any, mesh: DeviceMesh, message: str) -> None:

@@ -14,7 +14,7 @@ from autopar import compat
 from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 
-from .agree import digest, exchange, raise_together
+from .agree import digest, first_different, together
 from .held import State
 from .placements import local_slice
 from .sharing import Shared, overlapping
@@ -29,22 +29,16 @@ def prepared_call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _agree_on_first(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What is wrong with the first call of any rank is raised on all of them."""
-    error: Exception | None = None
     digests: dict[str, int] = {}
-    try:
+    with together(state.mesh):
         _prepared(state, args, kwargs)
         bound = state.captured.bind(args, kwargs)
         digests = {path: digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
-    except Exception as caught:
-        error = caught
-    raise_together(error, state.mesh)
-    everyone = exchange(digests, state.mesh)
-    for path, own in digests.items():
-        if any(other.get(path) != own for other in everyone):
-            raise ValueError(
-                f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
-                f"every rank. Give a DTensor if each rank has its own slice (see input_placements)"
-            )
+    if (path := first_different(digests, state.mesh)) is not None:
+        raise ValueError(
+            f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
+            f"every rank. Give a DTensor if each rank has its own slice (see input_placements)"
+        )
     state.called = True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -186,3 +186,13 @@ def wait(pending: Pending) -> torch.Tensor:
     result, work = pending
     work.wait()
     return result
+
+
+COLLECTIVES: Mapping[str, Callable[..., Pending]] = {
+    function.__name__: function
+    for function in (
+        *(all_reduce, all_gather, reduce_scatter, all_to_all, shift),
+        *(exchange, rotate, broadcast, reduce),
+    )
+}
+"""By kind (`ir.program.COLLECTIVES`): a function of the operand, what the instruction says beside it, and the group."""

@@ -22,27 +22,13 @@ from torch.profiler import record_function
 from autopar.compat import is_profiling
 from autopar.cost.liveness import lifetimes
 from autopar.ir import randomness, variates
-from autopar.ir.graph import Ref, overload
-from autopar.ir.program import Instruction, Program, RankIndex, names_no_device
+from autopar.ir.graph import WAIT, Node, Ref, overload, parameters, schema
+from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import bounds, experts
 from autopar.ops.contract import needed_by
-from autopar.ops.rule import parameters
 from autopar.ops.strides import Given, contiguous
 
-from .collectives import (
-    Pending,
-    all_gather,
-    all_reduce,
-    all_reduce_in_place,
-    all_to_all,
-    broadcast,
-    exchange,
-    reduce,
-    reduce_scatter,
-    rotate,
-    shift,
-    wait,
-)
+from .collectives import COLLECTIVES, all_reduce_in_place, wait
 from .failures import located
 
 EQUIVALENTS: dict[str, Callable[..., Any]] = {
@@ -110,10 +96,10 @@ def compile(
         if given != size:
             raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {given}")
         coordinate.append(0 if group is None else dist.get_rank(group))
-    return Writer(program, tuple(coordinate), tuple(process_groups), device).executable()
+    return SourceWriter(program, tuple(coordinate), tuple(process_groups), device).executable()
 
 
-class Writer:
+class SourceWriter:
     """Writes the source; `bound` are the objects that it refers to by name."""
 
     def __init__(
@@ -125,7 +111,7 @@ class Writer:
     ) -> None:
         self.program, self.coordinate, self.groups, self.device = program, coordinate, groups, device
         self.bound: dict[str, Any] = {}
-        self.lines: dict[int, Instruction] = {}
+        self.lines: dict[int, Node] = {}
         """Number of a line of the source -> the instruction on it."""
 
     def executable(self) -> Executable:
@@ -174,7 +160,7 @@ class Writer:
         self,
         name: str,
         arguments: list[str],
-        instructions: tuple[Instruction, ...],
+        instructions: tuple[Node, ...],
         results: Iterable[str | None],
         first: int,
         marked: bool,
@@ -198,15 +184,15 @@ class Writer:
                 lines.append(f"    del {', '.join(dead)}")
         return lines
 
-    def call(self, instruction: Instruction, in_place: bool) -> str:
+    def call(self, instruction: Node, in_place: bool) -> str:
         outputs = ", ".join(self.local(name) if name else "_" for name in instruction.outputs)
         if len(instruction.outputs) == 1 and _returns_tuple(instruction.op):
             outputs = f"[{outputs}]"
         return f"{outputs} = {self.expression(instruction, in_place)}"
 
-    def expression(self, instruction: Instruction, in_place: bool) -> str:
+    def expression(self, instruction: Node, in_place: bool) -> str:
         op = instruction.op
-        if op == "collective.wait":
+        if op == WAIT:
             return f"{self.bind('wait', wait)}({self.value(instruction.args[0])})"
         if kind := instruction.collective:
             return self.collective(kind, instruction, in_place)
@@ -222,24 +208,13 @@ class Writer:
         function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or overload(op))
         return f"{function}({', '.join(values)})"
 
-    def collective(self, kind: str, instruction: Instruction, in_place: bool) -> str:
+    def collective(self, kind: str, instruction: Node, in_place: bool) -> str:
         x, axis = self.given(contiguous, instruction.args[0]), instruction.args[-1]
         assert self.groups[axis] is not None, f"{instruction} on mesh axis {self.program.axes[axis]!r} of size 1"
         group = self.bind(f"{self.program.axes[axis]}_group", self.groups[axis])
-        if kind == "all_reduce":
-            function = all_reduce_in_place if in_place else all_reduce
-            return f"{self.bind(function.__name__, function)}({x}, {instruction.args[1]!r}, {group})"
-        if kind == "reduce_scatter":
-            return f"{self.bind(kind, reduce_scatter)}({x}, {instruction.args[1]!r}, {group})"
-        if kind == "shift":
-            return f"{self.bind(kind, shift)}({x}, {instruction.args[1]}, {group})"
-        if kind == "exchange":
-            return f"{self.bind(kind, exchange)}({x}, {self.value(instruction.args[1])}, {group})"
-        if kind in ("rotate", "broadcast", "reduce"):
-            by_rank: dict[str, Callable[..., Pending]] = {"rotate": rotate, "broadcast": broadcast, "reduce": reduce}
-            given = ", ".join(map(self.value, instruction.args[1:-1]))
-            return f"{self.bind(kind, by_rank[kind])}({x}, {given}, {group})"
-        return f"{self.bind(kind, {'all_gather': all_gather, 'all_to_all': all_to_all}[kind])}({x}, {group})"
+        function = all_reduce_in_place if kind == "all_reduce" and in_place else COLLECTIVES[kind]
+        arguments = ", ".join([x, *map(self.value, instruction.args[1:-1]), group])
+        return f"{self.bind(function.__name__, function)}({arguments})"
 
     def given(self, make: Given, value: Any) -> str:
         """Source of an argument whose strides matter to the kernel."""
@@ -286,5 +261,5 @@ def _returns_tuple(op: str) -> bool:
     """Whether the op returns a sequence even if the program names only one output of it."""
     if op.startswith("collective."):
         return False
-    returns = overload(op)._schema.returns  # type: ignore[attr-defined]
-    return len(returns) > 1 or (len(returns) == 1 and returns[0].type.str() == "Tensor[]")
+    returns = schema(op).returns
+    return len(returns) > 1 or (len(returns) == 1 and str(returns[0].type) == "List[Tensor]")

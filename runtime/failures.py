@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.ir.program import Instruction, Program, source_line
+from autopar.ir.graph import WAIT, Node
+from autopar.ir.program import Program, source_line
 
 Groups = Sequence[dist.ProcessGroup | None]
 
@@ -61,7 +62,7 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def located(
-    function: Callable[[list[torch.Tensor]], Any], program: Program, groups: Groups, lines: Mapping[int, Instruction]
+    function: Callable[[list[torch.Tensor]], Any], program: Program, groups: Groups, lines: Mapping[int, Node]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """A function of the program's source, whose exceptions say where they come from. `lines` holds the instruction
     on each line of the file that the source was compiled as. Costs nothing until something is raised."""
@@ -76,7 +77,7 @@ def located(
             if instruction is None:
                 raise
             place = _place(instruction, program)
-            collective = started.get(instruction.inputs[0]) if instruction.op == "collective.wait" else instruction
+            collective = started.get(instruction.inputs[0]) if instruction.op == WAIT else instruction
             if collective is None or collective.collective is None or not _is_of_backend(error):
                 error.add_note(f"on rank {dist.get_rank() if dist.is_initialized() else 0}, {place}")
                 raise
@@ -99,7 +100,7 @@ def _line(error: Exception, file: str) -> int:
     return 0
 
 
-def _place(instruction: Instruction, program: Program) -> str:
-    of = f" for {instruction.node}" if instruction.node else ""
+def _place(instruction: Node, program: Program) -> str:
+    of = f" for {instruction.serves}" if instruction.serves else ""
     module = f" of module {instruction.module!r}" if instruction.module else ""
     return f"in `{source_line(instruction, program.axes)}`{of}{module}"

@@ -18,7 +18,16 @@ from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
 
-from .agree import all_equal, coordinate_of, device_of, digest, exchange, process_groups, raise_together
+from .agree import (
+    all_equal,
+    coordinate_of,
+    device_of,
+    digest,
+    first_different,
+    process_groups,
+    raise_together,
+    together,
+)
 from .execute import compile
 from .fit import is_replicated, mismatch
 from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
@@ -70,7 +79,7 @@ class State:
 
     # -- modules and values
 
-    def own(self, parallel: nn.Module, model: nn.Module) -> None:
+    def own(self, parallel: nn.Module) -> None:
         """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
         first: dict[int, str] = {}
         for prefix, module in parallel.named_modules(remove_duplicate=False):
@@ -131,29 +140,23 @@ class State:
         stride = contiguous_stride(tuple(whole.shape))
         return make_dtensor(local, self.mesh, placements, whole.shape, stride).requires_grad_(requires_grad)
 
-    def distribute(self, model: nn.Module | None, values: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def distribute(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take this rank's part of each value, and compare the whole values with the other ranks'.
 
         One value is held whole at a time. Nothing is changed if any rank finds something wrong.
         """
         made: dict[str, torch.Tensor] = {}
         digests: dict[str, int] = {}
-        error: Exception | None = None
-        try:
+        with together(self.mesh):
             for name, value in values:
                 made[name] = self.part(name, value)
                 if not isinstance(value, DTensor) and is_real(value):
                     digests[name] = digest(value)
-        except Exception as caught:
-            error = caught
-        raise_together(error, self.mesh)
-        everyone = exchange(digests, self.mesh)
-        for name in digests:
-            if any(other.get(name) != digests[name] for other in everyone):
-                raise ValueError(
-                    f"the ranks have different values for {name!r}: seed every rank equally before the model is made, "
-                    f"or build it on meta and call materialize(state_dict)"
-                )
+        if (different := first_different(digests, self.mesh)) is not None:
+            raise ValueError(
+                f"the ranks have different values for {different!r}: seed every rank equally before the model is made, "
+                f"or build it on meta and call materialize(state_dict)"
+            )
         for name, tensor in made.items():
             is_parameter = isinstance(self.value(name), nn.Parameter)
             new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor

@@ -26,7 +26,7 @@ from autopar.passes.capture.fakes import skeleton
 from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner, captured_for_planning
 
-from .agree import all_equal, on_first_rank, raise_together
+from .agree import all_equal, on_first_rank, together
 from .alike import serves
 from .mode import Mode
 from .verify import whole
@@ -70,8 +70,8 @@ class Modes:
             parameter.requires_grad_(name in mode.trainable)
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
         given = {path: whole(tensor) for path, tensor in inputs.items()}
-        planner, error, found = None, None, None
-        try:
+        planner = found = program = None
+        with together(self.mesh, ValueError):
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
@@ -83,9 +83,6 @@ class Modes:
                         self.model, mesh_of(self.mesh), args, kwargs,
                         loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
                     )  # fmt: skip
-        except ValueError as caught:
-            error = caught
-        raise_together(error, self.mesh)
         all_equal(
             found, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
         )
@@ -95,12 +92,8 @@ class Modes:
         assert planner is not None
         find = planner.assignment_at
         assignment = on_first_rank(lambda: find(self.at_rest), self.mesh)
-        program = None
-        try:
+        with together(self.mesh, ValueError):
             program = planner.writer.written(assignment)
-        except ValueError as caught:
-            error = caught
-        raise_together(error, self.mesh)
         assert program is not None
         return planner.captured, program
 

@@ -88,10 +88,10 @@ class ParallelModule(nn.Module):
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
         self.training = captured.training
         vars(self)["_root"] = root
-        state.own(self, model)
+        state.own(self)
         vars(self)["_modes"] = Versions(self, model, state, again)
         vars(self)["_verifier"] = verifier
-        state.distribute(model, values_of(model))
+        state.distribute(values_of(model))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(model, root, captured.reads)
 
@@ -135,9 +135,9 @@ class ParallelModule(nn.Module):
         """
         state = _state(self)
         if isinstance(source, Mapping):
-            state.distribute(None, values_from(source, state))
+            state.distribute(values_from(source, state))
         else:
-            state.distribute(None, values_made(source, state))
+            state.distribute(values_made(source, state))
 
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -26,12 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.cluster.measurements import Case
 from autopar.compat import make_dtensor
 from autopar.ir import randomness
+from autopar.ir.graph import Node
 from autopar.ir.layout import Shape, local_shape
-from autopar.ir.program import Instruction, Program, ProgramInput
+from autopar.ir.program import Program, ProgramInput
 from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
 from .agree import axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups
-from .execute import Executable, Writer
+from .execute import Executable, SourceWriter
 from .failures import Groups, watched
 from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
@@ -138,7 +139,7 @@ class _Stamps:
         return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
-class _Timed(Writer):
+class _Timed(SourceWriter):
     """The source with a stamp after each instruction."""
 
     def __init__(
@@ -147,14 +148,14 @@ class _Timed(Writer):
         super().__init__(program, coordinate, tuple(groups), device)
         self.stamps = stamps
 
-    def call(self, instruction: Instruction, in_place: bool) -> str:
+    def call(self, instruction: Node, in_place: bool) -> str:
         return f"{super().call(instruction, in_place)}; {self.bind('stamp', self.stamps.stamp)}()"
 
 
 class _Alone(_Timed):
     """The same without peers: what a collective would bring is made up of what the device has."""
 
-    def collective(self, kind: str, instruction: Instruction, in_place: bool) -> str:
+    def collective(self, kind: str, instruction: Node, in_place: bool) -> str:
         x, ranks = self.value(instruction.args[0]), self.program.mesh[instruction.args[-1]]
         sizes = f", {self.value(instruction.args[1])}" if kind == "exchange" else f", {ranks}"
         return f"{self.bind(f'alone_{kind}', _STAND_INS[kind])}({x}{sizes})"

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.ir.graph import Node
 from autopar.ir.layout import Layout, Replicate, Shape, unshard
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Program
 from autopar.ir.randomness import keys
+from autopar.ir.rewrite import last_reads
 from autopar.ops.lockstep import Values, run
 
 from .placements import local_slice
@@ -48,7 +50,7 @@ def simulate_step(
     layout, and the results are put together by theirs. AssertionError if replicas differ by more than
     `tolerance` relative to their largest element, which counts as `least` at least.
     """
-    made = simulate(program, given_to_ranks(program, parameters, inputs, tangents, seed))
+    made = run_ranks(program, given_to_ranks(program, parameters, inputs, tangents, seed))
     results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
     for o in program.outputs:
         if o.name is not None and o.meta is not None:
@@ -81,10 +83,10 @@ def given_to_ranks(
     return given
 
 
-def simulate(
+def run_ranks(
     program: Program,
     inputs: Mapping[Shape, Values],
-    after: Callable[[Instruction, Mapping[Shape, Values]], None] | None = None,
+    after: Callable[[Node, Mapping[Shape, Values]], None] | None = None,
 ) -> dict[Shape, Values]:
     """Run forward and backward on what each rank is given, by coordinate and by value name. `after` is called with
     every instruction that ran and what the ranks then hold.
@@ -94,14 +96,14 @@ def simulate(
     """
     outputs = {o.name for o in program.outputs if o.name is not None}
     instructions = (*program.forward, *program.backward)
-    last = {name: i for i, instruction in enumerate(instructions) for name in instruction.inputs}
+    last = last_reads(instructions)
     ranks = {coordinate: dict(values) for coordinate, values in inputs.items()}
     for i, instruction in enumerate(instructions):
         try:
             run(instruction, program.mesh, ranks)
         except Exception as error:
             error.add_note(
-                f"in {instruction.op} for {instruction.node or 'no node'} of {instruction.module or 'no module'}"
+                f"in {instruction.op} for {instruction.serves or 'no node'} of {instruction.module or 'no module'}"
             )
             raise
         if after is not None:
@@ -141,7 +143,7 @@ def assemble(
     return unshard(dict(shards), shape, layout, mesh)
 
 
-def _check(program: Program, instruction: Instruction, name: str, ranks: dict[Shape, Values]) -> None:
+def _check(program: Program, instruction: Node, name: str, ranks: dict[Shape, Values]) -> None:
     meta = program.metas[name]
     for coordinate, values in ranks.items():
         value = values[name]

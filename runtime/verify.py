@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.graph import JointGraph, Node
-from autopar.ir.program import Instruction
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import skeleton
 
-from .agree import raise_together
+from .agree import together
 from .held import State as _State
 
 TOLERANCES: Mapping[torch.dtype, float] = {
@@ -117,7 +116,7 @@ class Whole:
 
     def _run(self, values: dict[str, Any], nodes: Iterator[Node]) -> None:
         for node in nodes:
-            run(Instruction(op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs), (), {(): values})
+            run(node, (), {(): values})
 
     def _made(self, role: str, values: Mapping[str, torch.Tensor]) -> Values:
         return {o.target: values[o.name] for o in self.graph.outputs if o.role == role and o.name is not None}
@@ -179,9 +178,8 @@ class Check:
     def forward(self, outputs: Mapping[str, torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
         """Compare what forward gave. `keys` are those of its random operators."""
         self.given.keys = keys
-        error: Exception | None = None
         found = {path: whole(x) for path, x in outputs.items()}
-        try:
+        with together(self.state.mesh):
             self.reference = self._whole() if keys else self._eager()
             made = {o.target: whole(self.state.value(o.target)) for _, o in self.state.mutations}
             now = {**self.given.buffers, **self.reference.buffers}
@@ -189,17 +187,13 @@ class Check:
                 (f"output {path}", path, "output", x, self.reference.outputs.get(path)) for path, x in found.items()
             ]
             pairs += [(f"buffer {name}", name, "mutation", x, now.get(name)) for name, x in made.items()]
-            error = self._compared(pairs, {})
-        except Exception as caught:
-            error = caught
-        raise_together(error, self.state.mesh)
+            self._compare(pairs, {})
 
     def backward(self, tangents: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor]) -> None:
         """Compare the gradients that came of those of outputs, by path; absent ones are zero."""
-        error: Exception | None = None
         found = {name: whole(g) for name, g in gradients.items()}
         given = {path: t if t is None else whole(t) for path, t in tangents.items()}
-        try:
+        with together(self.state.mesh):
             filled = {
                 i.target: torch.zeros(i.meta.shape, dtype=i.meta.dtype, device=self.state.device) if t is None else t
                 for i in self.state.tangents
@@ -207,10 +201,7 @@ class Check:
             }
             expected = self.reference.gradients(filled)
             pairs = [(f"the gradient of {name}", name, "gradient", g, expected.get(name)) for name, g in found.items()]
-            error = self._compared(pairs, filled)
-        except Exception as caught:
-            error = caught
-        raise_together(error, self.state.mesh)
+            self._compare(pairs, filled)
 
     def _eager(self) -> Reference:
         try:
@@ -225,20 +216,14 @@ class Check:
 
     def _copy(self) -> Given:
         """Buffers are written."""
-        given = self.given
-        return Given(
-            parameters=given.parameters,
-            buffers={name: x.clone() for name, x in given.buffers.items()},
-            inputs={path: x.detach().clone() for path, x in given.inputs.items()},
-            constants=given.constants,
-            trained=given.trained,
-            keys=given.keys,
-        )
+        buffers = {name: x.clone() for name, x in self.given.buffers.items()}
+        inputs = {path: x.detach().clone() for path, x in self.given.inputs.items()}
+        return replace(self.given, buffers=buffers, inputs=inputs)
 
-    def _compared(
+    def _compare(
         self, pairs: Sequence[tuple[str, str, str, torch.Tensor, torch.Tensor | None]], tangents: Values
-    ) -> ValueError | None:
-        """The error that names the first tensor, in the order of the graph, that differs."""
+    ) -> None:
+        """Raises ValueError for the first tensor, in the order of the graph, that differs."""
         graph = self.state.captured.graph
         floating = [m.dtype for m in graph.metas.values() if m.dtype in TOLERANCES]
         dtype = min(floating, key=lambda d: -TOLERANCES[d], default=torch.float32)
@@ -255,11 +240,11 @@ class Check:
                 at = graph.producer.get(place or "", -1)
                 wrong.append((at, what, error, limit, (role, target, found)))
         if not wrong:
-            return None
+            return
         at, what, error, limit, (role, target, found) = min(wrong, key=lambda w: w[0])
         node = graph.nodes[at] if at >= 0 else None
         made = f", which `{node.op}` of module {node.module!r} makes" if node else ""
-        return ValueError(
+        raise ValueError(
             f"verify: in step {self.step}, {what}{made}, differs from one process by {error:.3g} of its largest "
             f"element, and {limit:g} is the tolerance for {str(dtype).removeprefix('torch.')}; {len(wrong)} of "
             f"{len(pairs)} tensors differ. {self._fault(role, target, found, limit, tangents)}"

@@ -14,7 +14,7 @@ from autopar import compat
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.known import Pinned
 
-from .agree import all_equal, raise_together
+from .agree import all_equal, together
 from .alike import same_values
 from .guard import Guard, report_changed
 from .held import State
@@ -22,7 +22,6 @@ from .mode import Again, Mode
 from .verify import whole as gathered
 
 logger = logging.getLogger("autopar")
-
 
 PINNED_MOST = 8
 """Programs that are kept for a mode, by what they read of inputs; those that were called last."""
@@ -88,15 +87,11 @@ class Versions:
 
     def _reads(self, version: _Version, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a program's numbers are those of these inputs, on all ranks alike."""
-        error: Exception | None = None
         differs = None
         bound = self._bound(args, kwargs)
         inputs = {path: gathered(bound[path]) for path in version.pinned.slots}
-        try:
+        with together(self.base.mesh):
             differs = version.pinned.differs(inputs)
-        except Exception as caught:
-            error = caught
-        raise_together(error, self.base.mesh)
         all_equal(
             differs is None,
             self.base.mesh,
@@ -108,12 +103,8 @@ class Versions:
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The inputs by path; what is wrong with those of any rank is raised on all of them."""
         bound: dict[str, torch.Tensor] = {}
-        error: Exception | None = None
-        try:
+        with together(self.base.mesh, ValueError):
             bound = self.base.captured.bind(args, kwargs)
-        except ValueError as caught:
-            error = caught
-        raise_together(error, self.base.mesh)
         return bound
 
     def _found(self, gradients: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Version:

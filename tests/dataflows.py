@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Shape, Split
-from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.runtime.agree import coordinate_of, process_groups
 from autopar.runtime.execute import compile
 from autopar.runtime.placements import local_slice
@@ -24,13 +24,13 @@ class Writer:
     def __init__(self, mesh: tuple[int, int], dtype: torch.dtype) -> None:
         self.mesh, self.dtype = mesh, dtype
         self.metas: dict[str, TensorMeta] = {}
-        self.written: list[Instruction] = []
+        self.written: list[Node] = []
 
     def op(self, op: str, *args: Any, shape: tuple[int, ...]) -> str:
         name = f"v{len(self.metas)}"
         self.metas[name] = TensorMeta(shape, self.dtype)
         args = tuple(Ref(a) if isinstance(a, str) and a in self.metas else a for a in args)
-        self.written.append(Instruction(op=op, args=args, outputs=(name,)))
+        self.written.append(Node(op=op, args=args, outputs=(name,)))
         return name
 
     def turned(self, value: str) -> str:
@@ -86,7 +86,7 @@ def product(flow: Dataflow, mesh: tuple[int, int], size: int, dtype: torch.dtype
     whole, part = TensorMeta((size, size), dtype), TensorMeta((size // mesh[0], size // mesh[1]), dtype)
     writer.metas.update(a=part, b=part, tangent=part)
 
-    def written(a: str, b: str) -> tuple[str, tuple[Instruction, ...]]:
+    def written(a: str, b: str) -> tuple[str, tuple[Node, ...]]:
         writer.written = []
         return writer.product(flow, a, b), tuple(writer.written)
 

@@ -12,9 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from autopar.ir.graph import JointGraph, map_references
+from autopar.ir.graph import JointGraph, Node, map_references
 from autopar.ir.layout import describe
-from autopar.ir.program import Instruction, Program, source_line
+from autopar.ir.program import Program, source_line
 from autopar.planning.plan import ParameterPlan, Plan
 
 LISTS = ("collectives of", "forward", "backward")
@@ -135,7 +135,7 @@ def _signature(program: Program, phase: str) -> Iterator[str]:
         yield f"saved = {', '.join(program.saved)}"
 
 
-def _instruction_lines(program: Program, instructions: Iterable[Instruction]) -> Iterator[str]:
+def _instruction_lines(program: Program, instructions: Iterable[Node]) -> Iterator[str]:
     for module, group in itertools.groupby(instructions, key=lambda instruction: instruction.module):
         yield f"# {module or '(no module)'}"
         for instruction in group:
@@ -143,10 +143,10 @@ def _instruction_lines(program: Program, instructions: Iterable[Instruction]) ->
             yield f"{source_line(instruction, program.axes)}: {metas}"
 
 
-def _collective_lines(program: Program, instructions: Sequence[Instruction]) -> Iterator[str]:
+def _collective_lines(program: Program, instructions: Sequence[Node]) -> Iterator[str]:
     """One a line, with what goes in and comes out; those alike that follow each other are counted."""
 
-    def line(instruction: Instruction) -> str:
+    def line(instruction: Node) -> str:
         given, made = (
             " ".join(str(program.metas[name]) for name in names) for names in (instruction.inputs, instruction.outputs)
         )

@@ -18,7 +18,7 @@ from paper_figures import PEAK, PRODUCTS, Product, cluster, dataflows, largest
 from autopar.cluster.collectives import loads, prices
 from autopar.cluster.links import Link
 from autopar.cluster.machine import Cluster, Device, Level
-from autopar.cost.simulator import Task, simulate
+from autopar.cost.simulator import Task, scheduled
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.lower.bucket import bucket
@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        return max((span.end_seconds for span in simulate(self.tasks)), default=0.0)
+        return max((span.end_seconds for span in scheduled(self.tasks)), default=0.0)
 
 
 Algorithm = Callable[[Product, int, int, int], Schedule]

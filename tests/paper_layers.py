@@ -17,7 +17,7 @@ from autopar.cluster.collectives import loads, price
 from autopar.cluster.library import CLUSTERS
 from autopar.cluster.links import Link
 from autopar.cluster.machine import Cluster
-from autopar.cost.simulator import Task, simulate
+from autopar.cost.simulator import Task, scheduled
 
 OTHER_BYTES = 34
 """Bytes per token and hidden size that a layer keeps for backward besides scores of attention (Korthikanti et al. 2022,
@@ -61,7 +61,7 @@ class Rank:
 
     @property
     def seconds(self) -> float:
-        return max((span.end_seconds for span in simulate(self.tasks)), default=0.0)
+        return max((span.end_seconds for span in scheduled(self.tasks)), default=0.0)
 
 
 # ---------------------------------------------------------------------------------------------- Par4D
@@ -314,7 +314,7 @@ def atp_layer(hidden: int, reduced: Reduced, slow: float, *, chunks: int = 1, ba
     for sent in reduced[::-1]:
         inputs = block(1.0, *barrier)
         barrier = [add("links", sent, inputs), block(1.0)]
-    return max(span.end_seconds for span in simulate(tasks))
+    return max(span.end_seconds for span in scheduled(tasks))
 
 
 def teraflops(hidden: int, seconds: float, batch: int = 4) -> float:

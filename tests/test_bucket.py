@@ -15,9 +15,9 @@ from torch import nn
 
 from autopar import api
 from autopar.cluster.library import named_cluster
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Split
-from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.passes import LOWERINGS, Flow
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
@@ -35,11 +35,11 @@ def program(text: str, shapes: dict[str, tuple[int, ...]], **names: Any) -> Prog
     """A program on 2 ranks, one instruction a line: `y = collective.all_reduce x sum 0`, `y = aten.mul.Tensor x x`.
     A line of dashes divides forward from backward. `names`: parameters, saved, outputs, gradients."""
 
-    def instruction(line: str) -> Instruction:
+    def instruction(line: str) -> Node:
         output, _, call = line.partition(" = ")
         op, *arguments = call.split()
         args = tuple(int(a) if a.isdigit() else a if a == "sum" else Ref(a) for a in arguments)
-        return Instruction(op=op, args=args, outputs=(output,))
+        return Node(op=op, args=args, outputs=(output,))
 
     halves = [[instruction(line.strip()) for line in half.strip().splitlines()] for half in text.split("---")]
     metas = {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()}
@@ -67,7 +67,7 @@ def program(text: str, shapes: dict[str, tuple[int, ...]], **names: Any) -> Prog
     )
 
 
-def ops(instructions: tuple[Instruction, ...]) -> list[str]:
+def ops(instructions: tuple[Node, ...]) -> list[str]:
     return [i.op.removeprefix("collective.").split(".")[-2 if i.op.startswith("aten") else -1] for i in instructions]
 
 
@@ -125,7 +125,7 @@ def test_a_full_bucket_is_started_at_once_and_waited_for_at_the_end() -> None:
 
 def test_a_reduction_that_more_than_gradients_need_stays_and_is_waited_for_late() -> None:
     given = reductions()
-    extra = Instruction(op="aten.add.Tensor", args=(Ref("c"), Ref("a2")), outputs=("d",))
+    extra = Node(op="aten.add.Tensor", args=(Ref("c"), Ref("a2")), outputs=("d",))
     given = replace(
         given,
         backward=(*given.backward, extra),

@@ -38,7 +38,7 @@ from autopar.ir.layout import (
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.passes.codegen.emitter import Emitter
 from autopar.passes.codegen.redistribution import Redistribution
-from autopar.runtime.simulate import coordinates, simulate
+from autopar.runtime.simulate import coordinates, run_ranks
 
 R = Replicate()
 MESHES = [(2,), (4,), (2, 2), (2, 2, 2), (2, 3)]
@@ -256,7 +256,7 @@ def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, m
         axes=tuple("abc"[: len(mesh)]),
         mesh=mesh,
         inputs=(ProgramInput(name="x", role="input", target="x", meta=meta, layout=source),),
-        forward=tuple(emitter.instructions[0]),
+        forward=tuple(emitter.halves[0].written),
         backward=(),
         saved=(),
         outputs=(ProgramOutput(name=local, role="output", target="x", meta=meta, layout=target),),
@@ -271,7 +271,7 @@ def check(shape: Shape, route: Route, source: Layout, target: Layout, mesh: Shap
     given = {c: {"x": _share(whole, source, mesh, c)} for c in coordinates(mesh)}
     (output,) = program.outputs
     assert output.name is not None
-    for coordinate, values in simulate(program, given).items():
+    for coordinate, values in run_ranks(program, given).items():
         if any(isinstance(p, Partial) for p in target):
             continue
         valid = tuple(map(slice, valid_shape(shape, target, mesh, coordinate)))

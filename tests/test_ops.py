@@ -20,11 +20,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, map_references, overload
+from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, map_references, overload, parameters
 from autopar.ir.randomness import keys
 from autopar.ops import Call, Factor, OpRule, emit, needs_no_rule, oracle, rule_of
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
-from autopar.ops.rule import parameters
 from autopar.ops.table import TABLE
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

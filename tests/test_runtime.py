@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor import Replicate as Replicate_
 
 from autopar.compat import local_tensor
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Replicate, Split, is_legal, local_shape, shard
-from autopar.ir.program import Instruction, Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.passes.capture.trace import capture
 from autopar.runtime.agree import exchange, on_first_rank, process_groups, raise_together
 from autopar.runtime.collectives import all_reduce, reduce_scatter
@@ -42,7 +42,7 @@ class Builder:
         self.axes, self.mesh = tuple(mesh), tuple(mesh.values())
         self.inputs: list[ProgramInput] = []
         self.outputs: list[ProgramOutput] = []
-        self.bodies: tuple[list[Instruction], list[Instruction]] = ([], [])
+        self.bodies: tuple[list[Node], list[Node]] = ([], [])
         self.metas: dict[str, TensorMeta] = {}
 
     def input(
@@ -65,7 +65,7 @@ class Builder:
     ) -> str:  # fmt: skip
         """Strings that name a value are references; `shape` is local."""
         refs = tuple(Ref(a) if isinstance(a, str) and a in self.metas else a for a in args)
-        made = Instruction(op=op, args=refs, kwargs=tuple(kwargs.items()), outputs=(name,), module="m")
+        made = Node(op=op, args=refs, kwargs=tuple(kwargs.items()), outputs=(name,), module="m")
         self.bodies[backward].append(made)
         self.metas[name] = TensorMeta(shape, dtype)
         return name

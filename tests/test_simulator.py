@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autopar.cost.simulator import Span, Task, fair_rates, simulate
+from autopar.cost.simulator import Span, Task, fair_rates, scheduled
 
 
 def flow(stream: str, seconds: float, part: float = 1.0, fixed: float = 0.0, after: tuple[int, ...] = ()) -> Task:
@@ -15,7 +15,7 @@ def flow(stream: str, seconds: float, part: float = 1.0, fixed: float = 0.0, aft
 
 
 def times(*tasks: Task) -> list[tuple[float, float]]:
-    return [(pytest.approx(s.start_seconds), pytest.approx(s.end_seconds)) for s in simulate(tasks)]
+    return [(pytest.approx(s.start_seconds), pytest.approx(s.end_seconds)) for s in scheduled(tasks)]
 
 
 def test_tasks_of_a_stream_follow_each_other_and_others_run_beside_them() -> None:
@@ -55,7 +55,7 @@ def test_no_more_is_used_than_there_is_and_nothing_stands_idle(seed: int) -> Non
         tasks.append(
             Task(stream=rng.choice("abcd"), after=after, moving_seconds=rng.uniform(0.5, 2.0), uses=tuple(uses.items()))
         )
-    spans = simulate(tasks)
+    spans = scheduled(tasks)
     end = max(span.end_seconds for span in spans)
     assert end <= sum(task.seconds for task in tasks) + 1e-9
     for link in "xyz":
@@ -70,7 +70,7 @@ def test_no_more_is_used_than_there_is_and_nothing_stands_idle(seed: int) -> Non
 
 def test_an_order_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"task 0 on stream 'a' comes after \[0\]: name earlier tasks"):
-        simulate([Task(stream="a", after=(0,))])
+        scheduled([Task(stream="a", after=(0,))])
     with pytest.raises(ValueError, match=r"task 0 on stream 'a' uses .* parts above 0 and at most 1"):
-        simulate([flow("a", 1.0, part=1.5)])
-    assert simulate([]) == [] and simulate([Task(stream="a")]) == [Span(0.0, 0.0)]
+        scheduled([flow("a", 1.0, part=1.5)])
+    assert scheduled([]) == [] and scheduled([Task(stream="a")]) == [Span(0.0, 0.0)]

@@ -201,14 +201,13 @@ def test_an_operator_without_a_rule_gets_contiguous_operands_and_a_view_does_not
 def test_the_peak_counts_what_the_contract_copies() -> None:
     """Group norm of a transposed view: a copy of its input while it runs."""
     from autopar.cost.liveness import Memory
-    from autopar.ir.graph import Ref, TensorMeta
-    from autopar.ir.program import Instruction
+    from autopar.ir.graph import Node, Ref, TensorMeta
 
     memory = Memory()
     memory.give("x", TensorMeta((4, 6, 8), torch.float64))
     arguments = (Ref("y"), None, None, 4, 8, 6, 2, 1e-5)
-    permute = Instruction(op="aten.permute.default", args=(Ref("x"), (0, 2, 1)), outputs=("y",))
-    norm = Instruction(op="aten.native_group_norm.default", args=arguments, outputs=("z", "mean", "rstd"))
+    permute = Node(op="aten.permute.default", args=(Ref("x"), (0, 2, 1)), outputs=("y",))
+    norm = Node(op="aten.native_group_norm.default", args=arguments, outputs=("z", "mean", "rstd"))
     memory.local(permute)
     memory.local(norm)
     assert memory.unnamed == {id(norm): 4 * 6 * 8 * 8}

@@ -17,8 +17,8 @@ from autopar.cluster.links import ALGORITHMS, KINDS
 from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_key
 from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE, Timeline
-from autopar.ir.graph import Ref, TensorMeta
-from autopar.ir.program import Instruction, Program
+from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.program import Program
 from autopar.passes.codegen.program import codegen
 from autopar.planning.account import least_seconds
 from autopar.planning.planner import Planner
@@ -57,7 +57,7 @@ def program(*lines: str, axes: Sequence[str] = ("a",)) -> Program:
         result, op, *operands = line.replace("=", " ").split()
         args = tuple(int(o) if o.isdigit() else o if o == "sum" else Ref(o) for o in operands)
         name = f"collective.{op}" if op in ("all_reduce", "wait") else f"aten.{op}"
-        made.append(Instruction(op=name, args=args, outputs=(result,)))
+        made.append(Node(op=name, args=args, outputs=(result,)))
     metas = dict.fromkeys(["x", *(i.outputs[0] for i in made)], TensorMeta((SIZE,), torch.float32))
     return Program(
         axes=tuple(axes),

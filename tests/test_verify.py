@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.ir.program import Instruction
+from autopar.ir.graph import Node
 from autopar.runtime.execute import compile
 from autopar.runtime.module import ParallelModule
 
@@ -85,7 +85,7 @@ def tampered(what: str) -> None:
     state = vars(module)["_state"]
     program = state.program
 
-    def changed(instructions: tuple[Instruction, ...], op: str, other: str) -> tuple[Instruction, ...]:
+    def changed(instructions: tuple[Node, ...], op: str, other: str) -> tuple[Node, ...]:
         assert any(i.op == op for i in instructions)
         return tuple(replace(i, op=other) if i.op == op else i for i in instructions)
 

@@ -64,14 +64,16 @@ class Device:
     memory_bytes_per_link_byte: float = 0.0
     operators: Operators | None = None
 
+    def measured_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float | None:
+        """What was measured of one operator on local shapes, if it was."""
+        return None if self.operators is None else self.operators.seconds.get(operator_key(op, inputs, outputs))
+
     def operator_seconds(
         self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], flops: float
     ) -> float:
         """Seconds of one operator on local shapes: as measured, or by the roofline of its arithmetic and its bytes."""
-        if self.operators is not None:
-            known = self.operators.seconds.get(operator_key(op, inputs, outputs))
-            if known is not None:
-                return known
+        if (measured := self.measured_seconds(op, inputs, outputs)) is not None:
+            return measured
         tensors = (*inputs, *outputs)
         dtype = tensors[0].dtype if tensors else torch.float32
         return self.roofline_seconds(flops, sum(tensor.bytes for tensor in tensors), dtype) * self.ratio(op)
@@ -91,8 +93,8 @@ class Device:
 
     def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:
         """Seconds of an operator that moves nothing."""
-        known = None if self.operators is None else self.operators.seconds.get(operator_key(op, inputs, outputs))
-        return self.seconds_per_op if known is None else known
+        measured = self.measured_seconds(op, inputs, outputs)
+        return self.seconds_per_op if measured is None else measured
 
     def optimizer_seconds(self, name: str, moved_bytes: float) -> float:
         """Seconds of an optimizer's step that reads and writes so many bytes."""

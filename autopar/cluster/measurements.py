@@ -25,15 +25,10 @@ class Case(Generic[Axis]):
     alone: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Median and quartiles of the seconds of one collective. `axis` are the ranks of a group and how far they are
-    apart, `bytes` the larger of a rank's input and output. `alone`: one group only, and not all of the axis at once."""
+@dataclass(frozen=True, kw_only=True)
+class Sample(Case[tuple[int, int]]):
+    """Median and quartiles of the seconds of a case. `axis` are the ranks of a group and how far they are apart."""
 
-    kind: str
-    axis: tuple[int, int]
-    bytes: int
-    alone: bool
     seconds: float
     quartiles: tuple[float, float]
 

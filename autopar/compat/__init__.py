@@ -5,109 +5,63 @@ another torch raises `ImportError`.
 """
 
 # ruff: noqa: I001 (the version first: under another torch nothing else here can be imported)
-from .versions import SERVED
+from .versions import SERVED as SERVED
 
-from .distributed import all_gather_single, local_tensor, make_dtensor, reduce_scatter_single, strided_shard
-from .exporting import as_exported, autocast_dtype, plain_attention, without_autocast
-from .joint import Joint, Placeholder, Result, joint
-from .nodes import is_accumulation, is_backward, module_path
-from .recording import PLACE, Recorded, RecordedInput, is_recorded_function, place_of, recorded, set_place
-from .tensors import (
-    VALUES_MOST,
-    by_tensor,
-    fake_mode,
-    is_fake,
-    is_observed,
-    is_plain,
-    is_profiling,
-    is_real,
-    is_torchs,
-    memory_of,
-    notes_of,
-    number_of,
-    shell,
-    stand_in,
-    storage_span,
-    take_notes,
-    uncompiled,
-    unmodified,
-    value_of,
-    version,
-)
-from .watching import (
-    Watching,
-    WritesReal,
-    decides_by_data,
-    global_backward_hooks,
-    global_forward_hooks,
-    hook_registries,
-    hooks_gradient,
-    hooks_gradients,
-    leaves_numbers,
-    saving,
-    seeding,
-    suspended_in_branches,
-    without_modes,
-    written_by,
-)
-
-__all__ = [
-    "PLACE",
-    "SERVED",
-    "VALUES_MOST",
-    "Joint",
-    "Placeholder",
-    "Recorded",
-    "RecordedInput",
-    "Result",
-    "Watching",
-    "WritesReal",
-    "all_gather_single",
-    "as_exported",
-    "autocast_dtype",
-    "by_tensor",
-    "decides_by_data",
-    "fake_mode",
-    "global_backward_hooks",
-    "global_forward_hooks",
-    "hook_registries",
-    "hooks_gradient",
-    "hooks_gradients",
-    "is_accumulation",
-    "is_backward",
-    "is_fake",
-    "is_observed",
-    "is_plain",
-    "is_profiling",
-    "is_real",
-    "is_recorded_function",
-    "is_torchs",
-    "joint",
-    "leaves_numbers",
-    "local_tensor",
-    "make_dtensor",
-    "memory_of",
-    "module_path",
-    "notes_of",
-    "number_of",
-    "place_of",
-    "plain_attention",
-    "recorded",
-    "reduce_scatter_single",
-    "saving",
-    "seeding",
-    "set_place",
-    "shell",
-    "stand_in",
-    "storage_span",
-    "strided_shard",
-    "suspended_in_branches",
-    "take_notes",
-    "uncompiled",
-    "unmodified",
-    "value_of",
-    "version",
-    "without_autocast",
-    "without_modes",
-    "written_by",
-]
+from .distributed import all_gather_single as all_gather_single
+from .distributed import local_tensor as local_tensor
+from .distributed import make_dtensor as make_dtensor
+from .distributed import reduce_scatter_single as reduce_scatter_single
+from .distributed import strided_shard as strided_shard
+from .exporting import as_exported as as_exported
+from .exporting import autocast_dtype as autocast_dtype
+from .exporting import plain_attention as plain_attention
+from .exporting import without_autocast as without_autocast
+from .joint import Joint as Joint
+from .joint import Placeholder as Placeholder
+from .joint import Result as Result
+from .joint import joint as joint
+from .nodes import is_accumulation as is_accumulation
+from .nodes import is_backward as is_backward
+from .nodes import module_path as module_path
+from .patches import patched as patched
+from .recording import PLACE as PLACE
+from .recording import Recorded as Recorded
+from .recording import RecordedInput as RecordedInput
+from .recording import is_recorded_function as is_recorded_function
+from .recording import place_of as place_of
+from .recording import recorded as recorded
+from .recording import set_place as set_place
+from .tensors import VALUES_MOST as VALUES_MOST
+from .tensors import by_tensor as by_tensor
+from .tensors import fake_mode as fake_mode
+from .tensors import is_fake as is_fake
+from .tensors import is_observed as is_observed
+from .tensors import is_plain as is_plain
+from .tensors import is_profiling as is_profiling
+from .tensors import is_real as is_real
+from .tensors import is_torchs as is_torchs
+from .tensors import memory_of as memory_of
+from .tensors import notes_of as notes_of
+from .tensors import number_of as number_of
+from .tensors import shell as shell
+from .tensors import stand_in as stand_in
+from .tensors import storage_span as storage_span
+from .tensors import take_notes as take_notes
+from .tensors import uncompiled as uncompiled
+from .tensors import unmodified as unmodified
+from .tensors import value_of as value_of
+from .tensors import version as version
+from .watching import Watching as Watching
+from .watching import WritesReal as WritesReal
+from .watching import decides_by_data as decides_by_data
+from .watching import global_backward_hooks as global_backward_hooks
+from .watching import global_forward_hooks as global_forward_hooks
+from .watching import hook_registries as hook_registries
+from .watching import hooks_gradient as hooks_gradient
+from .watching import hooks_gradients as hooks_gradients
+from .watching import leaves_numbers as leaves_numbers
+from .watching import saving as saving
+from .watching import seeding as seeding
+from .watching import suspended_in_branches as suspended_in_branches
+from .watching import without_modes as without_modes
+from .watching import written_by as written_by

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .patches import patched
 from .tensors import storage_span
 
 
@@ -34,8 +35,7 @@ def as_captured() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _regions_within_regions() -> Iterator[None]:
+def _regions_within_regions() -> contextlib.AbstractContextManager[None]:
     """Within it `torch.export` keeps a change of grad mode that stands in a region with autocast. Its pass that makes
     regions without gradients splits a graph at such a change, enters autocast again at the head of the piece, and then
     does not find the change there, which is lost without a word."""
@@ -48,11 +48,7 @@ def _regions_within_regions() -> Iterator[None]:
         _close_autocast_where_grad_changes(module.graph)
         return known(module, signature)
 
-    passes.replace_set_grad_with_hop_pass = replace_set_grad
-    try:
-        yield
-    finally:
-        passes.replace_set_grad_with_hop_pass = known
+    return patched(passes, "replace_set_grad_with_hop_pass", replace_set_grad)
 
 
 def _close_autocast_where_grad_changes(graph: fx.Graph) -> None:
@@ -81,11 +77,9 @@ def _close_autocast_where_grad_changes(graph: fx.Graph) -> None:
                     place.meta = {**first.meta}
 
 
-@contextlib.contextmanager
-def _settled_modules() -> Iterator[None]:
+def _settled_modules() -> contextlib.AbstractContextManager[None]:
     """`module.to(dtype)` in forward does nothing where the module is so already (the router of Switch Transformers);
     by itself it swaps every parameter of fakes."""
-    apply = nn.Module._apply
 
     def settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         with torch.no_grad():
@@ -99,11 +93,7 @@ def _settled_modules() -> Iterator[None]:
                     )
         return self
 
-    nn.Module._apply = settled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]
+    return patched(nn.Module, "_apply", settled)
 
 
 @contextlib.contextmanager
@@ -115,39 +105,27 @@ def _plain_checkpoints() -> Iterator[None]:
     import torch.utils.checkpoint
     from torch.utils.checkpoint import CheckpointFunction
 
-    checkpoints: Any = torch.utils.checkpoint
-    hooks = checkpoints._checkpoint_hook
-
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
             return function(*args)
 
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
-    checkpoints._checkpoint_hook = lambda frame: contextlib.nullcontext()
-    try:
+    with (
+        patched(CheckpointFunction, "apply", staticmethod(apply)),
+        patched(torch.utils.checkpoint, "_checkpoint_hook", lambda frame: contextlib.nullcontext()),
+    ):
         yield
-    finally:
-        del CheckpointFunction.apply
-        checkpoints._checkpoint_hook = hooks
 
 
-@contextlib.contextmanager
-def plain_lstm() -> Iterator[None]:
+def plain_lstm() -> contextlib.AbstractContextManager[None]:
     """An LSTM is its steps, on every device and in every dtype. In float32 on a CPU torch would make one operator of a
     layer, of which no dim can be split and whose backward has results that are None."""
     from torch._decomp import decompositions
 
-    known = decompositions.select_one_layer_lstm_function
-    decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
-    try:
-        yield
-    finally:
-        decompositions.select_one_layer_lstm_function = known
+    return patched(decompositions, "select_one_layer_lstm_function", lambda *_: decompositions.one_layer_lstm)
 
 
-@contextlib.contextmanager
-def _averaged_norms() -> Iterator[None]:
+def _averaged_norms() -> contextlib.AbstractContextManager[None]:
     """`BatchNorm(momentum=None)` keeps the plain average of what it has seen, whose factor is a number that it reads
     off a buffer. Here that is arithmetic on the buffer."""
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -168,25 +146,15 @@ def _averaged_norms() -> Iterator[None]:
                 running.copy_((1.0 - share) * running + share * now)
         return result
 
-    _BatchNorm.forward = averaged  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _BatchNorm.forward = forward  # type: ignore[method-assign]
+    return patched(_BatchNorm, "forward", averaged)
 
 
-@contextlib.contextmanager
-def _masks_as_they_are() -> Iterator[None]:
+def _masks_as_they_are() -> contextlib.AbstractContextManager[None]:
     """`nn.TransformerEncoder` compares the mask that it is given with the causal one, to give attention a hint: a
     branch on data, with and without which the result is the same."""
     from torch.nn.modules import transformer
 
-    detect = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = detect
+    return patched(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

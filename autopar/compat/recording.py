@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from .exporting import as_captured, plain_lstm
+from .patches import patched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,6 @@ def recorded(
 
 
 _NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
-
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -120,19 +120,12 @@ def _lean(lines: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _without_stack_traces() -> Iterator[None]:
+def _without_stack_traces() -> contextlib.AbstractContextManager[None]:
     from torch.fx import config
 
     if not hasattr(config, "do_not_emit_stack_traces"):
-        yield  # before 2.12 tracing always takes them
-        return
-    known = config.do_not_emit_stack_traces
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = known
+        return contextlib.nullcontext()  # before 2.12 tracing always takes them
+    return patched(config, "do_not_emit_stack_traces", True)
 
 
 def is_recorded_function(node: fx.Node) -> bool:
@@ -158,8 +151,7 @@ CALLS = "autopar_calls"
 """The namespace of operators that stand for calls of autograd functions while a model is captured."""
 
 
-@contextlib.contextmanager
-def _recorded_functions(library: torch.library.Library) -> Iterator[None]:
+def _recorded_functions(library: torch.library.Library) -> contextlib.AbstractContextManager[None]:
     """Export keeps calls of a `torch.autograd.Function`: by itself it records what its forward does, and loses
     the backward that the model wrote. Each call becomes an operator, whose decomposition is the call: export
     takes it as it is, and autograd runs it in the second trace. Those of `torch.library` are operators already."""
@@ -191,11 +183,7 @@ def _recorded_functions(library: torch.library.Library) -> Iterator[None]:
         made = getattr(getattr(torch.ops, CALLS), name)([leaves[i] for i in given])
         return pytree.tree_unflatten(made, shape[0])
 
-    function.apply = classmethod(recorded)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        function.apply = apply  # type: ignore[method-assign]
+    return patched(function, "apply", classmethod(recorded))
 
 
 def writes(node: fx.Node) -> bool:

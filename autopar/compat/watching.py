@@ -12,6 +12,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .patches import patched
+
 
 class WritesReal(Exception):
     """An operator of a traced model writes a tensor that is neither of the traced copy nor made by it."""
@@ -55,11 +57,10 @@ def suspended_in_branches(context: Callable[[], contextlib.AbstractContextManage
             entered[-1].__enter__()
 
     entered[-1].__enter__()
-    utils._hop_compile_and_call = outside
     try:
-        yield
+        with patched(utils, "_hop_compile_and_call", outside):
+            yield
     finally:
-        utils._hop_compile_and_call = compiled
         entered.pop().__exit__(None, None, None)
 
 
@@ -148,20 +149,13 @@ class _Seeded:
         return getattr(self._generator, name)
 
 
-@contextlib.contextmanager
-def seeding(seeded: Callable[[], None]) -> Iterator[None]:
+def seeding(seeded: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `seeded` is called where torch's own generator is given a seed."""
     holder: Any = torch.random
-    known = holder.default_generator
-    holder.default_generator = _Seeded(known, seeded)
-    try:
-        yield
-    finally:
-        holder.default_generator = known
+    return patched(holder, "default_generator", _Seeded(holder.default_generator, seeded))
 
 
-@contextlib.contextmanager
-def saving(saved: Callable[[], None]) -> Iterator[None]:
+def saving(saved: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `saved` is called where hooks are set on what autograd saves (not those of torch itself)."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     known = hooks.__enter__
@@ -171,8 +165,4 @@ def saving(saved: Callable[[], None]) -> Iterator[None]:
             saved()
         known(self)
 
-    hooks.__enter__ = enter
-    try:
-        yield
-    finally:
-        hooks.__enter__ = known
+    return patched(hooks, "__enter__", enter)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import TensorMeta, map_references
+from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
 from autopar.ir.layout import local_shape
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Program
+from autopar.ir.rewrite import last_reads
 from autopar.ops import contract
 from autopar.ops.emit import on_meta
 
@@ -50,16 +51,16 @@ class Line:
     """An instruction; whether it, if it is an all-reduce, works in its operand; and the values that are dropped right
     after it: operands read for the last time, and results that nothing reads."""
 
-    instruction: Instruction
+    instruction: Node
     in_place: bool
     dead: tuple[str, ...]
 
 
 def lifetimes(
-    arguments: Sequence[str], instructions: Sequence[Instruction], results: Iterable[str | None]
+    arguments: Sequence[str], instructions: Sequence[Node], results: Iterable[str | None]
 ) -> tuple[tuple[str, ...], list[Line]]:
     """(arguments that nothing reads, lines) of a function that returns `results`."""
-    last = {used: i for i, instruction in enumerate(instructions) for used in instruction.inputs}
+    last = last_reads(instructions)
     kept = {result for result in results if result is not None}
     unused = tuple(dict.fromkeys(a for a in arguments if a not in last and a not in kept))
     own: set[str] = set()  # values whose memory nothing else reads any more
@@ -140,7 +141,7 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class PlacementCache:
     """How values lie in memory, found out once for programs that are much alike."""
 
     operators: dict[tuple[str, tuple[Placed, ...]], Results] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class Known:
             found = self.contiguous[meta] = Placed(meta.shape, stride, 0, meta.dtype)
         return found
 
-    def results(self, instruction: Instruction, operands: tuple[Placed, ...]) -> Results:
+    def results(self, instruction: Node, operands: tuple[Placed, ...]) -> Results:
         key = (instruction.form, operands)
         if (found := self.operators.get(key)) is None:
             made, operands_bytes = _run(instruction, operands)
@@ -172,14 +173,14 @@ class Memory:
     storages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     placed: dict[str, Placed] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
-    """Instruction, by its id -> bytes of its results that have no name, and of copies of its operands."""
-    known: Known = field(default_factory=Known)
+    """Node, by its id -> bytes of its results that have no name, and of copies of its operands."""
+    known: PlacementCache = field(default_factory=PlacementCache)
 
     @staticmethod
-    def of(program: Program, instructions: Sequence[Instruction], known: Known | None = None) -> Memory:
+    def of(program: Program, instructions: Sequence[Node], known: PlacementCache | None = None) -> Memory:
         """Of the inputs and the values that these instructions make; no all-reduce works in place. `known` is what
         other programs showed."""
-        memory = Memory(known=known or Known())
+        memory = Memory(known=known or PlacementCache())
         for i in program.inputs:
             memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
         for instruction in instructions:
@@ -198,7 +199,7 @@ class Memory:
     def run(self, program: Program, line: Line, *, by_parts: bool) -> None:
         """What an instruction makes. `by_parts`: a reduce-scatter receives all parts before it adds them up."""
         instruction = line.instruction
-        if instruction.op == "collective.wait":
+        if instruction.op == WAIT:
             (name,), (started,) = instruction.outputs, instruction.inputs
             self.placed[name] = self.placed[started]
             self.storages[name] = self.storages[started][:1]
@@ -207,7 +208,7 @@ class Memory:
         else:
             self.local(instruction)
 
-    def local(self, instruction: Instruction) -> Results:
+    def local(self, instruction: Node) -> Results:
         """What a local op makes."""
         placed = self.placed
         results = self.known.results(instruction, tuple([placed[name] for name in instruction.inputs]))
@@ -242,7 +243,7 @@ class Memory:
         self.storages[name] = (result, *held)
 
 
-def _run(instruction: Instruction, operands: Sequence[Placed]) -> tuple[tuple[Made | None, ...], int]:
+def _run(instruction: Node, operands: Sequence[Placed]) -> tuple[tuple[Made | None, ...], int]:
     """What the op makes of such operands, on the meta device, and bytes of the copies that its kernel needs of them."""
     given = [placed.empty() for placed in operands]
     feed = iter(given)

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import TensorMeta
+from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import local_shape
-from autopar.ir.program import Instruction, Program, source_line
+from autopar.ir.program import Program, source_line
 from autopar.ops.workspace import workspace_bytes
 
-from .liveness import Known, Line, Memory, lifetimes
+from .liveness import Line, Memory, PlacementCache, lifetimes
 from .optimizers import Optimizer
 
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "outputs", "activations", "temporaries")
@@ -49,30 +49,32 @@ class Moment:
     `phase`: forward, backward, or what else."""
 
     phase: str
-    instruction: Instruction | None
+    instruction: Node | None
     bytes: int
     lasting_bytes: int
 
 
-def peak(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> Peak:
+def peak(program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None = None) -> Peak:
     """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda";
     `known` is how results lay in memory in other programs."""
     return _step(program, optimizer, device_type, known).peak()
 
 
-def moments(program: Program, optimizer: Optimizer, device_type: str, known: Known | None = None) -> list[Moment]:
+def moments(
+    program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None = None
+) -> list[Moment]:
     """All that `peak` looks at, in their order."""
     step = _step(program, optimizer, device_type, known)
     step.peak()
     return step.moments
 
 
-def _step(program: Program, optimizer: Optimizer, device_type: str, known: Known | None) -> _Step:
-    return _Step(program, optimizer, device_type, Memory(known=known or Known()))
+def _step(program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None) -> _TrainingStep:
+    return _TrainingStep(program, optimizer, device_type, Memory(known=known or PlacementCache()))
 
 
 @dataclass(eq=False)
-class _Step:
+class _TrainingStep:
     program: Program
     optimizer: Optimizer
     device_type: str
@@ -84,7 +86,7 @@ class _Step:
     alive: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     most: int = -1
     found: dict[str, int] = field(default_factory=dict)
-    at: tuple[str, Instruction | None] = ("", None)
+    at: tuple[str, Node | None] = ("", None)
     moments: list[Moment] = field(default_factory=list)
 
     def peak(self) -> Peak:
@@ -193,7 +195,7 @@ class _Step:
             self._look(phase, inside, instruction)
             self._drop(line.dead)
 
-    def _look(self, phase: str, inside: int = 0, instruction: Instruction | None = None) -> None:
+    def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
         """Remember this moment if it is the peak. `inside` is what lives within an operator."""
         alive = sum(self.alive.values())
         total = alive + inside

@@ -41,7 +41,7 @@ from autopar.ir.layout import (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RouteStep:
     """`kind` is all_reduce, all_gather, reduce_scatter, all_to_all, or slice (local) on `axis`,
     between two layouts that differ on that axis alone. `bytes` is the larger of what a rank puts in
     and gets out, padding included."""
@@ -57,7 +57,7 @@ class Step:
 class Route:
     """Steps from one layout to another, and their seconds."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RouteStep, ...]
     seconds: float
 
 
@@ -99,9 +99,9 @@ class Redistributor:
         """On each mesh axis."""
         self.hidden = hidden
         """The part of the seconds of what travels in buckets that passes while the rank computes."""
-        self._steps: dict[tuple[Shape, int, int, Layout, Layout], Step | None] = {}
+        self._steps: dict[tuple[Shape, int, int, Layout, Layout], RouteStep | None] = {}
         self._moving: dict[tuple[str, int, int, bool], float] = {}
-        self._moved: dict[tuple[Shape, int, int, Layout, Placement, bool], tuple[tuple[float, Step], ...]] = {}
+        self._moved: dict[tuple[Shape, int, int, Layout, Placement, bool], tuple[tuple[float, RouteStep], ...]] = {}
         self._routes: dict[tuple[Shape, int, Layout, Layout, bool], Route | None] = {}
         self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None] = {}
 
@@ -173,7 +173,7 @@ class Redistributor:
             if not all(isinstance(a, Partial) and isinstance(b, Replicate) for a, b in changed):
                 return None
         ticket = count()
-        queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(ticket), source, ())]
+        queue: list[tuple[float, int, Layout, tuple[RouteStep, ...]]] = [(0.0, next(ticket), source, ())]
         least = {source: 0.0}
         while queue:
             seconds, _, layout, steps = heapq.heappop(queue)
@@ -198,7 +198,7 @@ class Redistributor:
 
     def _moves(
         self, shape: Shape, itemsize: int, axis: int, layout: Layout, there: Placement, bucketed: bool
-    ) -> tuple[tuple[float, Step], ...]:
+    ) -> tuple[tuple[float, RouteStep], ...]:
         """The steps on an axis to a placement, or to the whole on the way to it, with their seconds."""
         key = (shape, itemsize, axis, layout, there, bucketed)
         if key not in self._moved:
@@ -210,7 +210,7 @@ class Redistributor:
 
     def _priced_steps(
         self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Iterable[Layout], bucketed: bool
-    ) -> tuple[tuple[float, Step], ...]:
+    ) -> tuple[tuple[float, RouteStep], ...]:
         """The steps that there are to these layouts."""
         steps = [self._step(shape, itemsize, axis, before, there) for there in after]
         return tuple((self.step_seconds(step, bucketed), step) for step in steps if step is not None)
@@ -229,13 +229,13 @@ class Redistributor:
             if is_legal(shape, after, self.mesh) and padded_shape(shape, after) == padded:
                 yield after
 
-    def _step(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> Step | None:
+    def _step(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> RouteStep | None:
         key = (shape, itemsize, axis, before, after)
         if key not in self._steps:
             self._steps[key] = self._made(shape, itemsize, axis, before, after)
         return self._steps[key]
 
-    def _made(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> Step | None:
+    def _made(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> RouteStep | None:
         here, there = before[axis], after[axis]
         n = self.mesh[axis]
         given, taken = local_shape(shape, before, self.mesh), local_shape(shape, after, self.mesh)
@@ -260,9 +260,9 @@ class Redistributor:
             kind = "all_to_all"
             if here.dim != there.dim:
                 put = got = put // given[there.dim] * taken[there.dim] * n
-        return Step(kind, axis, before, after, max(put, got))
+        return RouteStep(kind, axis, before, after, max(put, got))
 
-    def link_seconds(self, step: Step, bucketed: bool = False) -> float:
+    def link_seconds(self, step: RouteStep, bucketed: bool = False) -> float:
         """Seconds that a step spends on links; 0 for a local one."""
         if step.kind == "slice":
             return 0.0
@@ -271,14 +271,14 @@ class Redistributor:
             self._moving[key] = self._link_seconds(step, bucketed)
         return self._moving[key]
 
-    def _link_seconds(self, step: Step, bucketed: bool) -> float:
+    def _link_seconds(self, step: RouteStep, bucketed: bool) -> float:
         link = self.links[step.axis]
         if not bucketed:
             return collective_seconds(step.kind, step.bytes, link)
         share = min(1.0, step.bytes / self.bucket_bytes[step.axis])
         return (1.0 - self.hidden) * collective_seconds(step.kind, step.bytes, link, share)
 
-    def step_seconds(self, step: Step, bucketed: bool = False) -> float:
+    def step_seconds(self, step: RouteStep, bucketed: bool = False) -> float:
         """Seconds of one step: the collective, and the local copies that put chunks in order."""
         if step.kind == "slice":
             # reading and writing the part that is kept

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopar.cluster.machine import Device, operator_key
-from autopar.ir.graph import TensorMeta
-from autopar.ir.program import Instruction, Program
+from autopar.cluster.machine import Device
+from autopar.ir.graph import CONTIGUOUS, RESHAPE, VIEWS, Node
+from autopar.ir.program import Program
+from autopar.ir.rewrite import read_and_made
 from autopar.ops import Call, rule_of
-from autopar.ops.emit import call_of
-from autopar.ops.registry import VIEWS
+from autopar.ops.rule import call_of
 
 from . import liveness
 
-COPIES = frozenset({"aten.contiguous.default", "aten.reshape.default"})
+COPIES = frozenset({CONTIGUOUS, RESHAPE})
 """Views that lay out anew a value that does not lie in order."""
 
 FREE = COPIES | set(VIEWS)
@@ -36,17 +35,13 @@ CostKey = tuple[liveness.Results, tuple[bool, ...]]
 """What an operator makes of its operands, and which of its results are wanted."""
 
 
-def key_of(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> str:
-    """The `operator_key` of an instruction of a program."""
-    made = [metas[name] for name in instruction.outputs if name]
-    return operator_key(instruction.op, [metas[name] for name in instruction.inputs], made)
-
-
 class LocalOperators:
     """What a rank's own operators cost: a roofline of arithmetic and memory. What only makes a view of memory that is
     there already moves nothing (`liveness.Memory`)."""
 
-    def __init__(self, program: Program, device: Device, costs: dict[CostKey, Cost], made: liveness.Known) -> None:
+    def __init__(
+        self, program: Program, device: Device, costs: dict[CostKey, Cost], made: liveness.PlacementCache
+    ) -> None:
         self.program, self.metas, self.device = program, program.metas, device
         instructions = (*program.forward, *program.backward)
         self.read = {name for instruction in instructions for name in instruction.inputs}
@@ -56,20 +51,19 @@ class LocalOperators:
         self.read.update(program.saved, (o.name for o in program.outputs if o.name is not None))
         self._known = costs
 
-    def pass_by(self, instruction: Instruction) -> None:
+    def pass_by(self, instruction: Node) -> None:
         """A collective makes memory of its own."""
         for name in instruction.outputs:
             self.memory.give(name, self.metas[name])
 
-    def starting(self, instruction: Instruction) -> float:
+    def starting(self, instruction: Node) -> float:
         """Seconds that the rank itself is busy with the start of a collective, where that was measured."""
         return self._measured(instruction) or 0.0
 
-    def _measured(self, instruction: Instruction) -> float | None:
-        operators = self.device.operators
-        return None if operators is None else operators.seconds.get(key_of(instruction, self.metas))
+    def _measured(self, instruction: Node) -> float | None:
+        return self.device.measured_seconds(instruction.op, *read_and_made(instruction, self.metas))
 
-    def cost(self, instruction: Instruction) -> Cost:
+    def cost(self, instruction: Node) -> Cost:
         results, outputs = self.memory.local(instruction), instruction.outputs
         # an op may be told not to make what nobody reads
         wanted = outputs if len(outputs) == 1 else self.read.intersection(outputs) or outputs
@@ -80,21 +74,19 @@ class LocalOperators:
             found = self._known[key] = self._cost(instruction, results.copies, call)
         return found
 
-    def _cost(self, instruction: Instruction, copies: bool, call: Call) -> Cost:
-        known, ratio = self._measured(instruction), self.device.ratio(instruction.op)
-        seconds_per_op = self.device.seconds_per_op if known is None else known
-        size = sum(self.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs) if name)
-        if not copies:
-            return Cost(0.0 if instruction.op in FREE and known is None else seconds_per_op, 0.0, size, 0.0)
-        arithmetic = peak = 0.0
-        if instruction.op not in COPIES and (rule := rule_of(call)) is not None:
-            if rule.moves_nothing:
-                return Cost(seconds_per_op, 0.0, size, 0.0)
-            dtypes = [meta.dtype for meta in (*call.inputs, *call.outputs) if meta is not None]
-            if dtypes and rule.flops:
-                arithmetic = self.device.compute_seconds(rule.flops, dtypes[0])
-                peak = rule.flops / self.device.peak_flops(dtypes[0])
-        moved = self.device.moving_seconds(size)
+    def _cost(self, instruction: Node, copies: bool, call: Call) -> Cost:
+        op, device = instruction.op, self.device
+        read, made = read_and_made(instruction, self.metas)
+        size = sum(meta.bytes for meta in (*read, *made))
+        rule = rule_of(call) if copies and op not in COPIES else None
+        if not copies or (rule is not None and rule.moves_nothing):
+            is_free = not copies and op in FREE and self._measured(instruction) is None
+            return Cost(0.0 if is_free else device.view_seconds(op, read, made), 0.0, size, 0.0)
+        arithmetic = peak = flops = 0.0
+        if rule is not None and rule.flops and (read or made):
+            flops, dtype = rule.flops, (*read, *made)[0].dtype
+            arithmetic, peak = device.compute_seconds(flops, dtype), flops / device.peak_flops(dtype)
+        moved = device.moving_seconds(size)
         longest = max(arithmetic, moved)
-        seconds = ratio * (seconds_per_op + longest) if known is None else known
+        seconds = device.operator_seconds(op, read, made, flops)
         return Cost(seconds, moved / longest if longest else 0.0, size, peak)

@@ -54,10 +54,10 @@ class Span:
         return self.end_seconds - self.start_seconds
 
 
-def simulate(tasks: Sequence[Task]) -> list[Span]:
+def scheduled(tasks: Sequence[Task]) -> list[Span]:
     """When each task runs, from 0 on. Tasks of one stream run in their order here. Raises ValueError for a task that
     comes after itself or a later one, or that uses more than there is."""
-    return _Run(tasks).spans()
+    return _Simulation(tasks).spans()
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Moving:
             self.since, self.rate = now, rate
 
 
-class _Run:
+class _Simulation:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         self.now = 0.0

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 from autopar.cluster.collectives import loads, price
 from autopar.cluster.machine import Cluster
-from autopar.ir.program import Instruction, Program
+from autopar.ir.graph import WAIT, Node
+from autopar.ir.program import Program
 
 from . import liveness
 from .roofline import Cost, CostKey, LocalOperators
-from .simulator import Resource, Span, Task, simulate
+from .simulator import Resource, Span, Task, scheduled
 from .timeline import COMPUTE, Event, Stall, Timeline
 
 MEMORY = "memory"
@@ -29,23 +30,23 @@ PROCESSOR = "processor"
 """What operators need all of, and collectives a part, where a level's `compute_share` is not 0."""
 
 LATEST = 2
-"""Timelines that `Known` keeps."""
+"""Timelines that `TimelineCache` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class TimelineCache:
     """What operators cost and what they make, for timelines of many programs of one device that are much alike."""
 
     costs: dict[CostKey, Cost] = field(default_factory=dict)
-    made: liveness.Known = field(default_factory=liveness.Known)
+    made: liveness.PlacementCache = field(default_factory=liveness.PlacementCache)
     latest: list[tuple[Program, Cluster, Timeline]] = field(default_factory=list)
     """Of the programs that were looked at last: passes look at the same one, one after the other."""
 
 
-def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> Timeline:
+def timeline(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> Timeline:
     """One step of `program` on a cluster; `known` is what earlier timelines on the same device found out. Raises
     ValueError where the mesh does not fit the cluster."""
-    known = known or Known()
+    known = known or TimelineCache()
     for other, priced, found in known.latest:
         if other is program and priced is cluster:
             return found
@@ -54,19 +55,19 @@ def timeline(program: Program, cluster: Cluster, known: Known | None = None) -> 
     return made
 
 
-def alone_seconds(program: Program, cluster: Cluster, known: Known | None = None) -> dict[str, float]:
+def alone_seconds(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> dict[str, float]:
     """What each operator and each collective takes if nothing else runs, by its first result. Raises ValueError as
     `timeline`."""
-    writer = _Streams(program, cluster, known or Known())
+    writer = _Streams(program, cluster, known or TimelineCache())
     writer.write()
     return {
         name: writer.tasks[task].seconds
         for task, instruction, _ in writer.order
-        if (name := _first(instruction)) and instruction.op != "collective.wait"
+        if (name := _first(instruction)) and instruction.op != WAIT
     }
 
 
-def _first(instruction: Instruction) -> str:
+def _first(instruction: Node) -> str:
     """The name of the first result that has one."""
     return next((name for name in instruction.outputs if name), "")
 
@@ -75,14 +76,14 @@ class _Issued(NamedTuple):
     """A task's instruction, or a wait for one (then `task` is what it waits for)."""
 
     task: int
-    instruction: Instruction
+    instruction: Node
     backward: bool
 
 
 class _Streams:
     """A program as tasks."""
 
-    def __init__(self, program: Program, cluster: Cluster, known: Known) -> None:
+    def __init__(self, program: Program, cluster: Cluster, known: TimelineCache) -> None:
         self.program, self.device = program, cluster.device
         self.links = cluster.links(program.mesh)
         self.shares_processor = any(link.compute_share for link in self.links)
@@ -100,7 +101,7 @@ class _Streams:
 
     def timeline(self) -> Timeline:
         self.write()
-        spans = simulate(self.tasks)
+        spans = scheduled(self.tasks)
         return Timeline(
             axes=self.program.axes,
             events=tuple(self._events(spans)),
@@ -115,8 +116,8 @@ class _Streams:
         for instruction in self.program.backward:
             self._issue(instruction, backward=True)
 
-    def _issue(self, instruction: Instruction, *, backward: bool) -> None:
-        if instruction.op == "collective.wait":
+    def _issue(self, instruction: Node, *, backward: bool) -> None:
+        if instruction.op == WAIT:
             self.local.pass_by(instruction)
             awaited = self.started.get(instruction.inputs[0])
             if awaited is not None:
@@ -137,16 +138,16 @@ class _Streams:
                 self._add(instruction, self._operator(cost), cost.bytes, backward)
                 self.barrier = (len(self.tasks) - 1,)
 
-    def _add(self, instruction: Instruction, task: Task, size: int, backward: bool) -> None:
+    def _add(self, instruction: Node, task: Task, size: int, backward: bool) -> None:
         self.order.append(_Issued(len(self.tasks), instruction, backward))
         self.tasks.append(task)
         self.bytes.append(size)
 
-    def _sent(self, instruction: Instruction) -> int:
+    def _sent(self, instruction: Node) -> int:
         metas = self.program.metas
         return max(metas[name].bytes for name in (*instruction.inputs, *instruction.outputs))
 
-    def _collective(self, instruction: Instruction) -> Task:
+    def _collective(self, instruction: Node) -> Task:
         axis, kind = instruction.args[-1], instruction.collective
         assert kind is not None
         key = (kind, axis, self._sent(instruction))
@@ -199,7 +200,7 @@ class _Streams:
 
     def _events(self, spans: list[Span]) -> Iterator[Event]:
         for task, instruction, backward in self.order:
-            if instruction.op != "collective.wait":
+            if instruction.op != WAIT:
                 yield Event(
                     name=_first(instruction),
                     op=instruction.op,
@@ -217,7 +218,7 @@ class _Streams:
         now, last = 0.0, None
         for issued in self.order:
             end, stream = spans[issued.task].end_seconds, self.tasks[issued.task].stream
-            if issued.instruction.op == "collective.wait":
+            if issued.instruction.op == WAIT:
                 if end > now:
                     yield self._stall(issued, stream, now, end)
                 now = max(now, end)

@@ -127,32 +127,24 @@ class Timeline:
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}
             for stream, number in threads.items()
         ]
-        spans = [
-            {
+
+        def span(of: Event | Stall, stream: str, **about: Any) -> dict[str, Any]:
+            return {
                 "ph": "X",
-                "name": event.label,
-                "cat": "backward" if event.backward else "forward",
+                "name": of.label,
+                "cat": "backward" if of.backward else "forward",
                 "pid": 0,
-                "tid": threads[event.stream],
-                "ts": event.start_seconds * 1e6,
-                "dur": event.seconds * 1e6,
-                "args": {"module": event.module, "bytes": event.bytes, "alone": event.alone_seconds * 1e6},
+                "tid": threads[stream],
+                "ts": of.start_seconds * 1e6,
+                "dur": of.seconds * 1e6,
+                "args": about,
             }
+
+        spans = [
+            span(event, event.stream, module=event.module, bytes=event.bytes, alone=event.alone_seconds * 1e6)
             for event in self.events
         ]
-        waits = [
-            {
-                "ph": "X",
-                "name": stall.label,
-                "cat": "backward" if stall.backward else "forward",
-                "pid": 0,
-                "tid": threads[COMPUTE],
-                "ts": stall.start_seconds * 1e6,
-                "dur": stall.seconds * 1e6,
-                "args": {"axis": stall.stream},
-            }
-            for stall in self.stalls
-        ]
+        waits = [span(stall, COMPUTE, axis=stall.stream) for stall in self.stalls]
         return {"traceEvents": names + spans + waits, "displayTimeUnit": "ms"}
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -38,6 +38,10 @@ class TensorMeta:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A reference, inside a node's arguments, to a value of the graph."""
@@ -48,14 +52,20 @@ class Ref:
         return self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """One ATen operator. `outputs` names its values, in order; "" stands for an output that nobody uses.
+WAIT = "collective.wait"
+"""Finishes a collective: the value is there after it."""
 
-    `op` is the qualified overload ("aten.mm.default"). `args` and `kwargs` hold constants, nested
-    tuples, and `Ref`s. `module` is the path of the module that made it ("model.layers.3.mlp", "" if
-    unknown), `backward` tells which half of the step it belongs to, and `sequence` is autograd's
-    sequence number, which a backward node shares with its forward node (-1 if unknown).
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One operator, of a graph (on whole tensors) or of a rank's program (on local ones, and then also a collective).
+
+    `op` is the qualified overload ("aten.mm.default"), or "collective.<kind>" (`program.COLLECTIVES`). `args` and
+    `kwargs` hold constants, nested tuples, and `Ref`s; in a program also `program.RankIndex`es. `outputs` names its
+    values, in order; "" stands for an output that nobody uses. `module` is the path of the module that made it
+    ("model.layers.3.mlp", "" if unknown). In a graph, `backward` tells which half of the step it belongs to, and
+    `sequence` is autograd's sequence number, which a backward node shares with its forward node (-1 if unknown). In a
+    program, `serves` names the node of the graph that it is for ("" for none).
     """
 
     op: str
@@ -65,19 +75,47 @@ class Node:
     module: str = ""
     backward: bool = False
     sequence: int = -1
+    serves: str = ""
 
-    @property
+    @cached_property
     def name(self) -> str:
-        return next(output for output in self.outputs if output)
+        """The first result that has a name."""
+        return next((output for output in self.outputs if output), "")
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors that it reads, in the order of its arguments, repeats included."""
         return (*references(self.args), *references(self.kwargs))
 
+    @cached_property
+    def collective(self) -> str | None:
+        """The kind of collective that it begins, if it is one."""
+        return self.op.removeprefix("collective.") if self.op.startswith("collective.") and self.op != WAIT else None
+
+    @cached_property
+    def form(self) -> str:
+        """The op and its arguments, without the names of the values that it reads: the same for nodes that do the same
+        to other values."""
+        return f"{self.op}{_nameless(self.args)}{_nameless(self.kwargs)}"
+
+    @property
+    def label(self) -> str:
+        """The op, and the value that it makes or, of a wait, waits for: what it is called in traces."""
+        values = self.inputs if self.op == WAIT else self.outputs
+        return " ".join([self.op, *[name for name in values if name][:1]])
+
     def __str__(self) -> str:
         arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs]
         return f"{', '.join(o or '_' for o in self.outputs)} = {self.op}({', '.join(arguments)})"
+
+
+def _nameless(value: Any) -> str:
+    """An argument without the names in it. Numbers keep their type: 1, 1.0 and True differ."""
+    if isinstance(value, Ref):
+        return "."
+    if isinstance(value, tuple):
+        return f"({','.join(map(_nameless, value))})"
+    return repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,12 +206,14 @@ def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     return value
 
 
-RESHAPE, PERMUTE = "aten.reshape.default", "aten.permute.default"
-"""What every view of a graph is written as."""
+RESHAPE, PERMUTE = VIEWS = "aten.reshape.default", "aten.permute.default"
+"""What every view of a graph is written as: layouts travel through them by what they are."""
+
+CONTIGUOUS = "aten.contiguous.default"
 
 
 def is_view(node: Node) -> bool:
-    return node.op in (RESHAPE, PERMUTE)
+    return node.op in VIEWS
 
 
 @cache
@@ -182,3 +222,28 @@ def overload(op: str) -> Callable[..., Any]:
     namespace, name, kind = op.split(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), kind)
     return found
+
+
+class Parameter(NamedTuple):
+    """One argument of an op's schema."""
+
+    name: str
+    type: str
+    default: Any
+
+
+def schema(op: str) -> torch.FunctionSchema:
+    """What torch knows of an op's arguments and results."""
+    found: torch.FunctionSchema = overload(op)._schema  # type: ignore[attr-defined]
+    return found
+
+
+@cache
+def parameters(op: str) -> tuple[Parameter, ...]:
+    """The arguments of an op's schema, in order."""
+    return tuple(Parameter(a.name, str(a.type), a.default_value) for a in schema(op).arguments)
+
+
+def takes(op: str, name: str) -> bool:
+    """Whether the op's schema has an argument of this name."""
+    return any(parameter.name == name for parameter in parameters(op))

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .graph import InputRole, OutputRole, Ref, TensorMeta, overload, references
+from autopar.ir.graph import takes
+
+from .graph import InputRole, Node, OutputRole, Ref, TensorMeta
 from .layout import Layout, describe
 
 COLLECTIVES = (
@@ -40,10 +42,6 @@ wait(x)                             the finished value of any of them
 """
 
 
-WAIT = "collective.wait"
-"""Finishes a collective: the value is there after it."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankIndex:
     """An integer that differs by rank: constant + sum of coordinate[axis] * stride over `terms`."""
@@ -59,55 +57,11 @@ class RankIndex:
         return " + ".join(parts + ([str(self.constant)] if self.constant or not parts else []))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Instruction:
-    """Like a graph's node, but local: args may hold `RankIndex` beside `Ref`s and constants.
-    `node` names the node of the joint graph that it serves ("" for none)."""
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
-    outputs: tuple[str, ...]
-    module: str = ""
-    node: str = ""
-
-    @cached_property
-    def inputs(self) -> tuple[str, ...]:
-        return (*references(self.args), *references(self.kwargs))
-
-    @cached_property
-    def collective(self) -> str | None:
-        kind = self.op.removeprefix("collective.")
-        return kind if kind != self.op and kind in COLLECTIVES else None
-
-    @cached_property
-    def form(self) -> str:
-        """The op and its arguments, without the names of the values that it reads: the same for instructions that do
-        the same to other values."""
-        return f"{self.op}{_nameless(self.args)}{_nameless(self.kwargs)}"
-
-    @property
-    def label(self) -> str:
-        """The op, and the value that it makes or, of a wait, waits for: what it is called in traces."""
-        values = self.inputs if self.op == WAIT else self.outputs
-        return " ".join([self.op, *[name for name in values if name][:1]])
-
-
-def _nameless(value: Any) -> str:
-    """An argument without the names in it. Numbers keep their type: 1, 1.0 and True differ."""
-    if isinstance(value, Ref):
-        return "."
-    if isinstance(value, tuple):
-        return f"({','.join(map(_nameless, value))})"
-    return repr(value)
-
-
-def names_no_device(instruction: Instruction) -> bool:
+def names_no_device(instruction: Node) -> bool:
     """Whether an op makes a tensor from nothing and does not say on which device: an expansion's arange."""
     if instruction.inputs or instruction.op.startswith("collective."):
         return False
-    named = {key for key, _ in instruction.kwargs}
-    return any(a.name == "device" for a in overload(instruction.op)._schema.arguments) and "device" not in named  # type: ignore[attr-defined]
+    return takes(instruction.op, "device") and "device" not in dict(instruction.kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +98,8 @@ class Program:
     axes: tuple[str, ...]
     mesh: tuple[int, ...]
     inputs: tuple[ProgramInput, ...]
-    forward: tuple[Instruction, ...]
-    backward: tuple[Instruction, ...]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
     saved: tuple[str, ...]
     outputs: tuple[ProgramOutput, ...]
     metas: Mapping[str, TensorMeta] = field(repr=False)
@@ -198,7 +152,7 @@ class Program:
         lines.append(f"    return ({''.join(f'{o.name}, ' for o in gradients)})")
         return "\n".join(lines)
 
-    def _body(self, instructions: tuple[Instruction, ...]) -> list[str]:
+    def _body(self, instructions: tuple[Node, ...]) -> list[str]:
         lines, module = [], None
         for instruction in instructions:
             if instruction.module != module:
@@ -208,7 +162,7 @@ class Program:
         return lines
 
 
-def source_line(instruction: Instruction, axes: tuple[str, ...]) -> str:
+def source_line(instruction: Node, axes: tuple[str, ...]) -> str:
     """One readable line of Python."""
     values = [_source(a, axes) for a in instruction.args]
     if instruction.collective:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 
-from autopar.ir.graph import Ref, overload
+from autopar.ir.graph import overload, parameters, schema
 from autopar.ir.layout import Layout, Shape
 
-from .expansions import LocalCall
+from .expansions import LocalCall, Results
 from .local import Arguments
 from .registry import RULES
-from .rule import Call, Emitter, Factor, OpRule, parameters
+from .rule import Call, Emitter, Factor, OpRule
 
 __all__ = ["Call", "Emitter", "Factor", "OpRule", "expand", "localize", "needs_no_rule", "rule_of"]
 
@@ -36,11 +34,9 @@ def rule_of(call: Call) -> OpRule | None:
 def needs_no_rule(op: str) -> bool:
     """Whether replicating the op is all there is to know: it reads no tensor and draws no random
     numbers (arange, full), or it makes nothing (assertions)."""
-    function = overload(op)
-    results = function._schema.returns  # type: ignore[attr-defined]
     reads = any("Tensor" in parameter.type for parameter in parameters(op))
-    random = torch.Tag.nondeterministic_seeded in function.tags  # type: ignore[attr-defined]
-    return not results or not (reads or random)
+    random = torch.Tag.nondeterministic_seeded in overload(op).tags  # type: ignore[attr-defined]
+    return not schema(op).returns or not (reads or random)
 
 
 def localize(
@@ -59,23 +55,9 @@ def localize(
     return args, (*kwargs, *entry.place(call, results, mesh).items()) if entry.place else kwargs
 
 
-def expand(
-    emitter: Emitter,
-    call: Call,
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    splits: Mapping[str, tuple[int, ...]],
-    operands: tuple[Layout, ...],
-    results: tuple[Layout, ...],
-    local_outputs: tuple[Shape | None, ...],
-) -> tuple[Ref | None, ...]:
-    """Emit the local program of an op of which a factor that `expands` is split.
-
-    `args` and `kwargs` are localised and refer to local values. `splits` names all factors of the op
-    that are split, with the mesh axes that split each, outermost first. `operands` and `results` are the
-    layouts of what the op reads and makes. Returns the local results.
-    """
-    entry = RULES.get(call.node.op)
+def expand(emitter: Emitter, local: LocalCall) -> Results:
+    """Emit the local program of an op of which a factor that `expands` is split; the local results."""
+    entry = RULES.get(local.call.node.op)
     expansion = entry.expand if entry else None
-    assert expansion is not None, f"{call.node.op} has no expansion"
-    return expansion(emitter, LocalCall(call, args, kwargs, splits, operands, results, local_outputs))
+    assert expansion is not None, f"{local.call.node.op} has no expansion"
+    return expansion(emitter, local)

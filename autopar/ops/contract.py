@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import overload
+from autopar.ir.graph import overload, parameters, schema
+from autopar.ops.template import tensor_arguments
 
 from .registry import RULES
-from .rule import parameters
 from .strides import Given, contiguous
 
 
@@ -28,11 +28,10 @@ def needed_by(op: str) -> Mapping[str, Given]:
     entry = RULES.get(op)
     if entry is not None:
         return entry.strides
-    function = overload(op)
-    arguments = function._schema.arguments  # type: ignore[attr-defined]
-    if torch.Tag.pointwise in function.tags or any(a.alias_info is not None for a in arguments):  # type: ignore[attr-defined]
+    aliases = any(argument.alias_info is not None for argument in schema(op).arguments)
+    if torch.Tag.pointwise in overload(op).tags or aliases:  # type: ignore[attr-defined]
         return {}
-    return {a.name: contiguous for a in arguments if "Tensor" in str(a.type)}
+    return dict.fromkeys(tensor_arguments(op), contiguous)
 
 
 def given(op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
-from .families import EACH, FIRST, has
+from .families import EACH, FIRST
 from .halo import Window, halo_added, with_halo
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
@@ -36,7 +36,7 @@ def convolution(call: Call) -> OpRule:
     several, groups ("g"), and spatial dims ("s0", ...) where the coarse and the fine rows keep step. A split of the
     input channels adds up outputs, each with its share of the bias."""
     metas = dict(zip(roles(call), call.inputs, strict=True))
-    forward, transposed, groups = not has(call, "grad_output"), call.argument("transposed"), call.argument("groups")
+    forward, transposed, groups = not call.has("grad_output"), call.argument("transposed"), call.argument("groups")
     source, weight = metas["input"], metas["weight"]
     target = call.outputs[0] if forward else metas["grad_output"]
     assert target is not None
@@ -89,7 +89,7 @@ def group_count(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
     groups = call.argument("groups")
     if groups > 1:
         groups = groups * local_inputs[weight][0] // call.inputs[weight].shape[0]
-    if not has(call, "bias_sizes"):
+    if not call.has("bias_sizes"):
         return replaced(call, groups=groups)
     sizes = call.argument("bias_sizes")
     return replaced(call, groups=groups, bias_sizes=sizes and (local_inputs[0][1],))

@@ -7,49 +7,38 @@ Costs, codegen and the oracle run the same expansion, so that what is priced and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, map_references, overload
+from autopar.ir.graph import WAIT, Node, Ref, TensorMeta, map_references, meta_of, overload, takes
 from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
-from autopar.ir.program import Instruction, RankIndex
+from autopar.ir.program import RankIndex
+from autopar.ir.rewrite import NodeWriter
 
 from . import expand, localize
-from .expansions import filled_beyond
-from .rule import ROUTED, Call, OpRule, neutral, parameters
+from .expansions import LocalCall, filled_beyond
+from .rule import ROUTED, Call, OpRule, neutral
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
     """Instructions with the local metas of all that they read and make; `results` are the op's outputs."""
 
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[Node, ...]
     metas: Mapping[str, TensorMeta]
     results: tuple[str | None, ...]
 
 
-def call_of(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> Call:
-    """An operator of a program, on local shapes. Its outputs are None where they have no name, and where its
-    `output_mask` leaves them out."""
-    node = Node(op=instruction.op, args=instruction.args, kwargs=instruction.kwargs, outputs=instruction.outputs)
-    made = tuple(metas[name] if name else None for name in instruction.outputs)
-    call = Call(node, tuple(metas[name] for name in instruction.inputs), made)
-    if all(parameter.name != "output_mask" for parameter in parameters(instruction.op)):
-        return call
-    mask = call.argument("output_mask")
-    return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(made, mask, strict=True)))
-
-
-class LocalEmitter:
+class LocalEmitter(NodeWriter):
     """The `ops.rule.Emitter` that appends instructions. Output metas come from running the op on the
     meta device."""
 
     def __init__(self, mesh: Shape, metas: dict[str, TensorMeta], fresh: Callable[[str], str]) -> None:
-        self.mesh, self.metas, self.fresh = mesh, metas, fresh
-        self.instructions: list[Instruction] = []
+        super().__init__(metas=metas)
+        self.mesh, self.fresh = mesh, fresh
 
     def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         (result,) = self.ops(op, *args, **kwargs)
@@ -76,7 +65,7 @@ class LocalEmitter:
     def _collective(self, kind: str, value: Ref, *args: Any) -> Ref:
         """A collective whose result is like its operand."""
         (started,) = self.append(f"collective.{kind}", (value, *args), (), (self.meta(value),))
-        (finished,) = self.append("collective.wait", (started,), (), (self.meta(value),))
+        (finished,) = self.append(WAIT, (started,), (), (self.meta(value),))
         return finished
 
     def ranks(self, axis: int) -> int:
@@ -100,10 +89,9 @@ class LocalEmitter:
     ) -> tuple[Ref, ...]:
         """Append an instruction with these outputs; one that nobody uses (None) has no name."""
         hint = op.split(".")[1]
-        names = tuple(self.fresh(hint) if meta else "" for meta in metas)
-        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if meta})
-        self.instructions.append(Instruction(op=op, args=args, kwargs=kwargs, outputs=names))
-        return tuple(Ref(name) for name in names)
+        made = [(self.fresh(hint) if meta else "", meta) for meta in metas]
+        self.emit(op, args, *made, kwargs=kwargs)
+        return tuple(Ref(name) for name, _ in made)
 
 
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta | None, ...]:
@@ -116,7 +104,7 @@ def _inferred(
     op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: Any
 ) -> tuple[TensorMeta | None, ...]:
     """`types` tells 1, 1.0 and True apart, which are equal."""
-    return tuple(None if o is None else TensorMeta(tuple(o.shape), o.dtype) for o in on_meta(op, args, kwargs))
+    return tuple(None if o is None else meta_of(o) for o in on_meta(op, args, kwargs))
 
 
 def _types(value: Any) -> Any:
@@ -138,7 +126,7 @@ def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...])
         return value
 
     named = {key: concrete(value) for key, value in kwargs}
-    if any(p.name == "device" for p in parameters(op)):
+    if takes(op, "device"):
         named["device"] = torch.device("meta")
     outputs = overload(op)(*(concrete(a) for a in args), **named)
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
@@ -178,15 +166,15 @@ def local_program(
     given = localize(call, local_inputs, local_outputs, results, mesh)
     args, kwargs = map_references(given, lambda _: next(feed))
     if rule is not None and expands(rule, splits):
-        results_of = expand(emitter, call, args, kwargs, dict(splits), operands, results, local_outputs)
-        made: Sequence[Ref | None] = _named(emitter, results_of)
+        local = LocalCall(call, args, kwargs, dict(splits), operands, results, local_outputs)
+        made: Sequence[Ref | None] = _named(emitter, expand(emitter, local))
     else:
         known = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)
             for meta, shape in zip(call.outputs, local_outputs, strict=True)
         )
         made = emitter.append(call.node.op, args, kwargs, known)
-    return Emission(tuple(emitter.instructions), metas, tuple(r.name or None if r else None for r in made))
+    return Emission(tuple(emitter.written), metas, tuple(r.name or None if r else None for r in made))
 
 
 def _named(emitter: LocalEmitter, results: tuple[Ref | None, ...]) -> list[Ref | None]:

@@ -36,6 +36,10 @@ class LocalCall:
     results: tuple[Layout, ...]
     outputs: tuple[Shape | None, ...]
 
+    def axes(self, of: Callable[[str], bool]) -> tuple[int, ...]:
+        """The mesh axes that split these factors, by name."""
+        return tuple(axis for name, axes in self.splits.items() if of(name) for axis in axes)
+
     def result(self, emitter: Emitter, *args: Any, **kwargs: Any) -> Ref:
         """Emit the op itself, which has one output, with other arguments."""
         return emitter.op(self.call.node.op, *args, **kwargs)

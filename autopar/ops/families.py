@@ -13,7 +13,7 @@ import torch
 
 from autopar.ir.graph import Ref, TensorMeta
 
-from .rule import Call, OpRule, parameters
+from .rule import Call, OpRule
 from .template import Linear, Name, Named, assemble, contraction_flops, parse
 
 Rule = Callable[[Call], OpRule | None]
@@ -136,7 +136,7 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
         (source,) = call.inputs
         names: list[Name] = list(DIMS[: len(source.shape)])
         reduced = axes(call, "dim", len(source.shape))
-        keep = has(call, "keepdim") and call.argument("keepdim")
+        keep = call.has("keepdim") and call.argument("keepdim")
         # collectives have no maximum of truth values
         reduction = "" if how in ("max", "min") and source.dtype is torch.bool else how
         if not reduction:
@@ -152,14 +152,9 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
     return rule
 
 
-def has(call: Call, name: str) -> bool:
-    """Whether the op's schema has an argument of this name."""
-    return any(p.name == name for p in parameters(call.node.op))
-
-
 def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
     """The dims in an argument, non-negative; all of them where it is absent, None or empty."""
-    value = call.argument(name) if has(call, name) else None
+    value = call.argument(name) if call.has(name) else None
     if value is None or value == () or value == []:
         return tuple(range(rank))
     values = value if isinstance(value, (tuple, list)) else (value,)
@@ -208,7 +203,7 @@ def weight_normalized(call: Call) -> OpRule:
     rank = max(len(meta.shape) for meta in call.inputs)
     dim = call.argument("dim") % rank
     names = [DIMS[d] if d == dim else None for d in range(rank)]
-    backward = has(call, "grad_w")
+    backward = call.has("grad_w")
     return assemble(
         call, [names] * len(call.inputs), [names if m else () for m in call.outputs], linear=FIRST if backward else ()
     )

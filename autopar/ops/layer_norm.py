@@ -49,7 +49,7 @@ def normalized(call: Call) -> OpRule:
 def _over(local: LocalCall) -> tuple[int, ...]:
     """The mesh axes that split what is normalised."""
     _, inner = _names(local.call)
-    return tuple(axis for name, axes in local.splits.items() if name in inner for axis in axes)
+    return local.axes(lambda name: name in inner)
 
 
 def _dims(local: LocalCall) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autopar.ir.graph import parameters
 from autopar.ir.layout import Layout, Shape
 
-from .rule import Call, parameters
+from .rule import Call
 from .views import split_sizes, window
 
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]

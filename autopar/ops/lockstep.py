@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Ref, overload
+from autopar.ir.graph import WAIT, Node, Ref, overload
 from autopar.ir.layout import Shape
-from autopar.ir.program import Instruction, RankIndex, names_no_device
+from autopar.ir.program import RankIndex, names_no_device
 
 from . import contract
 from .strides import contiguous
@@ -19,7 +19,7 @@ from .strides import contiguous
 Values = dict[str, Any]
 
 
-def run(instruction: Instruction, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
+def run(instruction: Node, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
     """Run one instruction on every rank; `ranks` holds each rank's values by name, and receives the results."""
     if kind := instruction.collective:
         _collective(kind, instruction, mesh, ranks)
@@ -28,8 +28,8 @@ def run(instruction: Instruction, mesh: Shape, ranks: Mapping[Shape, Values]) ->
         _local(instruction, coordinate, values)
 
 
-def _local(instruction: Instruction, coordinate: Shape, values: Values) -> None:
-    if instruction.op == "collective.wait":
+def _local(instruction: Node, coordinate: Shape, values: Values) -> None:
+    if instruction.op == WAIT:
         values[instruction.outputs[0]] = values[instruction.args[0].name]
         return
 
@@ -54,7 +54,7 @@ def _local(instruction: Instruction, coordinate: Shape, values: Values) -> None:
             values[name] = tensor
 
 
-def _collective(kind: str, instruction: Instruction, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
+def _collective(kind: str, instruction: Node, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
     axis = instruction.args[-1]
     source, target = instruction.args[0].name, instruction.outputs[0]
     groups: dict[Shape, list[Values]] = {}

@@ -81,7 +81,7 @@ def nll_on_shards(emitter: Emitter, local: LocalCall) -> Results:
     ignored adds zero to both."""
     scores, target, weight, reduction, ignored = local.args
     classes = local.splits.get("c", ())
-    tokens = tuple(axis for name, axes in local.splits.items() if name != "c" for axis in axes)
+    tokens = local.axes(lambda name: name != "c")
     dtype = emitter.meta(scores).dtype
     exact = torch.float32 if dtype in NARROW else dtype
     counted = None

@@ -15,7 +15,7 @@ from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, wide
-from .families import FIRST, has
+from .families import FIRST
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Name, Named, assemble, roles
@@ -30,8 +30,8 @@ def _names(rank: int) -> tuple[str, ...]:
 
 def _trains(call: Call) -> bool:
     """Whether the statistics are those of the input."""
-    name = "train" if has(call, "train") else "training"
-    return has(call, name) and call.argument(name)
+    name = "train" if call.has("train") else "training"
+    return call.has(name) and call.argument(name)
 
 
 def batch_norm(call: Call) -> OpRule:
@@ -74,7 +74,7 @@ def batch_norm_backward(call: Call) -> OpRule:
 
 def _over(local: LocalCall) -> tuple[int, ...]:
     """The mesh axes that split anything but the channels."""
-    return tuple(axis for name, axes in local.splits.items() if name != CHANNEL for axis in axes)
+    return local.axes(lambda name: name != CHANNEL)
 
 
 def _summed(emitter: Emitter, pair: Sequence[Ref], axes: tuple[int, ...]) -> tuple[Ref, Ref]:
@@ -245,7 +245,7 @@ def group_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
     shape, dtype = emitter.meta(source).shape, emitter.meta(source).dtype
     n, channels = shape[:2]
     count = call.inputs[0].numel // (call.inputs[0].shape[0] * call.argument("group"))
-    axes = tuple(axis for name, over in local.splits.items() if name.startswith("s") for axis in over)
+    axes = local.axes(lambda name: name.startswith("s"))
     rows = emitter.op("aten.reshape.default", source, (n, groups, -1))
     mean, variance = moments(emitter, rows, (2,), count, axes)
     scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
@@ -266,7 +266,7 @@ def group_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     shape = emitter.meta(source).shape
     n, channels = shape[:2]
     count = call.inputs[1].numel // (call.inputs[1].shape[0] * call.argument("group"))
-    axes = tuple(axis for name, over in local.splits.items() if name.startswith("s") for axis in over)
+    axes = local.axes(lambda name: name.startswith("s"))
     mean, scale = (_to_channels(emitter, wide(emitter, v), channels) for v in (mean, scale))
     one = (1, n * channels, *shape[2:])
     dy, x = (emitter.op("aten.reshape.default", v, one) for v in (gradient, source))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, overload
+from autopar.ir.graph import Node, Ref, meta_of, overload
 from autopar.ir.layout import (
     PARTIAL,
     REPLICATE,
@@ -132,12 +132,8 @@ def make_call(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
         kwargs=tuple((key, freeze(value)) for key, value in kwargs.items()),
         outputs=tuple("" if value is None else f"y{i}" for i, value in enumerate(outputs)),
     )
-    metas = tuple(None if value is None else _meta(value) for value in outputs)
-    return Call(node, tuple(_meta(tensors[name]) for name in node.inputs), metas), tensors
-
-
-def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tensor.dtype)
+    metas = tuple(None if value is None else meta_of(value) for value in outputs)
+    return Call(node, tuple(meta_of(tensors[name]) for name in node.inputs), metas), tensors
 
 
 def _outputs(result: Any) -> tuple[torch.Tensor | None, ...]:
@@ -246,7 +242,7 @@ def check_cuts(
         for c in coordinates:
             part = locals_[c][i]
             if part is None or tuple(part.shape) != local_outputs[i] or part.dtype != meta.dtype:
-                given = "missing" if part is None else _meta(part)
+                given = "missing" if part is None else meta_of(part)
                 raise complain(f"output {i} on rank {c} is {given}, not {local_outputs[i]} of {meta.dtype}")
             parts[c] = part
         if wholes is not None:

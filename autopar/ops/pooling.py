@@ -11,7 +11,7 @@ from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results, global_indices
-from .families import FIRST, Rule, has
+from .families import FIRST, Rule
 from .halo import Window, halo_added, with_halo
 from .local import Arguments, Local, replaced
 from .rule import Call, Emitter, OpRule, neutral
@@ -56,7 +56,7 @@ def pooled(spatial: int) -> Rule:
 
     def rule(call: Call) -> OpRule:
         fine, coarse = _fine_and_coarse(call)
-        backward, indexed = has(call, "grad_output"), _is_indexed(call)
+        backward, indexed = call.has("grad_output"), _is_indexed(call)
         fine_dims: list[Name] = list(leading(fine, spatial))
         coarse_dims: list[Name] = list(leading(fine, spatial))
         least: dict[str, int] = {}
@@ -97,7 +97,7 @@ def averaged_to_size(spatial: int) -> Rule:
             fine_dims.append((f"s{i}", size // count) if size % count == 0 else None)
             coarse_dims.append(f"s{i}" if size % count == 0 else None)
         inputs = [fine_dims if role == "self" else coarse_dims for role in roles(call)]
-        return assemble(call, inputs, [fine_dims if has(call, "grad_output") else coarse_dims], linear=FIRST)
+        return assemble(call, inputs, [fine_dims if call.has("grad_output") else coarse_dims], linear=FIRST)
 
     return rule
 
@@ -109,7 +109,7 @@ def _fine_and_coarse(call: Call) -> tuple[TensorMeta, TensorMeta]:
 
 
 def _is_indexed(call: Call) -> bool:
-    return has(call, "indices") or len(call.outputs) == 2
+    return call.has("indices") or len(call.outputs) == 2
 
 
 def _each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def _windows(call: Call, spatial: int) -> tuple[Window, ...]:
     """One a spatial dim."""
     kernel = _each(call, "kernel_size", spatial)
     stride = _each(call, "stride", spatial) or kernel
-    dilation = _each(call, "dilation", spatial) if has(call, "dilation") else (1,) * spatial
+    dilation = _each(call, "dilation", spatial) if call.has("dilation") else (1,) * spatial
     steps = zip(kernel, stride, _each(call, "padding", spatial), dilation, strict=True)
     return tuple(Window(step, padding, apart * (size - 1)) for size, step, padding, apart in steps)
 
@@ -278,7 +278,7 @@ def average_pool(spatial: int) -> Expansion:
     """avg_pool and its backward with spatial dims split: sums, by what they count."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
-        call, halos, backward = local.call, _halos(local, spatial), has(local.call, "grad_output")
+        call, halos, backward = local.call, _halos(local, spatial), local.call.has("grad_output")
         value, divisor = local.args[0], call.argument("divisor_override")
         uncounted: list[int] = []
         if divisor is None:
@@ -307,7 +307,7 @@ def _counts(emitter: Emitter, local: LocalCall, spatial: int, i: int) -> Ref:
     """How many elements each window of this rank counts along a spatial dim, to divide by."""
     fine, coarse = _fine_and_coarse(local.call)
     window, dim = _windows(local.call, spatial)[i], len(coarse.shape) - spatial + i
-    layout = (local.operands if has(local.call, "grad_output") else local.results)[0]
+    layout = (local.operands if local.call.has("grad_output") else local.results)[0]
     beyond = window.before if local.call.argument("count_include_pad") else 0
     place = global_indices(emitter, coarse.shape, layout, dim)
     start = emitter.op("aten.sub.Tensor", emitter.op("aten.mul.Scalar", place, window.stride), window.before)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from autopar.ir import randomness
-from autopar.ir.graph import Node, Ref, overload
+from autopar.ir.graph import Node, Ref, overload, parameters
 from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
-from .rule import Call, Emitter, OpRule, parameters
+from .rule import Call, Emitter, OpRule
 from .template import assemble
 
 KEY_SHAPE, KEY_DTYPE = randomness.KEY_SHAPE, randomness.KEY_DTYPE
@@ -79,7 +79,7 @@ def draws(node: Node) -> bool:
 def seeded(emitter: Emitter, call: Call, key: Ref) -> Results | None:
     """The call with its numbers drawn from a key, or None if nothing does what it does."""
     draw = SEEDED.get(call.node.op)
-    own = any(p.name == "generator" and call.argument("generator") is not None for p in parameters(call.node.op))
+    own = call.has("generator") and call.argument("generator") is not None
     return None if draw is None or own else draw(emitter, call, key)
 
 
@@ -115,8 +115,7 @@ def _dropout(emitter: Emitter, call: Call, key: Ref) -> Results:
 
 
 def _bernoulli(emitter: Emitter, call: Call, key: Ref) -> Results:
-    tossed = any(p.name == "p" for p in parameters(call.node.op))
-    p = call.argument("p" if tossed else "self")
+    p = call.argument("p" if call.has("p") else "self")
     u = emitter.op("autopar.uniform.default", key, _shape(call), torch.float32)
     hit = emitter.op(f"aten.lt.{'Tensor' if isinstance(p, Ref) else 'Scalar'}", u, p)
     return (emitter.op("aten._to_copy.default", hit, dtype=_dtype(call)),)

@@ -13,7 +13,7 @@ from autopar.ir.graph import Ref
 from autopar.ir.layout import padded_shape
 
 from .expansions import Expansion, LocalCall, Results, all_reduce, cast, filled_beyond, global_indices, wide
-from .families import DIMS, FIRST, Rule, axes, has
+from .families import DIMS, FIRST, Rule, axes
 from .rule import Call, Emitter, OpRule, neutral
 from .template import assemble
 
@@ -29,7 +29,7 @@ def combined(
         reduced = axes(call, "dim", rank)
         split = possible(call)
         names = [None if d in reduced and not split else name for d, name in enumerate(DIMS[:rank])]
-        keep = has(call, "keepdim") and call.argument("keepdim")
+        keep = call.has("keepdim") and call.argument("keepdim")
         kept = [None if d in reduced else name for d, name in enumerate(names) if keep or d not in reduced]
         over = [DIMS[d] for d in reduced]
         return assemble(
@@ -87,7 +87,7 @@ def _over(local: LocalCall) -> tuple[int, ...]:
 
 def _shaped(emitter: Emitter, local: LocalCall, value: Ref) -> Ref:
     """A result with its reduced dims of size 1 in the shape of the op's result."""
-    keep = has(local.call, "keepdim") and local.call.argument("keepdim")
+    keep = local.call.has("keepdim") and local.call.argument("keepdim")
     return value if keep else emitter.op("aten.squeeze.dims", value, _reduced(local))
 
 

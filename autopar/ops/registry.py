@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.extensions import Table
-from autopar.ir.graph import overload
+from autopar.ir.graph import VIEWS, overload, schema
 
 from .expansions import Expansion
 from .families import Rule, from_template
@@ -20,9 +20,6 @@ from .rule import Call, OpRule
 from .strides import needs
 from .table import TABLE, Entry
 from .template import Operand, Template, parse, tensor_arguments
-
-VIEWS = ("aten.reshape.default", "aten.permute.default")
-"""Ops that layouts travel through by what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +98,8 @@ def register_rule(
     name = qualified(op)
     if name in TABLE or name in VIEWS:
         raise ValueError(f"autopar has a rule of its own for {name}, which cannot be replaced")
-    schema = _schema(name)
-    if schema.is_mutable:
-        raise ValueError(f"{name} writes into its arguments ({schema}): only functional operators can be split")
+    if schema(name).is_mutable:
+        raise ValueError(f"{name} writes into its arguments ({schema(name)}): only functional operators can be split")
     sets = tuple(tuple(operands) for operands in linear)
     count = len(tensor_arguments(name))
     for operands in sets:
@@ -149,10 +145,6 @@ def qualified(op: str) -> str:
     return name
 
 
-def _schema(name: str):  # type: ignore[no-untyped-def]
-    return overload(name)._schema  # type: ignore[attr-defined]
-
-
 _TOKEN = re.compile(r"\*?[A-Za-z_]\w*!?|1")
 
 
@@ -179,12 +171,12 @@ def _check_template(name: str, text: str, expands: tuple[str, ...], rewrites: bo
             )
         if sum(t.startswith("*") for t in tokens) > 1:
             raise complain(f"{operand!r} has two parts of any number of dims, and may have one")
-    arguments, returns = tensor_arguments(name), _schema(name).returns
+    arguments, returns = tensor_arguments(name), schema(name).returns
     if len(sides[0]) != len(arguments):
         raise complain(f"it has {len(sides[0])} operands, and the op {len(arguments)} tensors ({', '.join(arguments)})")
     if any(str(r.type) != "Tensor" for r in returns):
         raise complain(
-            f"the op does not return tensors one by one ({_schema(name)}): give a function in place of a text"
+            f"the op does not return tensors one by one ({schema(name)}): give a function in place of a text"
         )
     if len(sides[1]) != len(returns):
         raise complain(f"it has {len(sides[1])} results, and the op {len(returns)}")

@@ -10,7 +10,7 @@ from autopar.ir.graph import Ref
 from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results
-from .families import FIRST, Rule, has
+from .families import FIRST, Rule
 from .halo import Window, at_end, halo_added, slice_of, with_halo
 from .local import Arguments, Local, replaced
 from .pooling import leading
@@ -22,7 +22,7 @@ def _sizes(call: Call, spatial: int) -> tuple[Shape, Shape]:
     """Spatial sizes of what is resampled, and of what is made."""
     (given,), (made,) = call.inputs, call.outputs
     assert made is not None
-    small, large = (made, given) if has(call, "grad_output") else (given, made)
+    small, large = (made, given) if call.has("grad_output") else (given, made)
     return small.shape[-spatial:], large.shape[-spatial:]
 
 
@@ -100,7 +100,7 @@ def _in_step(
     for i, factor in enumerate(factors):
         small.append(None if factor == 0 else (f"s{i}", max(1, -factor)))
         large.append(None if factor == 0 else (f"s{i}", max(1, factor)))
-    inputs, outputs = (large, small) if has(call, "grad_output") else (small, large)
+    inputs, outputs = (large, small) if call.has("grad_output") else (small, large)
     return assemble(
         call, [inputs], [outputs], linear=FIRST, expands=halos, contiguous=halos, even=even,
         least=dict.fromkeys(halos, least),
@@ -113,7 +113,7 @@ def local_sizes(spatial: int) -> Local:
     def local(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
         (given,), (made,) = local_inputs, local_outputs
         assert made is not None
-        if not has(call, "grad_output"):
+        if not call.has("grad_output"):
             return replaced(call, output_size=made[-spatial:])
         return replaced(call, output_size=given[-spatial:], input_size=made)
 
@@ -127,7 +127,7 @@ def interpolation(spatial: int, taps: int) -> Expansion:
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         (value, *_), call = local.args, local.call
-        first, backward = len(emitter.meta(value).shape) - spatial, has(call, "grad_output")
+        first, backward = len(emitter.meta(value).shape) - spatial, call.has("grad_output")
         factors = dict(enumerate(_factors(call, spatial)))
         split = {i: local.splits[f"s{i}"] for i, f in factors.items() if f > 1 and f"s{i}" in local.splits}
         cut = {i: taps * factors[i] for i in split}

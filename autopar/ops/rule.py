@@ -10,13 +10,13 @@ factors; only the table names ops.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, overload
+from autopar.ir.graph import Node, Ref, TensorMeta, parameters, takes
 from autopar.ir.layout import Shape, Split, is_legal, periods_of
 
 Dims = tuple[int | None, ...]
@@ -177,21 +177,6 @@ def neutral(reduction: str, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
 
 
-class Parameter(NamedTuple):
-    """One argument of an op's schema."""
-
-    name: str
-    type: str
-    default: Any
-
-
-@cache
-def parameters(op: str) -> tuple[Parameter, ...]:
-    """The arguments of an op's schema, in order."""
-    schema = overload(op)._schema  # type: ignore[attr-defined]
-    return tuple(Parameter(a.name, str(a.type), a.default_value) for a in schema.arguments)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A node with the global metas of its tensor operands (in the order of `Node.inputs`) and of its
@@ -201,6 +186,10 @@ class Call:
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta | None, ...]
 
+    def has(self, name: str) -> bool:
+        """Whether the op's schema has an argument of this name."""
+        return takes(self.node.op, name)
+
     def argument(self, name: str) -> Any:
         """The argument called `name` in the op's schema, or its default. Tensors are `Ref`s."""
         for position, parameter in enumerate(parameters(self.node.op)):
@@ -209,6 +198,17 @@ class Call:
                     return self.node.args[position]
                 return dict(self.node.kwargs).get(name, parameter.default)
         raise KeyError(f"{self.node.op} has no argument {name!r}")
+
+
+def call_of(node: Node, metas: Mapping[str, TensorMeta]) -> Call:
+    """A node with the metas of what it reads and makes. Its outputs are None where they have no name, and where its
+    `output_mask` leaves them out."""
+    made = tuple(metas[name] if name else None for name in node.outputs)
+    call = Call(node, tuple(metas[name] for name in node.inputs), made)
+    if not takes(node.op, "output_mask"):
+        return call
+    mask = call.argument("output_mask")
+    return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(made, mask, strict=True)))
 
 
 class Emitter(Protocol):

@@ -20,9 +20,9 @@ from functools import cache
 
 import torch
 
-from autopar.ir.graph import TensorMeta, references
+from autopar.ir.graph import TensorMeta, parameters, references
 
-from .rule import Call, Dims, Factor, OpRule, parameters
+from .rule import Call, Dims, Factor, OpRule
 
 Name = str | tuple[str, int] | None
 """A factor, a factor with a scale (see `OpRule`), or None: whole."""

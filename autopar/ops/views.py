@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from .families import DIMS, FIRST, Rule, has
+from .families import DIMS, FIRST, Rule
 from .places import with_dim
 from .rule import Call, OpRule
 from .template import Name, Named, assemble
@@ -37,7 +37,7 @@ def pieces(sizes_of: Callable[[Call], Iterable[int]]) -> Rule:
 
 def split_sizes(call: Call) -> tuple[int, ...]:
     """Lengths of the pieces of split.Tensor (one of them; the last may be shorter) or split_with_sizes."""
-    value = call.argument("split_size" if has(call, "split_size") else "split_sizes")
+    value = call.argument("split_size" if call.has("split_size") else "split_sizes")
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

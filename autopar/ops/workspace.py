@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.ir import randomness, variates
-from autopar.ir.graph import TensorMeta
-from autopar.ir.program import Instruction
+from autopar.ir.graph import Node, TensorMeta
 
 from .experts import DOT, MM, MM_WEIGHT, SUM
 
@@ -33,7 +32,7 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
 """Op -> bytes, from the local metas of its tensor operands and results, and the type of the device."""
 
 
-def workspace_bytes(instruction: Instruction, metas: Mapping[str, TensorMeta], device_type: str) -> int:
+def workspace_bytes(instruction: Node, metas: Mapping[str, TensorMeta], device_type: str) -> int:
     """Bytes that an instruction has alive at once beside what it reads and makes; 0 where nothing is known of it."""
     found = WORKSPACE.get(instruction.op)
     if found is None:

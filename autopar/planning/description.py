@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from autopar.cost.memory import Peak
 from autopar.cost.optimizers import Optimizer
@@ -150,15 +151,9 @@ def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:
 
 
 def _runs(copies: Sequence[Decisions], recompute: Sequence[bool]) -> tuple[Run, ...]:
-    runs: list[tuple[int, Decisions, bool]] = []
-    for decisions, again in zip(copies, recompute, strict=True):
-        if runs and runs[-1][1:] == (decisions, again):
-            runs[-1] = (runs[-1][0] + 1, decisions, again)
-        else:
-            runs.append((1, decisions, again))
     return tuple(
-        Run(count=count, decisions={name: str(c) for name, c in decisions.items()}, recompute=again)
-        for count, decisions, again in runs
+        Run(count=len(list(same)), decisions={name: str(c) for name, c in decisions.items()}, recompute=again)
+        for (decisions, again), same in groupby(zip(copies, recompute, strict=True))
     )
 
 

@@ -19,7 +19,7 @@ from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.optimizers import Optimizer, named_optimizer
-from autopar.cost.streams import Known, timeline
+from autopar.cost.streams import TimelineCache, timeline
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_shape
@@ -93,7 +93,7 @@ class Planner:
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)
         self.device_type, self.effort = device_type, effort
-        self.memory = liveness.Known()
+        self.memory = liveness.PlacementCache()
         """How results of operators lie in memory, whatever the mesh and the cluster."""
         self.profiles = profiles
         """The database of what is measured; the user's own if None."""
@@ -162,7 +162,7 @@ class Planner:
         other = self.on(self.mesh, costs.measured(self.space.mesh))
         routes = self.writer.space.redistributor
         other.space = replace(other.space, redistributor=hidden_buckets(other.space.redistributor, 0.0, routes))
-        other.costs, other.writer, other.operators = costs, self.writer, Known(made=self.memory)
+        other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(made=self.memory)
         other._gather()
         return other
 

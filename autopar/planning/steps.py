@@ -13,7 +13,7 @@ from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments, peak
 from autopar.cost.optimizers import Optimizer
-from autopar.cost.streams import Known, timeline
+from autopar.cost.streams import TimelineCache, timeline
 from autopar.passes import Flow
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
@@ -38,10 +38,10 @@ class Steps:
         space: Space,
         cluster: Cluster,
         writer: Writer,
-        operators: Known,
+        operators: TimelineCache,
         optimizer: Optimizer,
         kind_of_device: str,
-        memory: liveness.Known,
+        memory: liveness.PlacementCache,
         flow: Flow,
         effort: Effort,
         costs: Costs | None = None,

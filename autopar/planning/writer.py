@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
-from autopar.cost.streams import Known
+from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
 from autopar.passes import CODEGEN, LOWERINGS, Flow, lowerings
 from autopar.passes.lower.bucket import LIMIT_BYTES
@@ -43,9 +43,9 @@ class Writer:
     lowered; a planner with other prices for the same plans (measured ones) writes with the same writer, so that a plan
     is priced as the program that runs."""
 
-    def __init__(self, space: Space, cluster: Cluster, memory: liveness.Known, flow: Flow) -> None:
+    def __init__(self, space: Space, cluster: Cluster, memory: liveness.PlacementCache, flow: Flow) -> None:
         self.space, self.cluster, self.flow = space, cluster, flow
-        self.known = Known(made=memory)
+        self.known = TimelineCache(made=memory)
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
         self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
         """The last ones that were written, the latest first."""

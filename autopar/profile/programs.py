@@ -25,15 +25,16 @@ from torch import nn
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.links import Factors, Link
-from autopar.cluster.machine import Cluster, Operators
+from autopar.cluster.machine import Cluster, Operators, operator_key
 from autopar.cluster.measurements import Case, quartiles
 from autopar.compat import is_real
-from autopar.cost.roofline import FREE, key_of
-from autopar.cost.streams import Known, timeline
-from autopar.ir.graph import JointGraph, Ref, TensorMeta
-from autopar.ir.program import Instruction, Program
+from autopar.cost.roofline import FREE
+from autopar.cost.streams import TimelineCache, timeline
+from autopar.ir.graph import WAIT, JointGraph, Node, Ref, TensorMeta
+from autopar.ir.program import Program
+from autopar.ir.rewrite import read_and_made
 from autopar.ops import rule_of
-from autopar.ops.emit import call_of
+from autopar.ops.rule import call_of
 from autopar.passes.blocks.block import ParallelBlock
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.segments.segment import Segments
@@ -270,7 +271,7 @@ class Costs:
         )
         return found[0] if found else None
 
-    def correction(self, program: Program, cluster: Cluster, known: Known | None = None) -> float:
+    def correction(self, program: Program, cluster: Cluster, known: TimelineCache | None = None) -> float:
         """What a segment program takes, over what a cluster makes of its operators and collectives (`measured`); the
         usual one where it was not measured. `known` is what timelines on the same device found out."""
         if not self.with_links:
@@ -306,7 +307,7 @@ class Costs:
         waiting = math.fsum(
             seconds
             for instruction, seconds in zip(_instructions(program), found.durations, strict=True)
-            if instruction.op == "collective.wait"
+            if instruction.op == WAIT
         )
         low, high = quartiles(found.steps)
         row = ProgramRow(
@@ -347,21 +348,21 @@ def _cases(program: Program) -> list[Case[int]]:
     return [Case(kind=kind, axis=axis, bytes=size) for kind, axis, size in sorted(found)]
 
 
-def _instructions(program: Program) -> tuple[Instruction, ...]:
+def _instructions(program: Program) -> tuple[Node, ...]:
     return (*program.forward, *program.backward)
 
 
 def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterator[OperatorRow]:
     """One for each operator on its local shapes: means over all places where it stands."""
-    places: dict[str, list[tuple[Instruction, float, float]]] = defaultdict(list)
+    places: dict[str, list[tuple[Node, float, float]]] = defaultdict(list)
     for instruction, seconds, spread in zip(_instructions(program), found.durations, found.spreads, strict=True):
-        if instruction.op != "collective.wait":
-            places[key_of(instruction, program.metas)].append((instruction, seconds, spread))
+        if instruction.op != WAIT:
+            key = operator_key(instruction.op, *read_and_made(instruction, program.metas))
+            places[key].append((instruction, seconds, spread))
     whole = structure(program)
     for key, same in places.items():
         instruction = same[0][0]
-        metas = [program.metas[name] for name in instruction.inputs]
-        made = [program.metas[name] for name in instruction.outputs if name]
+        read, made = read_and_made(instruction, program.metas)
         yield OperatorRow(
             machine=machine,
             program=whole,
@@ -370,12 +371,12 @@ def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterat
             spread=statistics.fmean(spread for _, _, spread in same),
             runs=len(found.steps) * len(same) * found.ranks,
             flops=_flops(instruction, program.metas),
-            bytes=sum(meta.bytes for meta in (*metas, *made)),
-            dtype=str((*metas, *made)[0].dtype).removeprefix("torch.") if metas or made else "float32",
+            bytes=sum(meta.bytes for meta in (*read, *made)),
+            dtype=str((*read, *made)[0].dtype).removeprefix("torch.") if read or made else "float32",
         )
 
 
-def _flops(instruction: Instruction, metas: Mapping[str, TensorMeta]) -> float:
+def _flops(instruction: Node, metas: Mapping[str, TensorMeta]) -> float:
     if instruction.op.startswith("collective.") or instruction.op in FREE:
         return 0.0
     rule = rule_of(call_of(instruction, metas))

@@ -30,37 +30,16 @@ class Comparison:
         plans = sorted(
             ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].seconds
         )
-        rows: list[tuple[str, ...]] = [
-            (
-                "solver",
-                "step",
-                "compute",
-                "communication",
-                "exposed",
-                "copies",
-                "optimizer",
-                "peak memory",
-                "sent",
-                "solve",
-                "gap",
-            )
-        ]
+        heads = "solver, step, compute, communication, exposed, copies, optimizer, peak memory, sent, solve, gap"
+        rows = [tuple(heads.split(", "))]
         for name, p in plans:
             a = p.account
             sent = sum(c.bytes for c in a.collectives)
             communication = (a.communication_seconds, p.exposed_seconds)
             parts = (p.seconds, a.compute_seconds, *communication, a.copy_seconds, a.optimizer_seconds)
             gap = "-" if p.gap is None else f"{p.gap:.1%}"
-            rows.append(
-                (
-                    name,
-                    *map(seconds_text, parts),
-                    bytes_text(p.bytes),
-                    bytes_text(sent),
-                    f"{p.solve_seconds:.2f} s",
-                    gap,
-                )
-            )
+            sizes = bytes_text(p.bytes), bytes_text(sent)
+            rows.append((name, *map(seconds_text, parts), *sizes, f"{p.solve_seconds:.2f} s", gap))
         lines = table(rows)
         lines += [f"{name}: no plan: {p}" for name, p in self.results.items() if isinstance(p, str)]
         return "\n".join(lines)

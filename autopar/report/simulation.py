@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -43,18 +43,7 @@ class Simulation:
             "exposed_seconds": found.exposed_seconds,
             "busy": found.busy_seconds(COMPUTE) / found.seconds if found.seconds else 0.0,
             "utilization": found.utilization,
-            "communication": [
-                {
-                    "kind": row.kind,
-                    "axis": row.axis,
-                    "count": row.count,
-                    "bytes": row.bytes,
-                    "seconds": row.seconds,
-                    "exposed_seconds": row.exposed_seconds,
-                    "hidden_seconds": row.hidden_seconds,
-                }
-                for row in found.communication
-            ],
+            "communication": [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in found.communication],
         }
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Trace: a simulated and a real run of one program, side by side in Perfetto, under the same names.
 
-While a profiler is active, the executor marks each instruction with its label (`Instruction.label`, as in
+While a profiler is active, the executor marks each instruction with its label (`Node.label`, as in
 `Timeline.to_chrome`). Of what the profiler wrote, `merged` takes these marks: operators and waits on one thread, and on
 one for each mesh axis what was started until it was waited for.
 """

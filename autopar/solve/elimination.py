@@ -26,7 +26,7 @@ Joined = tuple[Floats, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class EliminationStep:
     """Eliminate `node`: add up the tables in `inputs` (each with its axes brought in order), take the minimum."""
 
     node: int
@@ -41,7 +41,7 @@ class Schedule:
 
     sizes: tuple[int, ...]
     keep: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[EliminationStep, ...]
     rest: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     largest: int
     """entries of the largest table for one price"""
@@ -81,7 +81,7 @@ def _schedule(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept:
 
 def reduction(
     sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], most: int
-) -> tuple[tuple[Step, ...], dict[int, tuple[int, ...]]]:
+) -> tuple[tuple[EliminationStep, ...], dict[int, tuple[int, ...]]]:
     """Steps that eliminate nodes as long as tables have at most so many entries, and the tables that are left:
     their places among those given and made, with their scopes."""
     _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * len(sizes), most)
@@ -91,14 +91,14 @@ def reduction(
 
 def _steps(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], order: Sequence[int]
-) -> tuple[tuple[Step, ...], dict[int, tuple[int, ...]], int]:
+) -> tuple[tuple[EliminationStep, ...], dict[int, tuple[int, ...]], int]:
     """The steps of an order, the tables left at its end, and the entries of the largest."""
     live: dict[int, tuple[int, ...]] = dict(enumerate(scopes))
     holders: list[set[int]] = [set() for _ in sizes]
     for table, scope in live.items():
         for node in scope:
             holders[node].add(table)
-    steps: list[Step] = []
+    steps: list[EliminationStep] = []
     largest = 1
     count = len(scopes)
     for node in order:
@@ -107,7 +107,7 @@ def _steps(
         axes = (node, *scope)
         largest = max(largest, math.prod(sizes[n] for n in axes))
         inputs = tuple((table, *_aligned(live[table], axes, sizes)) for table in tables)
-        steps.append(Step(node=node, scope=scope, inputs=inputs))
+        steps.append(EliminationStep(node=node, scope=scope, inputs=inputs))
         for table in tables:
             for other in live.pop(table):
                 holders[other].discard(table)
@@ -166,7 +166,9 @@ def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminat
     return Eliminated(schedule=plan, table=result, joined=joined)
 
 
-def run(steps: Iterable[Step], live: list[Floats | None], sizes: Sequence[int], prices: int) -> tuple[Joined, ...]:
+def run(
+    steps: Iterable[EliminationStep], live: list[Floats | None], sizes: Sequence[int], prices: int
+) -> tuple[Joined, ...]:
     """Take the steps: tables that were used up become None, new ones are appended. Returns what each step added up."""
     joined = []
     for step in steps:
@@ -176,7 +178,7 @@ def run(steps: Iterable[Step], live: list[Floats | None], sizes: Sequence[int], 
     return tuple(joined)
 
 
-def trace_back(steps: Sequence[Step], joined: Sequence[Joined], prices: Ints, states: Ints) -> None:
+def trace_back(steps: Sequence[EliminationStep], joined: Sequence[Joined], prices: Ints, states: Ints) -> None:
     """Fill in the states [node, sample] of the nodes that the steps eliminated, from those of the others."""
     for step, tables in zip(reversed(steps), reversed(joined), strict=True):
         at = [states[other] for other in step.scope]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from networkx.utils import UnionFind
+
 from .problem import Choice, Problem, Tensor, Variable
 
 T = TypeVar("T")
@@ -54,20 +56,14 @@ def expand(problem: Problem, *, folded: bool = False) -> Expanded:
         return Expanded(problem=problem, layout=Layout(variables=tuple(range(len(problem.variables)))))
     fresh: list[Variable] = []
     tensors: list[Tensor] = []
-    joined: list[int] = []
-
-    def root(v: int) -> int:
-        while joined[v] != v:
-            v = joined[v]
-        return v
+    joined: UnionFind[int] = UnionFind()
 
     def join(border: Sequence[int], other: Sequence[int]) -> None:
-        for here, there in zip(border, other, strict=True):
-            joined[root(there)] = root(here)
+        for pair in zip(border, other, strict=True):
+            joined.union(*pair)
 
     def add(part: Problem, prefix: str, times: int) -> Layout:
         variables = tuple(range(len(fresh), len(fresh) + len(part.variables)))
-        joined.extend(variables)
         for variable in part.variables:
             seconds, size = ([times * cost for cost in costs] for costs in (variable.seconds, variable.bytes))
             fresh.append(
@@ -114,7 +110,7 @@ def expand(problem: Problem, *, folded: bool = False) -> Expanded:
     layout = add(problem, "", 1)
     members: dict[int, list[int]] = {}
     for v in range(len(fresh)):
-        members.setdefault(root(v), []).append(v)
+        members.setdefault(joined[v], []).append(v)
     place = {v: index for index, group in enumerate(members.values()) for v in group}
 
     def placed(part: Layout) -> Layout:

@@ -16,7 +16,6 @@ RANDOM_ORDERS = 4
 EASY_ENTRIES = 20_000_000
 """No further order is looked for where one makes fewer entries than this in all its tables."""
 
-
 HOPELESS_ENTRIES = 500_000_000
 """Nor where one makes more: others are better by small factors."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .arrays import Bools, Floats, Ints
 from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Tensor
-from .rows import Row, tensor_rows, undominated, united
+from .rows import Row, largest_difference, tensor_rows, undominated, united
 
 COMPARED_MOST = 4096
 """Options of a variable among which those that others can replace are looked for."""
@@ -158,13 +158,4 @@ class _Comparison:
                 cost = self.problem.tensors[index].costs.get((made, wanted))
                 if cost is not None:
                     seconds[a, c], size[a, c] = cost
-        return _largest_difference(seconds), _largest_difference(size), np.asarray(np.isinf(seconds).all(axis=1))
-
-
-def _largest_difference(costs: Floats) -> Floats:
-    """[a, b]: the largest costs[a, c] - costs[b, c]; where b cannot be had, nothing is worse than it."""
-    with np.errstate(invalid="ignore"):
-        differences = costs[:, None, :] - costs[None, :, :]
-    differences[np.broadcast_to(np.isinf(costs)[None, :, :], differences.shape)] = -np.inf
-    largest = differences.max(axis=2)
-    return np.asarray(np.where(np.isneginf(largest), 0.0, largest))
+        return largest_difference(seconds), largest_difference(size), np.asarray(np.isinf(seconds).all(axis=1))

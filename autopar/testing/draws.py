@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta
+from autopar.ir.graph import JointGraph, Node, Ref, meta_of
 from autopar.ops.emit import LocalEmitter
 from autopar.ops.lockstep import run
 from autopar.ops.randomness import draws, seeded
@@ -171,21 +171,17 @@ def _drawn(
     """The results of a random operator from a key; what it writes is written."""
     results = list(made) if isinstance(made, list | tuple) else [made]
     targets = [*results, *(args[position] for position in _written(func))][: len(node.outputs)]
-    metas = {name: _meta(x) for name, x in (*tensors.items(), ("key", key))}
-    call = Call(node, tuple(metas[i] for i in node.inputs), tuple(map(_meta, targets)))
+    metas = {name: meta_of(x) for name, x in (*tensors.items(), ("key", key))}
+    call = Call(node, tuple(metas[i] for i in node.inputs), tuple(map(meta_of, targets)))
     number = itertools.count()
     emitter = LocalEmitter((), metas, lambda hint: f"{hint}_{next(number)}")
     names = seeded(emitter, call, Ref("key"))
     if names is None:
         raise ValueError(f"{func} draws numbers that no program can draw: make them outside of the model")
     values: dict[str, Any] = {**tensors, "key": key}
-    for instruction in emitter.instructions:
+    for instruction in emitter.written:
         run(instruction, (), {(): values})
     for target, name in zip(targets, names, strict=True):
         if name is not None:
             target.copy_(values[name.name])
     return made
-
-
-def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tensor.dtype)

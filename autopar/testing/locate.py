@@ -11,10 +11,10 @@ import torch
 
 from autopar.ir.graph import JointGraph, Node, references
 from autopar.ir.layout import Layout, Shape, is_routed
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ops.lockstep import Values, run
-from autopar.runtime.simulate import assemble, given_to_ranks, simulate
+from autopar.runtime.simulate import assemble, given_to_ranks, run_ranks
 
 from .steps import NEGLIGIBLE, relative_error
 
@@ -59,8 +59,7 @@ def whole_values(
         else:
             values[i.name] = (inputs if i.role == "input" else held)[i.target].detach()
     for node in graph.nodes:
-        instruction = Instruction(op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs)
-        run(instruction, (), {(): values})
+        run(node, (), {(): values})
     return values
 
 
@@ -80,7 +79,7 @@ def first_difference(
     expected = whole_values(graph, held, inputs, tangents, seed)
     nodes = {name: node for node in graph.nodes for name in node.outputs if name}
 
-    def look(instruction: Instruction, ranks: Mapping[Shape, Values]) -> None:
+    def look(instruction: Node, ranks: Mapping[Shape, Values]) -> None:
         for name in instruction.outputs:
             if name in nodes and name in layouts and name not in program.uneven and not is_routed(layouts[name]):
                 found = _difference(program, name, layouts[name], nodes[name], expected, ranks, tolerance)
@@ -88,7 +87,7 @@ def first_difference(
                     raise _Found(found)
 
     try:
-        simulate(program, given_to_ranks(program, held, inputs, tangents, seed), look)
+        run_ranks(program, given_to_ranks(program, held, inputs, tangents, seed), look)
     except _Found as found:
         return found.difference
     return None

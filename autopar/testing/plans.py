@@ -23,7 +23,6 @@ DRAWS = 5
 """Draws before borders pass on no partial sums, and rows do not travel to their experts: not everything can make
 the one, or read the other."""
 
-
 Wanted = Callable[[Site], Sequence[SiteChoice] | None]
 
 

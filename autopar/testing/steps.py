@@ -36,7 +36,7 @@ KINDS = ("loss", "outputs", "gradients", "buffers", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepResult:
     """What one step makes: outputs by path (constants of the output too), gradients by name, and what buffers and
     parameters are afterwards (None: not looked at). `loss` is the path of what is differentiated, if that is one
     number."""
@@ -73,7 +73,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0
     return math.inf if math.isnan(error) else error / max(largest, floor, LEAST)
 
 
-def errors(found: Step, expected: Step) -> dict[tuple[str, str], float]:
+def errors(found: StepResult, expected: StepResult) -> dict[tuple[str, str], float]:
     """(kind, name) -> relative error, of everything that a step makes."""
     largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
     parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any], float]] = [
@@ -120,11 +120,11 @@ def eager_steps(
     steps: int,
     seed: int,
     read: Sequence[int] | None = None,
-) -> list[Step]:
+) -> list[StepResult]:
     """Steps of SGD as PyTorch runs them, of a model that is changed by it. Each runs the model's own Python on inputs
     of its own, and takes its random numbers with the keys of a program of the captured graph. `read` are the numbers of
     the random operators that the graph has, where a step runs others too (see `read_draws`)."""
-    made: list[Step] = []
+    made: list[StepResult] = []
     count = sum(i.role == "seed" for i in captured.graph.inputs)
     for number in range(steps):
         args, kwargs = inputs()
@@ -143,7 +143,7 @@ def eager_steps(
                     parameter.sub_(gradients_of(parameter), alpha=LEARNING_RATE)
                 parameter.grad = None
         made.append(
-            Step(
+            StepResult(
                 outputs=snapshot,
                 gradients=gradients,
                 buffers={name: b.detach().clone() for name, b in model.named_buffers()},
@@ -232,7 +232,7 @@ def simulated_steps(
     steps: int,
     seed: int,
     tolerance: float,
-) -> list[tuple[Mapping[str, torch.Tensor], Step]]:
+) -> list[tuple[Mapping[str, torch.Tensor], StepResult]]:
     """Steps of SGD of a program on all its ranks, in this process: what parameters and buffers, by `names`, are before
     each, and what it makes."""
     made = []
@@ -243,7 +243,7 @@ def simulated_steps(
         step = simulate_step(program, held, inputs, tangents, seed=seed + number, tolerance=tolerance, least=LEAST)
         after = {**held, **step.mutations}  # what forward wrote into a parameter is what the optimizer finds
         after |= {name: after[name] - LEARNING_RATE * g for name, g in step.gradients.items() if name in held}
-        found = Step(
+        found = StepResult(
             outputs={**step.outputs, **constants},
             gradients=step.gradients,
             buffers={name: after[name] for name in buffers},

@@ -24,7 +24,7 @@ from autopar.planning.planner import Planner
 from .draws import untouched_random_state
 from .locate import Difference, first_difference, whole_values
 from .plans import random_assignment
-from .steps import DRAWS, KINDS, Step, eager_steps, errors, read_draws, simulated_steps, tangents_of
+from .steps import DRAWS, KINDS, StepResult, eager_steps, errors, read_draws, simulated_steps, tangents_of
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-8,
@@ -101,10 +101,10 @@ class Trial:
         return made
 
     @cached_property
-    def expected(self) -> list[Step]:
+    def expected(self) -> list[StepResult]:
         """Eager's steps. Raises ValueError where the model itself does not run."""
 
-        def steps(read: Sequence[int] | None) -> list[Step]:
+        def steps(read: Sequence[int] | None) -> list[StepResult]:
             model, loss_fn = _copy(self.model, self.loss_fn, None)
             return eager_steps(
                 model, self.inputs, self.captured, loss_fn=loss_fn, steps=self.steps, seed=self.seed, read=read
@@ -207,32 +207,24 @@ class Trial:
         step: int,
     ) -> Difference:
         """Where a step departs from eager."""
-        with compat.without_autocast("cpu"):
-            return self._first(program, made, held, inputs, step)
-
-    def _first(
-        self,
-        program: Program,
-        made: Mapping[str, Layout],
-        held: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-        step: int,
-    ) -> Difference:
         graph, seed, tangents = self.captured.graph, self.seed + step, tangents_of(program, self.captured)
-        try:
-            found = first_difference(program, made, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance)
-        except Exception as raised:
-            return Difference(what=f"the program does not run to its end: {_told(raised)}")
-        if found is not None:
-            return found
-        values = whole_values(graph, held, inputs, tangents, seed)
+        with compat.without_autocast("cpu"):
+            try:
+                found = first_difference(
+                    program, made, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance
+                )
+            except Exception as raised:
+                return Difference(what=f"the program does not run to its end: {_told(raised)}")
+            if found is not None:
+                return found
+            values = whole_values(graph, held, inputs, tangents, seed)
         wanted = self.expected[step]
         for o in graph.outputs:
             theirs = {"output": wanted.outputs, "gradient": wanted.gradients, "mutation": wanted.buffers or {}}[o.role]
             if o.name is None or o.target not in theirs:
                 continue
-            given = Step(outputs={o.target: values[o.name]})
-            (error,) = errors(given, Step(outputs={o.target: theirs[o.target]})).values()
+            given = StepResult(outputs={o.target: values[o.name]})
+            (error,) = errors(given, StepResult(outputs={o.target: theirs[o.target]})).values()
             if not error <= self.tolerance:
                 return Difference(
                     what=f"the captured graph is not what the model does: {o.role} {o.target} differs by {error:.3g}",

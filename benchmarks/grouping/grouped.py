@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable, evaluate
-from autopar.solve.rows import Row, tensor_rows
+from autopar.solve.rows import Row, tensor_rows, united
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +129,13 @@ def _between(tensor: Tensor, row: Mapping[int, list[Row]], home: Mapping[int, in
 def _united(row: Mapping[int, list[Row]], part: Group) -> list[Row]:
     """What each joint option of a group is to a tensor."""
     touching = [(position, row[member]) for position, member in enumerate(part.members) if member in row]
-    united = []
+    found = []
     for joint in part.joint:
         state: Row = (None, 0)
         for position, options in touching:
-            state = union(state, options[joint[position]])
-        united.append(state)
-    return united
-
-
-def union(one: Row, other: Row) -> Row:
-    return (other[0] if one[0] is None else one[0], one[1] | other[1])
+            state = united(state, options[joint[position]])
+        found.append(state)
+    return found
 
 
 def _label(members: Sequence[Variable], joint: Sequence[int]) -> str:

@@ -15,10 +15,10 @@ import numpy as np
 
 from autopar.solve.arrays import Bools, Floats
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem, Tensor, Variable
-from autopar.solve.rows import Row, tensor_rows, undominated
+from autopar.solve.rows import Row, largest_difference, tensor_rows, undominated, united
 
 from .free import free_of
-from .grouped import Group, union
+from .grouped import Group
 
 OPTIONS_MOST = 64
 """A group that would have more options than this is divided."""
@@ -171,17 +171,17 @@ class JointOptions:
         contexts: set[Row] = {(None, 0)}
         for variable, options in row.items():
             if variable not in inside:
-                contexts = {union(context, option) for context in contexts for option in set(options)}
+                contexts = {united(context, option) for context in contexts for option in set(options)}
         seconds = np.full((len(kinds), len(contexts)), np.inf)
         size = np.full((len(kinds), len(contexts)), np.inf)
         for a, kind in enumerate(kinds):
             for c, context in enumerate(contexts):
-                made, wanted = union(kind, context)
+                made, wanted = united(kind, context)
                 assert made is not None
                 cost = tensor.costs.get((made, wanted))
                 if cost is not None:
                     seconds[a, c], size[a, c] = cost
-        more = _largest_difference(seconds), _largest_difference(size)
+        more = largest_difference(seconds), largest_difference(size)
         free = free_of(tensor)
         if free is not None and coming & row.keys():
             # what the members to come may want of it must be as free of a as of b
@@ -217,10 +217,10 @@ class JointOptions:
     ) -> Iterator[tuple[State, float, float, int]]:
         """What each option of the new member makes of the tensors that it touches, and adds in seconds and bytes."""
         for option in options:
-            united = [union(state, rows[option]) for state, rows in zip(here, own, strict=True)]
+            joined = [united(state, rows[option]) for state, rows in zip(here, own, strict=True)]
             seconds, size = variable.seconds[option], variable.bytes[option]
             there = []
-            for index, state, gone in zip(touched, united, closed, strict=True):
+            for index, state, gone in zip(touched, joined, closed, strict=True):
                 tensor = self.problem.tensors[index]
                 if not _is_free(tensor, state):
                     break
@@ -234,15 +234,6 @@ class JointOptions:
                 seconds, size = seconds + cost[0], size + cost[1]
             else:
                 yield tuple(there), seconds, size, option
-
-
-def _largest_difference(costs: Floats) -> Floats:
-    """[a, b]: the largest costs[a, c] - costs[b, c]; where b cannot be had, nothing is worse than it."""
-    with np.errstate(invalid="ignore"):
-        differences = costs[:, None, :] - costs[None, :, :]
-    differences[np.broadcast_to(np.isinf(costs)[None, :, :], differences.shape)] = -np.inf
-    largest = differences.max(axis=2)
-    return np.asarray(np.where(np.isneginf(largest), 0.0, largest))
 
 
 def _is_free(tensor: Tensor, state: Row) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.solve.arrays import Bools, Floats, Ints
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem
-from autopar.solve.rows import Row, tensor_rows
+from autopar.solve.rows import Row, largest_difference, tensor_rows, united
 
 from .grouped import Group, Grouped, assembled
 
@@ -189,7 +189,7 @@ class _Widening:
                 kinds[tensor], kind[tensor] = b.kinds[tensor], b.kind[tensor][at_b]
             else:
                 different: dict[Row, int] = {}
-                step = [[different.setdefault(_union(x, y), len(different)) for y in b.kinds[tensor]]
+                step = [[different.setdefault(united(x, y), len(different)) for y in b.kinds[tensor]]
                         for x in a.kinds[tensor]]  # fmt: skip
                 kinds[tensor], kind[tensor] = (
                     tuple(different),
@@ -220,7 +220,7 @@ class _Widening:
         known = self.problem.tensors[tensor].costs
         for k, kind in enumerate(kinds):
             for c, context in enumerate(contexts):
-                made, wanted = _union(kind, context)
+                made, wanted = united(kind, context)
                 assert made is not None
                 cost = known.get((made, wanted))
                 if cost is not None:
@@ -285,7 +285,7 @@ class _Widening:
             else:
                 seconds, size = self._costs(tensor, kinds, contexts)
                 never: Bools = np.asarray(np.isinf(seconds).all(axis=1))
-                self.compared[key] = _largest_difference(seconds), _largest_difference(size), never
+                self.compared[key] = largest_difference(seconds), largest_difference(size), never
         return self.compared[key]
 
     def _contexts(self, tensor: int, others: frozenset[int]) -> tuple[Row, ...]:
@@ -293,19 +293,6 @@ class _Widening:
         if (tensor, others) not in self.contexts:
             found: dict[Row, None] = {(None, 0): None}
             for number in sorted(others):
-                found = {_union(row, kind): None for row in found for kind in self.alive[number].kinds[tensor]}
+                found = {united(row, kind): None for row in found for kind in self.alive[number].kinds[tensor]}
             self.contexts[tensor, others] = tuple(found)
         return self.contexts[tensor, others]
-
-
-def _union(one: Row, other: Row) -> Row:
-    return (other[0] if one[0] is None else one[0], one[1] | other[1])
-
-
-def _largest_difference(costs: Floats) -> Floats:
-    """[a, b]: the largest costs[a, c] - costs[b, c]; where b cannot be had, nothing is worse than it."""
-    with np.errstate(invalid="ignore"):
-        differences = costs[:, None, :] - costs[None, :, :]
-    differences[np.broadcast_to(np.isinf(costs)[None, :, :], differences.shape)] = -np.inf
-    largest = differences.max(axis=2)
-    return np.asarray(np.where(np.isneginf(largest), 0.0, largest))

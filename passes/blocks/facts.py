@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops import rule_of
-from autopar.ops.rule import Call, OpRule
+from autopar.ops.rule import Call, OpRule, call_of
 from autopar.passes.dependency.affine import AffineMap, compose
-from autopar.passes.dependency.operators import call_of_node, dependency
+from autopar.passes.dependency.operators import dependency
 from autopar.passes.dependency.preservation import Preserved, preserved
 from autopar.passes.dependency.signatures import signatures
 
@@ -20,8 +20,7 @@ class Facts:
 
     def __init__(self, graph: JointGraph, ranks: int) -> None:
         self.graph, self.ranks = graph, ranks
-        known = signatures(graph)
-        self.labels, self.operands = known.labels, known.operands
+        self.labels, self.operands = signatures(graph), [node.inputs for node in graph.nodes]
         self.first = {label: i for i, label in reversed(list(enumerate(self.labels)))}
         self.rules: dict[int, OpRule | None] = {}
         self.maps: list[AffineMap] = []
@@ -36,7 +35,7 @@ class Facts:
         self._influences()
 
     def call(self, i: int) -> Call:
-        return call_of_node(self.graph.nodes[i], self.graph.metas)
+        return call_of(self.graph.nodes[i], self.graph.metas)
 
     def rule(self, i: int) -> OpRule | None:
         label = self.labels[i]

@@ -12,10 +12,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar.ir.graph import JointGraph, TensorMeta
+from autopar.ir.graph import JointGraph, TensorMeta, meta_of
 from autopar.ir.tree import flatten
 
-from .known import Pinned
+from .known import Pinned, same_value
 from .looks import Reads
 
 
@@ -84,7 +84,7 @@ class Captured:
         for path, leaf in expected.items():
             value = given[path]
             if leaf.meta is None:
-                if not same_constant(value, leaf.constant):
+                if not same_value(value, leaf.constant):
                     raise ValueError(
                         f"input {path} is {value!r}, and the model was captured with the constant {leaf.constant!r}: "
                         f"capture it again for another value"
@@ -102,20 +102,9 @@ class Captured:
         return pytree.tree_unflatten(leaves, self.output_spec)
 
 
-def meta_of(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tensor.dtype)
-
-
 def is_constant(value: Any) -> bool:
     plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
     return isinstance(value, (*plain, Enum))
-
-
-def same_constant(value: Any, other: Any) -> bool:
-    """Whether two Python constants are one to a program: NaN is NaN, 0.0 is not -0.0, and 1 is not True."""
-    if type(value) is not type(other):
-        return False
-    return repr(value) == repr(other) if isinstance(value, float | complex) else bool(value == other)
 
 
 def leaf_of(path: str, value: Any) -> Leaf:

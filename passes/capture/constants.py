@@ -1,7 +1,7 @@
 """Numbers, and elements picked by masks, that forward reads off tensors which depend on constants and inputs alone.
 
-`Known` knows their values. A number becomes Python's, and where elements are is a constant of the graph. What depends
-on an input is pinned to what it was in the example.
+`KnownValues` knows their values. A number becomes Python's, and where elements are is a constant of the graph. What
+depends on an input is pinned to what it was in the example.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from autopar import compat
 
-from .known import Known
+from .known import KnownValues
 
 _READS: Mapping[str, Callable[[torch.Tensor], Any]] = MappingProxyType(
     {
@@ -43,7 +43,7 @@ _MASKS = (torch.bool, torch.uint8)
 class Constants:
     """Functions that ask for values, in one forward."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: KnownValues) -> None:
         self.known = known
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from autopar import compat
-from autopar.ir.graph import GraphInput, GraphOutput, InputRole, JointGraph, Ref, TensorMeta
+from autopar.ir.graph import PERMUTE, RESHAPE, GraphInput, GraphOutput, InputRole, JointGraph, Ref, TensorMeta, meta_of
+from autopar.ir.rewrite import with_own_metas
 
-from .captured import CaptureError, meta_of
+from .captured import CaptureError
 from .draft import Draft, Drafts, identifier
 from .refusals import OfData, Unlocated, line_of_node
 from .views import FILLED, LAZY, NO_OPS, PERMUTES, RESHAPES, aten, dense, inverse, long_dims
@@ -60,10 +61,7 @@ class Conversion(Drafts):
         unused = {i.target for i in inputs if i.role == "buffer" and i.target in self.constants and i.name not in used}
         self.constants = {name: tensor for name, tensor in self.constants.items() if name not in unused}
         inputs = [i for i in inputs if i.target not in unused or i.role != "buffer"]
-        names = [*(i.name for i in inputs), *(name for node in nodes for name in node.outputs if name)]
-        return JointGraph(
-            inputs=tuple(inputs), nodes=nodes, outputs=outputs, metas={name: self.metas[name] for name in names}
-        )
+        return with_own_metas(JointGraph(inputs=tuple(inputs), nodes=nodes, outputs=outputs, metas=self.metas))
 
     def _needed(self) -> set[fx.Node]:
         """The nodes that a result needs."""
@@ -180,12 +178,12 @@ class Conversion(Drafts):
 
     def _reshape(self, node: fx.Node, meta: TensorMeta) -> None:
         source = self.name(node.args[0])
-        if (maker := self.made.get(source)) and maker.op == "aten.reshape.default":
+        if (maker := self.made.get(source)) and maker.op == RESHAPE:
             source = maker.args[0].name  # a reshape of a reshape is a reshape
         if self.metas[source].shape == meta.shape:
             self.values[node] = source
         else:
-            self.emit(node, meta=meta, op="aten.reshape.default", args=(Ref(source), meta.shape))
+            self.emit(node, meta=meta, op=RESHAPE, args=(Ref(source), meta.shape))
 
     def _now(self, node: fx.Node, meta: TensorMeta) -> None:
         """A change of sign that a view would leave to its readers. Autograd asks for the conjugates of numbers, too."""
@@ -235,13 +233,13 @@ class Conversion(Drafts):
     def _permute(self, node: fx.Node, meta: TensorMeta) -> None:
         source = self.name(node.args[0])
         order = PERMUTES[node.target](len(meta.shape), *node.args[1:])
-        if (maker := self.made.get(source)) and maker.op == "aten.permute.default":
+        if (maker := self.made.get(source)) and maker.op == PERMUTE:
             source, inner = maker.args[0].name, maker.args[1]
             order = tuple(inner[d] for d in order)
         if order == tuple(range(len(order))):
             self.values[node] = source
         else:
-            self.emit(node, meta=meta, op="aten.permute.default", args=(Ref(source), order))
+            self.emit(node, meta=meta, op=PERMUTE, args=(Ref(source), order))
 
     def _cat(self, node: fx.Node, meta: TensorMeta) -> None:
         parts = [self.name(part) for part in node.args[0]]  # type: ignore[union-attr]

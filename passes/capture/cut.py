@@ -38,7 +38,7 @@ PERIOD_MOST = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class CutRun:
     """Nodes [begin, end) of the record repeat with `period`; [start, start + count * period) were taken out."""
 
     begin: int
@@ -64,7 +64,7 @@ class Cut:
     """
 
     record: Recorded
-    runs: tuple[Run, ...]
+    runs: tuple[CutRun, ...]
     paths: tuple[str, ...] = field(repr=False)
     targets: Mapping[Slot, str] = field(repr=False)
     readers: Mapping[str, Slot] = field(repr=False)
@@ -199,9 +199,9 @@ def _form(value: Any) -> Hashable:
 # ---- runs ------------------------------------------------------------------------------------------
 
 
-def _found(listing: _Listing) -> list[Run]:
+def _found(listing: _Listing) -> list[CutRun]:
     """Runs that do not overlap, the longest first, in the order of the record."""
-    found: list[Run] = []
+    found: list[CutRun] = []
     candidates = [
         (run.period - run.length, run.period, run.start, run.stop - run.period)
         for run in periodic(listing.labels)
@@ -221,7 +221,7 @@ def _found(listing: _Listing) -> list[Run]:
     return sorted(found, key=lambda run: run.begin)
 
 
-def _runs_within(listing: _Listing, period: int, low: int, high: int) -> Iterator[Run]:
+def _runs_within(listing: _Listing, period: int, low: int, high: int) -> Iterator[CutRun]:
     """The runs among nodes [low, high + period), whose labels repeat."""
     kinds = [_kinds(listing, i, period) for i in range(low, high)]
     begin = low
@@ -263,7 +263,7 @@ def _alike(a: RecordedInput, b: RecordedInput) -> bool:
     )
 
 
-def _cuts_within(listing: _Listing, period: int, begin: int, end: int) -> Iterator[Run]:
+def _cuts_within(listing: _Listing, period: int, begin: int, end: int) -> Iterator[CutRun]:
     """What can be taken out of the nodes [begin, end), which repeat: one run between any two nodes whose values
     something beside the run reads."""
     if end - begin < (PERIODS_LEAST + 2) * period:
@@ -275,7 +275,7 @@ def _cuts_within(listing: _Listing, period: int, begin: int, end: int) -> Iterat
             yield run
 
 
-def _between(listing: _Listing, period: int, begin: int, end: int) -> Run | None:
+def _between(listing: _Listing, period: int, begin: int, end: int) -> CutRun | None:
     """The run that takes most out of nodes [begin, end), at the cut that the fewest values cross."""
     own = _own(listing, period, begin, end)
     if not own:
@@ -299,7 +299,7 @@ def _between(listing: _Listing, period: int, begin: int, end: int) -> Run | None
             best = (start, count, int(crossing[start - begin]))
     if best is None:
         return None
-    run = Run(begin=begin, end=end, period=period, start=best[0], count=best[1])
+    run = CutRun(begin=begin, end=end, period=period, start=best[0], count=best[1])
     for target in own:
         reading = listing.reading[target]
         if any(run.start <= i < run.stop for i in reading) and not all(run.start <= i < run.stop for i in reading):
@@ -324,7 +324,7 @@ def _own(listing: _Listing, period: int, begin: int, end: int) -> set[str]:
 # ---- the shorter record ----------------------------------------------------------------------------
 
 
-def _shortened(listing: _Listing, runs: Sequence[Run]) -> Recorded:
+def _shortened(listing: _Listing, runs: Sequence[CutRun]) -> Recorded:
     """The record without the nodes of the runs that are taken out. What read a value of theirs reads the one that
     stands for it, whole periods earlier."""
     record = listing.record

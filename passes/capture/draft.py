@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from autopar import compat
-from autopar.ir.graph import GraphInput, GraphOutput, Node, Ref, TensorMeta, references
+from autopar.ir.graph import PERMUTE, RESHAPE, GraphInput, GraphOutput, Node, Ref, TensorMeta, references
+from autopar.ir.rewrite import distinct
 
 from .captured import CaptureError
 
@@ -36,10 +37,7 @@ def identifier(path: str, taken: set[str]) -> str:
     base = re.sub(r"\W", "_", path)
     if not base or base[0].isdigit() or keyword.iskeyword(base):
         base = f"_{base}"
-    name, count = base, 0
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
+    name = distinct(base, taken)
     taken.add(name)
     return name
 
@@ -57,16 +55,16 @@ class Drafts:
         self.places: dict[str, int] = {}  # node -> the node of the record that made it, or whose gradient it computes
 
     def reshaped(self, node: fx.Node, source: str, shape: tuple[int, ...]) -> str:
-        return source if self.metas[source].shape == shape else self._made("aten.reshape.default", node, source, shape)
+        return source if self.metas[source].shape == shape else self._made(RESHAPE, node, source, shape)
 
     def permuted(self, node: fx.Node, source: str, order: tuple[int, ...]) -> str:
         in_order = order == tuple(range(len(order)))
-        return source if in_order else self._made("aten.permute.default", node, source, order)
+        return source if in_order else self._made(PERMUTE, node, source, order)
 
     def _made(self, op: str, node: fx.Node, source: str, argument: tuple[int, ...]) -> str:
         """A view on the way to what a node makes."""
         shape = argument
-        if op == "aten.permute.default":
+        if op == PERMUTE:
             shape = tuple(self.metas[source].shape[d] for d in argument)
         self.emit(node, meta=TensorMeta(shape, self.metas[source].dtype), op=op, args=(Ref(source), argument))
         return self.name(node)

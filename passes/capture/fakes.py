@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,37 +76,35 @@ class Fakes:
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""
         memo: dict[int, Any] = {}
-        for iterator in (model.named_parameters, model.named_buffers):
-            for name, tensor in iterator():
-                memo[id(tensor)] = self.tensor(name, tensor)
-        for module in model.modules():
-            for name, attribute in vars(module).items():
-                if name not in _REGISTRIES:
-                    for tensor in pytree.tree_leaves(attribute):
-                        # neither parameter nor buffer: real ones become constants of the graph
-                        if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                            bare = tensor.device.type == "meta" or compat.is_fake(tensor)
-                            memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            memo[id(tensor)] = self.tensor(name, tensor)
+        for name, tensor in _other_tensors(model):  # real ones become constants of the graph
+            if id(tensor) not in memo:
+                bare = tensor.device.type == "meta" or compat.is_fake(tensor)
+                memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
         return copied(model, memo)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
     """A copy of the model with its parameters and buffers on `meta`."""
     memo: dict[int, Any] = {}
-    for iterator in (model.named_parameters, model.named_buffers):
-        for _, tensor in iterator():
-            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
-            compat.take_notes(bare, tensor)
-            memo[id(tensor)] = bare
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        bare = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
+        compat.take_notes(bare, tensor)
+        memo[id(tensor)] = bare
+    for _, tensor in _other_tensors(model):
+        memo.setdefault(id(tensor), tensor)
+    return copied(model, memo)
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a model's attributes that are neither parameter nor buffer, with the attribute's name."""
     for module in model.modules():
         for name, attribute in vars(module).items():
             if name not in _REGISTRIES:
-                for tensor in pytree.tree_leaves(attribute):
-                    if isinstance(tensor, torch.Tensor):
-                        memo.setdefault(id(tensor), tensor)
-    return copied(model, memo)
+                yield from ((name, leaf) for leaf in pytree.tree_leaves(attribute) if isinstance(leaf, torch.Tensor))
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")

@@ -31,7 +31,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class NotedCall:
     """An operator and the slots of the tensors that it makes. A call that reads has the leaves that it gave in
     `read`, and `line`, where the model's code asked."""
 
@@ -63,7 +63,7 @@ class Call:
 class Pinned:
     """What Python read of inputs while a model was captured, and how it is computed of them."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[NotedCall, ...] = ()
     slots: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """By the path of an input."""
 
@@ -75,7 +75,7 @@ class Pinned:
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         return f"values of {', '.join(self.slots)}{lines[0] if lines else ''}{more}"
 
-    def differs(self, inputs: Mapping[str, torch.Tensor]) -> Call | None:
+    def differs(self, inputs: Mapping[str, torch.Tensor]) -> NotedCall | None:
         """The first that reads something else of these inputs, by path."""
         with compat.unmodified():
             values = {slot: inputs[path].detach() for path, slot in self.slots.items()}
@@ -89,11 +89,13 @@ class Pinned:
 
 
 def same_leaves(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether numbers and tensors are equal, bit by bit."""
-    return len(first) == len(second) and all(map(_same, first, second))
+    """Whether numbers and tensors are equal, one by one."""
+    return len(first) == len(second) and all(map(same_value, first, second))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two constants or tensors are one to a program, bit by bit: NaN is NaN, 0.0 is not -0.0, and 1 is not
+    True."""
     if type(a) is not type(b):
         return False
     if not isinstance(a, torch.Tensor):
@@ -105,21 +107,21 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownTensor:
     fake: torch.Tensor
     slot: int
     memory: int
 
 
-class Known(compat.Watching):
+class KnownValues(compat.Watching):
     """Notes the operators of a forward whose operands are known. `inputs` are its fakes, by path, each with the tensor
     that it stands for. Raises WritesReal before an operator writes a real tensor: while a model is traced, operators
     that are given real tensors alone run."""
 
     def __init__(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
-        self.known: dict[int, _Known] = {}
+        self.calls: list[NotedCall] = []
+        self.known: dict[int, _KnownTensor] = {}
         self.forgotten: list[torch.Tensor] = []  # alive, lest another take its identity
         self.memory: dict[int, int] = {}  # by slot
         self.devices: dict[int, torch.device] = {}  # by slot
@@ -172,7 +174,7 @@ class Known(compat.Watching):
         # what is lifted is the constant itself, which calls must not write
         func = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         self.calls.append(
-            Call(func=func, args=call.args, kwargs=call.kwargs, made=made, given=call.given, writes=writes)
+            NotedCall(func=func, args=call.args, kwargs=call.kwargs, made=made, given=call.given, writes=writes)
         )
 
     def is_known(self, x: Any) -> bool:
@@ -185,7 +187,7 @@ class Known(compat.Watching):
     def _slot(self, fake: torch.Tensor) -> int:
         known = self.known.get(id(fake))
         if known is None:
-            known = _Known(fake, len(self.memory), compat.memory_of(fake))
+            known = _KnownTensor(fake, len(self.memory), compat.memory_of(fake))
             self.known[id(fake)], self.memory[known.slot] = known, known.memory
             self.devices[known.slot] = fake.device
         return known.slot
@@ -198,7 +200,7 @@ class Known(compat.Watching):
                 self.forgotten.append(known.fake)
                 del self.known[key]
 
-    def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Call:
+    def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> NotedCall:
         given: list[int] = []
 
         def slot(leaf: Any) -> Any:
@@ -208,7 +210,7 @@ class Known(compat.Watching):
             return Slot(given[-1])
 
         args, kwargs = pytree.tree_map(slot, (tuple(args), dict(kwargs)))
-        return Call(func=func, args=args, kwargs=kwargs, given=tuple(given))
+        return NotedCall(func=func, args=args, kwargs=kwargs, given=tuple(given))
 
     # -- reading
 
@@ -237,11 +239,13 @@ class Known(compat.Watching):
             read = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
         if paths:
             self.calls.append(
-                Call(func=func, args=call.args, kwargs=call.kwargs, given=call.given, read=read, line=line_of_model())
+                NotedCall(
+                    func=func, args=call.args, kwargs=call.kwargs, given=call.given, read=read, line=line_of_model()
+                )
             )
         return result
 
-    def _evaluated(self, needed: Sequence[Call], slots: set[int]) -> dict[int, torch.Tensor]:
+    def _evaluated(self, needed: Sequence[NotedCall], slots: set[int]) -> dict[int, torch.Tensor]:
         """The tensors of these calls, by slot."""
         writes = any(call.writes for call in needed)
         values = {} if writes else self.values
@@ -262,13 +266,13 @@ class Known(compat.Watching):
         return Pinned(calls=tuple(needed), slots=MappingProxyType(paths)) if reads else Pinned()
 
 
-def sliced(calls: Sequence[Call], last: Sequence[Call], memory: Mapping[int, int]) -> list[Call]:
+def sliced(calls: Sequence[NotedCall], last: Sequence[NotedCall], memory: Mapping[int, int]) -> list[NotedCall]:
     """Those of the calls on which the last ones depend, and these; without last ones, those that read."""
     slots: set[int] = set()
     spaces: set[int] = set()
-    needed: list[Call] = []
+    needed: list[NotedCall] = []
 
-    def need(call: Call) -> None:
+    def need(call: NotedCall) -> None:
         needed.append(call)
         slots.update(call.given)
         spaces.update(memory[slot] for slot in call.given)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.ir.graph import GraphInput, GraphOutput, JointGraph
+from autopar.ir.rewrite import with_own_metas
 
 Item = TypeVar("Item", GraphInput, GraphOutput)
 
@@ -22,10 +23,4 @@ def in_order(graph: JointGraph, order: Sequence[str]) -> JointGraph:
         )
 
     inputs = sorted_by(graph.inputs, ("parameter", "buffer"))
-    names = [*(i.name for i in inputs), *(name for node in graph.nodes for name in node.outputs if name)]
-    return replace(
-        graph,
-        inputs=inputs,
-        outputs=sorted_by(graph.outputs, ("gradient", "mutation")),
-        metas={name: graph.metas[name] for name in names},
-    )
+    return with_own_metas(replace(graph, inputs=inputs, outputs=sorted_by(graph.outputs, ("gradient", "mutation"))))

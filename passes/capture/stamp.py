@@ -15,11 +15,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
+from autopar.ir.graph import GraphOutput, JointGraph, Node, TensorMeta
+from autopar.ir.rewrite import distinct, reading, with_own_metas
 from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated
 
-from .cut import Cut, Run
+from .cut import Cut, CutRun
 from .order import in_order
 
 
@@ -51,7 +52,7 @@ class _Plan:
     those of the copy before it."""
 
     cut: Cut
-    run: Run
+    run: CutRun
     places: Mapping[str, int]
     copies: tuple[tuple[str, ...], ...]
     repeat: Repeated
@@ -100,7 +101,7 @@ class _Plan:
         return self.cut.paths[self.place(index) + periods * self.run.period]
 
 
-def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, repeats: Sequence[Repeated]) -> _Plan:
+def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: CutRun, repeats: Sequence[Repeated]) -> _Plan:
     """The repeat of a run, if everything about it fits."""
     last: Unfit | None = None
     for repeat in filter(None, (_within(graph, places, run, repeat) for repeat in repeats)):
@@ -117,12 +118,12 @@ def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, re
     raise last or Unfit(f"no repeat of the graph is the run of {_shown(found, run)}")
 
 
-def _shown(found: Cut, run: Run) -> str:
+def _shown(found: Cut, run: CutRun) -> str:
     return f"{found.paths[run.begin] or 'the model'} to {found.paths[run.end - 1] or 'the model'}"
 
 
 def _draft(
-    graph: JointGraph, places: Mapping[str, int], found: Cut, run: Run, repeat: Repeated, middle: int
+    graph: JointGraph, places: Mapping[str, int], found: Cut, run: CutRun, repeat: Repeated, middle: int
 ) -> _Plan | None:
     """What to check; None where the copies are no periods of the run."""
     plan = _Plan(
@@ -137,7 +138,7 @@ def _draft(
     return replace(plan, middles=(min(inside), max(inside))) if inside else None
 
 
-def _within(graph: JointGraph, places: Mapping[str, int], run: Run, repeat: Repeated) -> Repeated | None:
+def _within(graph: JointGraph, places: Mapping[str, int], run: CutRun, repeat: Repeated) -> Repeated | None:
     """The copies of a repeat that lie in a run."""
 
     def lies(copy: tuple[int, ...]) -> bool:
@@ -294,10 +295,7 @@ class _Stamp:
 
     def _take(self, name: str, step: int, wanted: str) -> None:
         wanted = f"_{wanted}" if wanted[0].isdigit() else wanted
-        taken, count = wanted, 0
-        while taken in self.metas:
-            count += 1
-            taken = f"{wanted}_{count}"
+        taken = distinct(wanted, self.metas)
         self.metas[taken] = self.whole.metas[name]
         self.fresh[name, step] = taken
 
@@ -315,10 +313,9 @@ class _Stamp:
                 if o.role in ("gradient", "mutation") and plan.is_in_the_middle(o.target):
                     name = None if o.name is None else self.fresh[o.name, step]
                     outputs.append(replace(o, name=name, target=plan.target(o.target, step)))
-        nodes = tuple(self._nodes())
-        names = [*(i.name for i in inputs), *(name for node in nodes for name in node.outputs if name)]
-        metas = {name: self.metas[name] for name in names}
-        return JointGraph(inputs=tuple(inputs), nodes=nodes, outputs=tuple(outputs), metas=metas)
+        return with_own_metas(
+            JointGraph(inputs=tuple(inputs), nodes=tuple(self._nodes()), outputs=tuple(outputs), metas=self.metas)
+        )
 
     def _nodes(self) -> Iterator[Node]:
         plan, middle, last = self.plan, self.plan.middle, self.plan.run.count
@@ -340,8 +337,9 @@ class _Stamp:
                             yield self._node(own, step, enters, leaves)
             renamed = {} if k is None else after if k == middle + 1 else before if k == middle else {}
             late = k > middle if k is not None else node.sequence >= min(numbers)
-            yield replace(
-                _renamed(node, renamed),
+            yield reading(
+                node,
+                renamed,
                 module=plan.path(node, last * (k > middle if k is not None else self._is_late(node))),
                 sequence=node.sequence + late * last * plan.stride if node.sequence >= 0 else node.sequence,
             )
@@ -361,23 +359,10 @@ class _Stamp:
                 names[name] = name if step == self.plan.run.count else self.fresh[leaves[name], step + 1]
             else:
                 names[name] = self.fresh.get((name, step), name)
-        return replace(
-            _renamed(node, names),
+        return reading(
+            node,
+            names,
             outputs=tuple(self.fresh[name, step] if name else "" for name in node.outputs),
             module=self.plan.path(node, step),
             sequence=node.sequence + step * self.plan.stride if node.sequence >= 0 else node.sequence,
         )
-
-
-def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    if not any(name in names for name in node.inputs):
-        return node
-
-    def rename(name: str) -> Ref:
-        return Ref(names.get(name, name))
-
-    return replace(
-        node,
-        args=map_references(node.args, rename),
-        kwargs=tuple((key, map_references(value, rename)) for key, value in node.kwargs),
-    )

@@ -46,10 +46,8 @@ from .streams import Streams, is_stream
 
 logger = logging.getLogger(__name__)
 
-
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes in which a module keeps what a graph has inputs for."""
-
 
 _OTHERWISE = REGISTRIES | {
     "__dict__", "__class__", "training",
@@ -58,25 +56,20 @@ _OTHERWISE = REGISTRIES | {
 }  # fmt: skip
 """Attributes of modules that are compared in other ways."""
 
-
 FACTS_MOST = 300_000
 """Where a walk ends, with a warning."""
-
 
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum,
 )  # fmt: skip
 
-
 _STATE = (
     dict, list, tuple, set, collections.deque, bytearray, torch.Tensor, torch.Generator, nn.Module, random.Random,
     types.SimpleNamespace, contextvars.ContextVar,
 )  # fmt: skip
 
-
 _CACHE = type(functools.lru_cache(len))
-
 
 _ALWAYS = frozenset(
     f"__{name}__"

@@ -14,11 +14,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
+from autopar.ir.graph import meta_of
 from autopar.ir.tree import flatten
 
 from . import checks
-from .captured import CaptureError, Leaf, is_constant, meta_of
-from .known import Known, Pinned
+from .captured import CaptureError, Leaf, is_constant
+from .known import KnownValues, Pinned
 from .ways import Generators, OtherWays
 from .witness import Witness
 
@@ -43,12 +44,12 @@ class _Outcomes:
         """Lines of code that look at data and raise."""
         self.pinned = Pinned()
         self.unread: list[tuple[str, tuple[str, ...]]] = []
-        """Of `Known`."""
+        """Of `KnownValues`."""
         self.inputs: list[tuple[str, torch.Tensor]] = []
         """As they were given, by path."""
 
 
-class Step(nn.Module):
+class TracedStep(nn.Module):
     """The model from flat tensors to flat tensors, everything but the loss detached."""
 
     def __init__(
@@ -76,7 +77,7 @@ class Step(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         generators = Generators(self.model)
         given = zip(tensors, self.outcomes.inputs, strict=True)
-        known = Known({path: (fake, source) for fake, (path, source) in given})
+        known = KnownValues({path: (fake, source) for fake, (path, source) in given})
         self.outcomes.unread, known.valued = known.unread, self.witness.valued
         with (
             self.witness.tracing(),
@@ -145,8 +146,7 @@ class Replaced(Exception):
         self.names = names
 
 
-@contextlib.contextmanager
-def without_checks(lines: dict[str, None]) -> Iterator[None]:
+def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[None]:
     """Branches on data that raise are taken not to; `lines` receives where they are. (A mode would not see those in
     torch's own functions.)"""
 
@@ -160,11 +160,7 @@ def without_checks(lines: dict[str, None]) -> Iterator[None]:
 
     known = torch.Tensor.__bool__
     truth.__name__ = known.__name__
-    torch.Tensor.__bool__ = truth  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        del torch.Tensor.__bool__
+    return compat.patched(torch.Tensor, "__bool__", truth)
 
 
 @contextlib.contextmanager

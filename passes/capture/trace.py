@@ -27,7 +27,7 @@ from .cut import cut
 from .fakes import Fakes, canonical_names
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
 from .stamp import Unfit, stamped
-from .step import Replaced, Step
+from .step import Replaced, TracedStep
 from .witness import Beside, check_constants, check_hooks, check_memory
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def _capture(
     fakes = Fakes(mode, device_type, grad)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
-    step = Step(fakes.module(model), pairs, input_spec, loss_fn)
+    step = TracedStep(fakes.module(model), pairs, input_spec, loss_fn)
     inputs = tuple(fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor))
     tied = {f"model.{a}": f"model.{b}" for a, b in canonical.items()}
     input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
@@ -183,7 +183,7 @@ def _joint_graph(
 
 
 def _without_gradient(
-    model: nn.Module, graph: JointGraph, step: Step, inputs: Sequence[torch.Tensor], loss: str | None
+    model: nn.Module, graph: JointGraph, step: TracedStep, inputs: Sequence[torch.Tensor], loss: str | None
 ) -> tuple[str, ...]:
     """The trainable parameters that get no gradient, as in eager.
 
@@ -206,7 +206,7 @@ def _without_gradient(
     return tuple(missing)
 
 
-def _differentiated(step: Step, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
+def _differentiated(step: TracedStep, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
     """Which of these parameters autograd reaches when the model runs as it is, on fakes."""
     parameters = dict(step.model.named_parameters())
     with compat.as_exported():

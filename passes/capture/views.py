@@ -9,7 +9,6 @@ import torch
 
 aten = torch.ops.aten
 
-
 NO_OPS = frozenset(
     {
         aten.detach.default,
@@ -22,7 +21,6 @@ NO_OPS = frozenset(
         aten.resolve_neg.default,
     }
 )
-
 
 RESHAPES = frozenset(
     {
@@ -40,7 +38,6 @@ RESHAPES = frozenset(
     }
 )
 
-
 PERMUTES: dict[Any, Callable[..., tuple[int, ...]]] = {
     aten.permute.default: lambda rank, order: tuple(d % rank for d in order),
     aten.t.default: lambda rank: tuple(reversed(range(rank))),
@@ -51,14 +48,12 @@ PERMUTES: dict[Any, Callable[..., tuple[int, ...]]] = {
     aten.mT.default: lambda rank: _swapped(rank, -1, -2),
 }
 
-
 FILLED: dict[Any, str] = {
     aten.new_zeros.default: "aten.zeros.default",
     aten.new_ones.default: "aten.ones.default",
     aten.new_full.default: "aten.full.default",
 }
 """Ops that take dtype and device of a tensor, and read nothing of it."""
-
 
 LAZY: dict[Any, str] = {
     aten._conj.default: "aten._conj_physical.default",

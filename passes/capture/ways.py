@@ -18,7 +18,7 @@ from autopar import compat
 from autopar.ops.statistics import TRACED
 
 from .constants import Constants
-from .known import Known
+from .known import KnownValues
 from .selections import Selections
 from .windows import windows
 
@@ -37,7 +37,7 @@ class OtherWays(TorchFunctionMode):
     `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are
     those of `unfold`. Values are read off constants and inputs: see `Constants`."""
 
-    def __init__(self, generators: Generators, known: Known) -> None:
+    def __init__(self, generators: Generators, known: KnownValues) -> None:
         super().__init__()
         self.generators = generators
         self.selections = Selections()
@@ -131,11 +131,10 @@ class Generators:
             for generator in self.held:
                 generator.manual_seed(0x5EED5EED)
                 self.marks[id(generator)] = generator.get_state()
-        torch.Generator = _made_inside(self.base)  # type: ignore[misc]
         try:
-            yield
+            with compat.patched(torch, "Generator", _made_inside(self.base)):
+                yield
         finally:
-            torch.Generator = self.base  # type: ignore[misc]
             with compat.without_modes():
                 for generator, state in states:
                     generator.set_state(state)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SHOWN = 5
 
 
-class Step(Protocol):
+class WitnessedStep(Protocol):
     """What is looked at while it runs: the model as a module of flat tensors. `outcomes.last` is what it gave."""
 
     @property
@@ -102,7 +102,7 @@ class Witness:
         finally:
             self.before.restore()
 
-    def settle(self, step: Step, inputs: Sequence[torch.Tensor]) -> None:
+    def settle(self, step: WitnessedStep, inputs: Sequence[torch.Tensor]) -> None:
         """Raises Beside where a call keeps something for the next. Warns of what each call writes and nobody in the
         model reads: with a program it keeps the value that it had."""
         before, after = self.before, self.after
@@ -152,7 +152,7 @@ class Witness:
     def _look(self) -> Look:
         return look(self.modules, self.roots)
 
-    def _kept(self, step: Step, inputs: Sequence[torch.Tensor]) -> list[str]:
+    def _kept(self, step: WitnessedStep, inputs: Sequence[torch.Tensor]) -> list[str]:
         """What two steps in a row differ in."""
         assert self.before is not None
         names = {f"input {i}": tensor for i, tensor in enumerate(inputs)}
@@ -217,12 +217,12 @@ class Witness:
         @contextlib.contextmanager
         def observing() -> Iterator[None]:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(_patched(nn.Module, of_module))
+                stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
                 for cls in classes:
                     if not issubclass(cls, (nn.Module, type)):
                         noted = fields.setdefault(cls, set())
                         try:
-                            stack.enter_context(_patched(cls, _noting(cls, noted)))
+                            stack.enter_context(compat.patched(cls, "__getattribute__", _noting(cls, noted)))
                         except TypeError:
                             noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
                 yield
@@ -240,19 +240,6 @@ def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
         return known(value, name)
 
     return read
-
-
-@contextlib.contextmanager
-def _patched(cls: Any, read: Callable[[Any, str], Any]) -> Iterator[None]:
-    own = vars(cls).get("__getattribute__")
-    cls.__getattribute__ = read
-    try:
-        yield
-    finally:
-        if own is None:
-            del cls.__getattribute__
-        else:
-            cls.__getattribute__ = own
 
 
 class _Functions(TorchFunctionMode):

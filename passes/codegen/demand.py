@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.redistribute import Redistributor, Step
+from autopar.cost.redistribute import Redistributor, RouteStep
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
 from autopar.passes.space.choices import REGATHER
@@ -33,7 +33,7 @@ class Demand:
     """Root -> the operator that makes it again in backward."""
     borders: dict[str, Placed] = field(default_factory=dict)
     """Border name -> the site that reads the value behind it."""
-    sources: dict[tuple[str, bool], dict[Layout, tuple[Layout, tuple[Step, ...]]]] = field(default_factory=dict)
+    sources: dict[tuple[str, bool], dict[Layout, tuple[Layout, tuple[RouteStep, ...]]]] = field(default_factory=dict)
 
     @staticmethod
     def of(space: Space, items: Sequence[Placed], reacquired: Collection[str]) -> Demand:
@@ -68,7 +68,7 @@ class Demand:
                 self.produced[name] = (layout, policy)
                 self.metas[name] = space.metas[root]
 
-    def source(self, root: str, phase: int, policy: str) -> dict[Layout, tuple[Layout, tuple[Step, ...]]]:
+    def source(self, root: str, phase: int, policy: str) -> dict[Layout, tuple[Layout, tuple[RouteStep, ...]]]:
         key = (root, policy == REGATHER and phase == 1)
         if key not in self.sources:
             early, late = self.wanted[root]

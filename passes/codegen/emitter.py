@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.ir.graph import Ref, TensorMeta
-from autopar.ir.program import Instruction
+from autopar.ir.rewrite import NodeWriter, numbered
 
 
 @dataclass(eq=False)
@@ -15,29 +16,25 @@ class Emitter:
     """`taken` are names of the graph, which values of the program may not have unless they are those."""
 
     taken: Container[str]
-    instructions: tuple[list[Instruction], list[Instruction]] = field(default_factory=lambda: ([], []))
-    """Of forward and of backward."""
     metas: dict[str, TensorMeta] = field(default_factory=dict)
     uneven: set[str] = field(default_factory=set)
     """Values of as many rows as happen to come."""
     context: tuple[str, str] = ("", "")
     """Module and node that instructions are written for."""
-    _counter: dict[str, int] = field(default_factory=dict)
+    numbers: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.halves = NodeWriter(metas=self.metas), NodeWriter(metas=self.metas)
+        """Forward and backward."""
 
     def fresh(self, hint: str) -> str:
         hint = hint.replace("|", "_")
-        number = self._counter.get(hint, 0)
-        while True:
-            number += 1
-            name = f"{hint}_{number}"
-            if name not in self.metas and name not in self.taken:
-                self._counter[hint] = number
-                return name
+        name = numbered(hint, self.metas, self.taken, start=self.numbers[hint] + 1)
+        self.numbers[hint] = int(name.rpartition("_")[2])
+        return name
 
     def emit(self, phase: int, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta) -> str:
-        self.metas[name] = meta
         if any(isinstance(value, Ref) and value.name in self.uneven for value in args):
             self.uneven.add(name)
-        module, node = self.context
-        self.instructions[phase].append(Instruction(op=op, args=args, outputs=(name,), module=module, node=node))
-        return name
+        module, serves = self.context
+        return self.halves[phase].emit(op, args, (name, meta), module=module, serves=serves)

@@ -96,7 +96,7 @@ def _finish(
             assert found is not None
             layout = found
         made.append(ProgramOutput(name=name, role=output.role, target=output.target, meta=meta, layout=layout))
-    forward, backward = values.emitter.instructions
+    forward, backward = (half.written for half in values.emitter.halves)
     made_in_backward = {name for i in backward for name in i.outputs}
     made_in_backward.update(i.name for i in graph.inputs if i.role == "tangent")
     read_in_backward = [name for i in backward for name in i.inputs]

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost.redistribute import Step
-from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta
+from autopar.cost.redistribute import RouteStep
+from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Ref, TensorMeta
 from autopar.ir.layout import Shape, Split, local_shape, local_stride
-from autopar.ir.program import WAIT, RankIndex
+from autopar.ir.program import RankIndex
 
 from .emitter import Emitter
 
@@ -24,7 +24,7 @@ class Redistribution:
     meta: TensorMeta
     phase: int
 
-    def write(self, local: str, step: Step) -> str:
+    def write(self, local: str, step: RouteStep) -> str:
         """One step of a route: the local value after it."""
         after, axis = step.after[step.axis], step.axis
         if isinstance(after, Split):
@@ -33,14 +33,14 @@ class Redistribution:
             local = self._resize(local, after.dim, ways * self._taken(step)[after.dim])
         return _STEPS[step.kind](self, local, step)
 
-    def _taken(self, step: Step) -> Shape:
+    def _taken(self, step: RouteStep) -> Shape:
         return local_shape(self.meta.shape, step.after, self.mesh)
 
-    def all_reduce(self, local: str, step: Step) -> str:
+    def all_reduce(self, local: str, step: RouteStep) -> str:
         reduction = step.before[step.axis].reduction  # type: ignore[union-attr]
         return self._communicate("all_reduce", local, reduction, axis=step.axis, shape=self._shape(local))
 
-    def slice(self, local: str, step: Step) -> str:
+    def slice(self, local: str, step: RouteStep) -> str:
         after, n, shape = step.after[step.axis], self.mesh[step.axis], self._shape(local)
         assert isinstance(after, Split)
         stride = local_stride(step.after, self.mesh, step.axis)
@@ -52,7 +52,7 @@ class Redistribution:
             part = self._compact(part)
         return self._reshape(part, (*shape[: after.dim], above * stride, *shape[after.dim + 1 :]))
 
-    def all_gather(self, local: str, step: Step) -> str:
+    def all_gather(self, local: str, step: RouteStep) -> str:
         before, n, shape = step.before[step.axis], self.mesh[step.axis], self._shape(local)
         assert isinstance(before, Split)
         gathered = self._communicate("all_gather", local, axis=step.axis, shape=(n * shape[0], *shape[1:]))
@@ -60,7 +60,7 @@ class Redistribution:
         together = self._insert(stacked, before.dim, local_stride(step.before, self.mesh, step.axis))
         return self._resize(together, before.dim, self._taken(step)[before.dim])
 
-    def reduce_scatter(self, local: str, step: Step) -> str:
+    def reduce_scatter(self, local: str, step: RouteStep) -> str:
         before, after, axis = step.before[step.axis], step.after[step.axis], step.axis
         assert isinstance(after, Split)
         front = self._expose(local, after.dim, local_stride(step.after, self.mesh, axis), self.mesh[axis])
@@ -68,7 +68,7 @@ class Redistribution:
         reduction = before.reduction  # type: ignore[union-attr]
         return self._communicate("reduce_scatter", self._flat(front), reduction, axis=axis, shape=result)
 
-    def all_to_all(self, local: str, step: Step) -> str:
+    def all_to_all(self, local: str, step: RouteStep) -> str:
         before, after, n = step.before[step.axis], step.after[step.axis], self.mesh[step.axis]
         assert isinstance(before, Split) and isinstance(after, Split)
         stride = local_stride(step.after, self.mesh, step.axis)
@@ -103,7 +103,7 @@ class Redistribution:
 
     def _compact(self, value: str) -> str:
         """Collectives, and kernels such as CPU layer norm's backward, read operands as if they were contiguous."""
-        return self._emit("aten.contiguous.default", (Ref(value),), self._shape(value))
+        return self._emit(CONTIGUOUS, (Ref(value),), self._shape(value))
 
     def _move(self, value: str, source: int, target: int) -> str:
         """Move one dim to another place."""

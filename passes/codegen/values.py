@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
+from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta
 from autopar.ir.layout import Layout, Routed, is_routed, local_shape
-from autopar.ir.program import Instruction
+from autopar.ir.rewrite import reading
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.passes.space.choices import REGATHER
 from autopar.passes.space.collapse import Steps, from_root
@@ -151,11 +151,9 @@ class Values:
             return names[value]
 
         routed = any(is_routed(layout) for layout in (*item.option.reads, *item.option.makes))
-        module, node = self.emitter.context
-        constant = self.constants[phase]
+        writer, constant, (module, serves) = self.emitter.halves[phase], self.constants[phase], self.emitter.context
         for instruction in emission.instructions:
-            args = map_references(instruction.args, lambda value: Ref(name(value)))
-            kwargs = map_references(instruction.kwargs, lambda value: Ref(name(value)))
+            here = reading(instruction, names)
             # what depends on no operand (a mask of padding) is made once
             once = (
                 len(instruction.outputs) == 1
@@ -163,7 +161,7 @@ class Values:
                 and not instruction.collective
                 and all(name(value) in self.fixed for value in instruction.inputs)
             )
-            same = (instruction.op, str(args), str(kwargs)) if once else None
+            same = (here.op, str(here.args), str(here.kwargs)) if once else None
             if same in constant:
                 names[instruction.outputs[0]] = constant[same]
                 continue
@@ -171,19 +169,13 @@ class Values:
             if same is not None:
                 constant[same] = outputs[0]
                 self.fixed.add(outputs[0])
-            for old, new in zip(instruction.outputs, outputs, strict=True):
-                if old:
-                    self.emitter.metas[new] = emission.metas[old]
-                    if routed and new not in roots:
-                        self.emitter.uneven.add(new)
-            self.emitter.instructions[phase].append(
-                Instruction(op=instruction.op, args=args, kwargs=kwargs, outputs=outputs, module=module, node=node)
-            )
+            if routed:
+                self.emitter.uneven.update(new for new in outputs if new and new not in roots)
+            results = [(new, emission.metas.get(old)) for old, new in zip(instruction.outputs, outputs, strict=True)]
+            writer.emit(here.op, here.args, *results, kwargs=here.kwargs, module=module, serves=serves)
 
     def gradient(self, owner: Placed) -> str:
         (read,) = owner.site.reads
-        self.emitter.context = (
-            owner.site.module if not owner.rename else "",
-            f"gradient of {owner.name(owner.site.name)}",
-        )
+        module = "" if owner.rename else owner.site.module
+        self.emitter.context = (module, f"gradient of {owner.name(owner.site.name)}")
         return self.view(owner.name(read.alias.root), read.alias.steps, owner.option.reads[0], 1)

@@ -6,20 +6,14 @@ element of a result depends on every element of every operand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 
-from autopar.ir.graph import PERMUTE, RESHAPE, Node, TensorMeta
+from autopar.ir.graph import PERMUTE, RESHAPE
 from autopar.ir.layout import Shape
 from autopar.ops.rule import Call, OpRule
 
 from .affine import AffineMap, permute, reshape
 from .expressions import Expression, add, digit, times, variable
-
-
-def call_of_node(node: Node, metas: Mapping[str, TensorMeta]) -> Call:
-    """A node of a graph with the metas of what it reads and makes, as rules take it."""
-    return Call(node, tuple(metas[i] for i in node.inputs), tuple(metas[o] if o else None for o in node.outputs))
 
 
 def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None, ...], ...]:

@@ -5,35 +5,24 @@ Rules, maps and fingerprints depend on nothing else, so each is worked out once 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import JointGraph, Ref, TensorMeta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signatures:
-    """`labels[i]` is equal for nodes of equal op, constants and metas: their rules and their maps are
-    equal, whoever their operands are. `operands[i]` are node i's inputs."""
-
-    labels: tuple[int, ...]
-    operands: tuple[tuple[str, ...], ...]
-
-
-def signatures(graph: JointGraph) -> Signatures:
-    """Number the nodes by what they are. What repeats is then worked out once."""
+def signatures(graph: JointGraph) -> tuple[int, ...]:
+    """A number for each node, equal for nodes of equal op, constants and metas: their rules and their maps are equal,
+    whoever their operands are."""
     kinds: dict[TensorMeta, int] = {}
     kind = {name: kinds.setdefault(meta, len(kinds)) for name, meta in graph.metas.items()}
     known: dict[Any, int] = {}
     labels: list[int] = []
-    operands: list[tuple[str, ...]] = []
     for node in graph.nodes:
         names: list[str] = []
         constants = (constants_of(node.args, names), tuple([(k, constants_of(v, names)) for k, v in node.kwargs]))
         metas = tuple([kind[name] for name in names]), tuple([kind[o] if o else -1 for o in node.outputs])
         labels.append(known.setdefault((node.op, node.backward, constants, metas), len(known)))
-        operands.append(tuple(names))
-    return Signatures(labels=tuple(labels), operands=tuple(operands))
+    return tuple(labels)
 
 
 def constants_of(value: Any, names: list[str]) -> Any:

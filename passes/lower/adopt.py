@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from autopar.cluster.collectives import collective_seconds
 from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE, Timeline, covered
-from autopar.ir.graph import TensorMeta
+from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import Split
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Program
+from autopar.ir.rewrite import last_reads
 
 from .lowering import LEAST_GAIN, Adopted, Target, step
 from .parts import in_parts
@@ -54,7 +55,7 @@ class Place:
 Key = Hashable
 """What instructions, or places, that are alike have in common."""
 
-Places = Callable[[Sequence[Instruction], Metas, Container[str] | None], Iterator[Place]]
+Places = Callable[[Sequence[Node], Metas, Container[str] | None], Iterator[Place]]
 """Those of a half, or of some of its collectives, by the names of their results."""
 
 
@@ -172,7 +173,7 @@ def stood_still(told: Timeline) -> dict[str, float]:
     return {event.name: seconds for event, seconds in covered(told.stalls, communication) if seconds > 0}
 
 
-def halves_of(program: Program) -> Iterator[tuple[Sequence[Instruction], frozenset[str]]]:
+def halves_of(program: Program) -> Iterator[tuple[Sequence[Node], frozenset[str]]]:
     """Each half, with what is read after it."""
     made = [(o.role, o.name) for o in program.outputs if o.name is not None]
     out = {name for role, name in made if role != "gradient"}
@@ -184,7 +185,7 @@ def halves_of(program: Program) -> Iterator[tuple[Sequence[Instruction], frozens
 class Trial:
     """A window of a half, from position `offset`, and what is read after it."""
 
-    window: Sequence[Instruction]
+    window: Sequence[Node]
     offset: int
     kept: frozenset[str]
 
@@ -202,7 +203,7 @@ def _apart(chosen: Sequence[tuple[Place, Chosen]]) -> list[tuple[Place, Chosen]]
     return sorted(kept, key=lambda item: item[0].ways[item[1].way].span)
 
 
-def _form(instruction: Instruction, metas: Metas) -> Key:
+def _form(instruction: Node, metas: Metas) -> Key:
     """The op, of a collective with its mesh axis, on what."""
     values = (*instruction.inputs, *instruction.outputs)
     what = instruction.form if instruction.collective else instruction.op
@@ -228,8 +229,8 @@ class _Lowering:
         forward, backward = (tuple(self._half(half, later)) for half, later in halves_of(self.given))
         return replace(self.given, forward=forward, backward=backward, metas=self.metas)
 
-    def _half(self, half: Sequence[Instruction], later: frozenset[str]) -> list[Instruction]:
-        last_read = {name: position for position, i in enumerate(half) for name in i.inputs}
+    def _half(self, half: Sequence[Node], later: frozenset[str]) -> list[Node]:
+        last_read = last_reads(half)
 
         def trial(first: int, last: int) -> Trial:
             window = half[first : last + 1]
@@ -259,14 +260,12 @@ class _Lowering:
                 self.count += 1
         return written
 
-    def _key(self, half: Sequence[Instruction], place: Place) -> Key:
+    def _key(self, half: Sequence[Node], place: Place) -> Key:
         """What places that are alike have in common."""
         forms = {m: _form(half[m], self.metas) for m in {m for way in place.ways for m in way.members}}
         return tuple((way.cut, *[forms[m] for m in way.members]) for way in place.ways)
 
-    def write(
-        self, place: Place, trial: Trial, chosen: Chosen, metas: dict[str, TensorMeta]
-    ) -> list[Instruction] | None:
+    def write(self, place: Place, trial: Trial, chosen: Chosen, metas: dict[str, TensorMeta]) -> list[Node] | None:
         """The window of a trial with a place in parts, or None where that cannot be."""
         way = place.ways[chosen.way]
         members = [m - trial.offset for m in way.members]
@@ -282,7 +281,7 @@ class _Lowering:
         made = self.write(place, trial, chosen, metas)
         return None if made is None else self._alone(made, trial, metas)
 
-    def _alone(self, window: Sequence[Instruction], trial: Trial, metas: dict[str, TensorMeta]) -> Program:
+    def _alone(self, window: Sequence[Node], trial: Trial, metas: dict[str, TensorMeta]) -> Program:
         saved = tuple(sorted(trial.kept))
         return replace(self.given, forward=tuple(window), backward=(), saved=saved, outputs=(), metas=metas)
 

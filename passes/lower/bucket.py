@@ -52,8 +52,14 @@ def bucket(
     made = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
     gradients = [o.name for o in program.outputs if o.name is not None and o.role == "gradient"]
     limits = tuple(min(limit_bytes, size) for size in bucket_bytes or (limit_bytes,) * len(program.mesh))
-    alone = min(alone_bytes, limit_bytes)
-    writer = BucketWriter(program.mesh, dict(program.metas), limits, limit_bytes, alone, ahead_bytes or limit_bytes)
+    writer = BucketWriter(
+        mesh=program.mesh,
+        metas=dict(program.metas),
+        bucket_bytes=limits,
+        limit_bytes=limit_bytes,
+        alone_bytes=min(alone_bytes, limit_bytes),
+        ahead_bytes=ahead_bytes or limit_bytes,
+    )
     forward = gather(writer, together(writer, program.forward, program.uneven), parameters, [*made, *program.saved])
     backward = gather(writer, program.backward, parameters, gradients)
     backward = reduce(writer, backward, gradients)

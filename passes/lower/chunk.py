@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
+from autopar.ir.graph import Node
 from autopar.ir.layout import Split
-from autopar.ir.program import Instruction
 
 from .adopt import InParts, Place, Way
 from .regions import Metas
@@ -24,7 +24,7 @@ LONGEST = 200
 """Instructions from the first to the last of a stretch."""
 
 
-def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
     """Stretches from a collective through the next ones, with the ways to cut them; of some collectives, by the names
     of their results, or of all."""
     around = Around(half, metas)

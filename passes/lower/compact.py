@@ -5,19 +5,20 @@ A view holds all the memory of its base: a slice of a mask that every rank makes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.cost.liveness import Known, Memory
-from autopar.ir.graph import Ref, map_references
-from autopar.ir.program import Instruction, Program
+from autopar.cost.liveness import Memory, PlacementCache
+from autopar.ir.graph import Node, Ref
+from autopar.ir.program import Program
+from autopar.ir.rewrite import NodeWriter, numbered, reading
 
 CLONE = "aten.clone.default"
 LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
 
 
-def compact(program: Program, known: Known | None = None) -> Program:
+def compact(program: Program, known: PlacementCache | None = None) -> Program:
     """The program with copies in forward of what it saves, where most of the memory behind that is of no use later.
     `known` is how results lay in memory in other programs."""
     memory = Memory.of(program, program.forward, known)
@@ -43,26 +44,28 @@ def compact(program: Program, known: Known | None = None) -> Program:
     if not copied:
         return program
     renamed: dict[str, str] = {}
-    metas = dict(program.metas)
-    forward = []
+
+    writer = NodeWriter(metas=dict(program.metas))
     for instruction in program.forward:
-        forward.append(_reading(instruction, renamed))
+        writer.written.append(reading(instruction, renamed))
         for name in instruction.outputs:
             if name in copied:
-                metas[renamed.setdefault(name, _fresh(name, metas))] = metas[name]
-                forward.append(_clone(instruction, name, renamed[name]))
+                copy = numbered(f"{name}_kept", writer.metas), program.metas[name]
+                renamed[name] = writer.emit(
+                    CLONE, (Ref(name),), copy, module=instruction.module, serves=instruction.serves
+                )
     return replace(
         program,
-        forward=tuple(forward),
-        backward=tuple(_reading(instruction, renamed) for instruction in program.backward),
+        forward=tuple(writer.written),
+        backward=tuple(reading(instruction, renamed) for instruction in program.backward),
         saved=tuple(dict.fromkeys(renamed.get(name, name) for name in program.saved)),
         outputs=tuple(replace(o, name=renamed.get(o.name, o.name)) if o.name else o for o in program.outputs),
-        metas=metas,
+        metas=writer.metas,
         uneven=program.uneven | {renamed[name] for name in copied & program.uneven},
     )
 
 
-def _viewed(memory: Memory, instruction: Instruction, name: str) -> int | None:
+def _viewed(memory: Memory, instruction: Node, name: str) -> int | None:
     """Which operand a result is a view of."""
     if instruction.op.startswith("collective."):
         return None
@@ -83,25 +86,3 @@ def _sources(origin: dict[str, str], name: str) -> Iterator[str]:
     while name in origin:
         name = origin[name]
         yield name
-
-
-def _reading(instruction: Instruction, renamed: dict[str, str]) -> Instruction:
-    if renamed.keys().isdisjoint(instruction.inputs):
-        return instruction
-
-    def now(name: str) -> Ref:
-        return Ref(renamed.get(name, name))
-
-    args, kwargs = map_references(instruction.args, now), map_references(instruction.kwargs, now)
-    return replace(instruction, args=args, kwargs=kwargs)
-
-
-def _clone(after: Instruction, name: str, copy: str) -> Instruction:
-    return Instruction(op=CLONE, args=(Ref(name),), outputs=(copy,), module=after.module, node=after.node)
-
-
-def _fresh(name: str, metas: Mapping[str, object]) -> str:
-    number = 1
-    while f"{name}_kept_{number}" in metas:
-        number += 1
-    return f"{name}_kept_{number}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-CONTIGUOUS = "aten.contiguous.default"
+from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE
 
-LAYOUT = frozenset({CONTIGUOUS, "aten.permute.default", "aten.reshape.default", "aten.select.int"})
+LAYOUT = frozenset({CONTIGUOUS, PERMUTE, RESHAPE, "aten.select.int"})
 """Local ops of one tensor that codegen puts around collectives."""
 
 SCATTERED = ("reduce_scatter", "all_to_all")

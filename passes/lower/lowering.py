@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from autopar.cluster.machine import Cluster
-from autopar.cost.streams import Known, timeline
+from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.program import Program
 
 from .bucket import LIMIT_BYTES
@@ -31,7 +31,7 @@ class Target:
     bucket holds, on each mesh axis (none given: no more than) and on any."""
 
     cluster: Cluster
-    known: Known = field(default_factory=Known)
+    known: TimelineCache = field(default_factory=TimelineCache)
     axis_bytes: tuple[int, ...] = ()
     limit_bytes: int = LIMIT_BYTES
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.ir.program import WAIT, Instruction, Program
+from autopar.ir.graph import WAIT, Node
+from autopar.ir.program import Program
 
 from .kinds import LAYOUT
 
@@ -27,12 +28,10 @@ def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Pro
     return replace(program, forward=tuple(forward), backward=tuple(backward))
 
 
-def _lifted(
-    instructions: Sequence[Instruction], parameters: set[str], seconds: Mapping[str, float] | None
-) -> list[Instruction]:
+def _lifted(instructions: Sequence[Node], parameters: set[str], seconds: Mapping[str, float] | None) -> list[Node]:
     """In stretches that end with a collective that is soon waited for: what it needs, itself, and the rest."""
-    written: list[Instruction] = []
-    stretch: list[Instruction] = []
+    written: list[Node] = []
+    stretch: list[Node] = []
     urgent = _urgent(instructions, parameters)
     for instruction in instructions:
         stretch.append(instruction)
@@ -46,14 +45,12 @@ def _lifted(
     return written + stretch
 
 
-def _under(
-    collective: Instruction, others: Sequence[Instruction], seconds: Mapping[str, float] | None
-) -> list[Instruction]:
+def _under(collective: Node, others: Sequence[Node], seconds: Mapping[str, float] | None) -> list[Node]:
     """Of the operators that a collective does not need, the last that take as long as it does."""
     if seconds is None:
         return list(others)
     left = seconds.get(collective.outputs[0], 0.0)
-    late: list[Instruction] = []
+    late: list[Node] = []
     for instruction in reversed(others):
         if left <= 0:
             break
@@ -62,7 +59,7 @@ def _under(
     return late[::-1]
 
 
-def _needed(stretch: Sequence[Instruction]) -> set[int]:
+def _needed(stretch: Sequence[Node]) -> set[int]:
     """By identity: the collective that these instructions end with, and what it depends on. Others stay where they are:
     a gather that is started ahead of its reader is not started further ahead. Nothing is waited for sooner: where the
     collective depends on a wait, what stands before it is needed, too."""
@@ -78,7 +75,7 @@ def _needed(stretch: Sequence[Instruction]) -> set[int]:
     return needed
 
 
-def _urgent(instructions: Sequence[Instruction], parameters: set[str]) -> set[str]:
+def _urgent(instructions: Sequence[Node], parameters: set[str]) -> set[str]:
     """Results of the collectives that are waited for before another one starts or is waited for. Gathers of parameters,
     which wait for nothing, start when `bucket` says."""
     urgent = set()

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta, map_references
+from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Partial, Split
-from autopar.ir.program import WAIT, Instruction
+from autopar.ir.rewrite import inlined
 from autopar.ops import rule_of
 from autopar.ops.accumulation import adding, factors_of
 from autopar.ops.emit import OPERAND, Emission, local_program
 
-from .kinds import CONTIGUOUS, LAYOUT
+from .kinds import LAYOUT
 from .pieces import Pieces
 from .regions import Metas, Refused, Region, has_rank, local_call
 
 
 def in_parts(
-    window: Sequence[Instruction], metas: dict[str, TensorMeta], region: Region, kept: frozenset[str], label: str
-) -> list[Instruction]:
+    window: Sequence[Node], metas: dict[str, TensorMeta], region: Region, kept: frozenset[str], label: str
+) -> list[Node]:
     """A window of a half with a region in parts, software-pipelined: part s + 1 is one stage behind part s, where a
     stage ends with the start of a collective. What others read of it, `kept` after the window, is put together under
     its old name; `metas` learns of new values, whose names end with `label` and the number of the part.
@@ -41,7 +41,7 @@ def in_parts(
 class PartsWriter(Pieces):
     """Writes the stretch of a window that a region takes, in parts."""
 
-    half: Sequence[Instruction]
+    half: Sequence[Node]
     kept: frozenset[str]
     made: dict[str, int] = field(default_factory=dict)
     """Value of the region -> the member that makes it."""
@@ -53,7 +53,7 @@ class PartsWriter(Pieces):
     dropped: frozenset[int] = frozenset()
     """Instructions that the parts take the place of."""
 
-    def stretch(self, first: int, last: int) -> list[Instruction]:
+    def stretch(self, first: int, last: int) -> list[Node]:
         """What stands from the first member to the last one."""
         assert not self.dropped.intersection(self.region.members)
         for position in self.region.members:
@@ -65,7 +65,7 @@ class PartsWriter(Pieces):
         inside = members | self.dropped
         read_outside = {n for i, instr in enumerate(self.half) if i not in inside for n in instr.inputs} | self.kept
         anchor = max((p for p in members if not self._is_light(p)), default=last)
-        late: list[Instruction] = []
+        late: list[Node] = []
         behind: set[str] = set()  # what is made of the region
         for position in range(first, last + 1):
             instruction = self.half[position]
@@ -93,7 +93,7 @@ class PartsWriter(Pieces):
                 self._join(name)
         return self.written
 
-    def _outside(self, instruction: Instruction) -> None:
+    def _outside(self, instruction: Node) -> None:
         for name in instruction.inputs:
             if name in self.made:
                 self._join(name)
@@ -158,7 +158,7 @@ class PartsWriter(Pieces):
             return
         self._local(member, operands, part)
 
-    def _add(self, instruction: Instruction, more: str, operands: list[str], part: int) -> None:
+    def _add(self, instruction: Node, more: str, operands: list[str], part: int) -> None:
         """A partial product onto the sum of those before it."""
         value = instruction.outputs[0]
         args: tuple[Any, ...] = tuple(map(Ref, operands))
@@ -186,18 +186,10 @@ class PartsWriter(Pieces):
                 if output:
                     names.setdefault(output, self._name(f"{instruction.outputs[0]}_{output}", part))
                     self.metas[names[output]] = emission.metas[output]
-            self.written.append(
-                Instruction(
-                    op=written.op,
-                    args=map_references(written.args, lambda n: Ref(names[n])),
-                    kwargs=map_references(written.kwargs, lambda n: Ref(names[n])),
-                    outputs=tuple(names[o] if o else "" for o in written.outputs),
-                    module=instruction.module,
-                    node=instruction.node,
-                )
-            )
+            about = {"module": instruction.module, "serves": instruction.serves}
+            self.written.append(inlined(written, names, **about))
 
-    def _part(self, reader: Instruction, value: str, part: int) -> str:
+    def _part(self, reader: Node, value: str, part: int) -> str:
         """The name of a part of a value that a member reads."""
         cut = self.region.cuts[value]
         if not isinstance(cut, Split):
@@ -214,7 +206,7 @@ class PartsWriter(Pieces):
         self.part_names[value, part] = name
         return name
 
-    def _source(self, reader: Instruction, value: str, cut: Split) -> str:
+    def _source(self, reader: Node, value: str, cut: Split) -> str:
         """What parts of a value from outside are cut out of."""
         return value
 
@@ -234,7 +226,7 @@ class PartsWriter(Pieces):
         self._together(instruction, value, value)
 
 
-def _form(instruction: Instruction, metas: Metas, region: Region) -> Emission:
+def _form(instruction: Node, metas: Metas, region: Region) -> Emission:
     """The local program of an instruction on a part. Raises Refused where it would depend on which part it is."""
     call = local_call(instruction, metas)
     rule = rule_of(call)

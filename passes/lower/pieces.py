@@ -5,21 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.ir.graph import RESHAPE, Ref, TensorMeta
+from autopar.ir.graph import RESHAPE, Node, Ref, TensorMeta
 from autopar.ir.layout import Partial, Shape, Split
-from autopar.ir.program import Instruction
+from autopar.ir.rewrite import NodeWriter
 
 from .regions import Region
 
 
 @dataclass(eq=False, kw_only=True)
-class Pieces:
+class Pieces(NodeWriter):
     """The parts of a region's values, by name, and the instructions that make them."""
 
-    metas: dict[str, TensorMeta]
     region: Region
     label: str
-    written: list[Instruction] = field(default_factory=list)
     part_names: dict[tuple[str, int], str] = field(default_factory=dict)
     """(value, part) -> that part of it, once written."""
 
@@ -29,10 +27,8 @@ class Pieces:
             name += "_"
         return name
 
-    def _emit(self, like: Instruction, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta) -> str:
-        self.metas[name] = meta
-        self.written.append(Instruction(op=op, args=args, outputs=(name,), module=like.module, node=like.node))
-        return name
+    def _emit(self, like: Node, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta) -> str:
+        return self.emit(op, args, (name, meta), module=like.module, serves=like.serves)
 
     def _shape(self, value: str) -> Shape:
         shape, cut = list(self.metas[value].shape), self.region.cuts[value]
@@ -40,7 +36,7 @@ class Pieces:
             shape[cut.dim] //= self.region.parts
         return tuple(shape)
 
-    def _cut_out(self, reader: Instruction, value: str, source: str, cut: Split, part: int) -> str:
+    def _cut_out(self, reader: Node, value: str, source: str, cut: Split, part: int) -> str:
         parts, (shape, dtype) = self.region.parts, (self.metas[value].shape, self.metas[value].dtype)
         each, small = cut.period // parts, TensorMeta(self._shape(value), self.metas[value].dtype)
         if cut.period == shape[cut.dim]:
@@ -57,7 +53,7 @@ class Pieces:
         one = self._emit(reader, "aten.select.int", select, name, TensorMeta(taken, dtype))
         return self._emit(reader, RESHAPE, (Ref(one), small.shape), self._name(value, part), small)
 
-    def _together(self, instruction: Instruction, value: str, whole: str) -> None:
+    def _together(self, instruction: Node, value: str, whole: str) -> None:
         """All parts of a value, under the name `whole`."""
         cut = self.region.cuts[value]
         parts = [Ref(self.part_names[value, part]) for part in range(self.region.parts)]

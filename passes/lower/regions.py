@@ -13,14 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.graph import PERMUTE, RESHAPE, TensorMeta
+from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, permute_layout, reshape_split
-from autopar.ir.program import WAIT, Instruction, RankIndex
+from autopar.ir.program import RankIndex
 from autopar.ops import Call, rule_of
 from autopar.ops.accumulation import adding
-from autopar.ops.emit import call_of, expands
-
-from .kinds import CONTIGUOUS
+from autopar.ops.emit import expands
+from autopar.ops.rule import call_of
 
 DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""
@@ -45,9 +44,7 @@ class Region:
     parts: int
 
 
-def spread(
-    half: Sequence[Instruction], metas: Metas, members: Iterable[int], seed: str, cut: Split, parts: int
-) -> Region:
+def spread(half: Sequence[Node], metas: Metas, members: Iterable[int], seed: str, cut: Split, parts: int) -> Region:
     """The region of those of `members` that a cut of the value `seed` reaches, along what they read and make.
 
     Raises Refused where a member cannot run in parts.
@@ -87,7 +84,7 @@ def _add(cuts: dict[str, Placement], metas: Metas, name: str, placement: Placeme
     return known is placement
 
 
-def through(instruction: Instruction, metas: Metas, cuts: Mapping[str, Placement], parts: int) -> dict[str, Placement]:
+def through(instruction: Node, metas: Metas, cuts: Mapping[str, Placement], parts: int) -> dict[str, Placement]:
     """How all values of an instruction are cut where one of them is, as `cuts` says. Raises Refused."""
     if instruction.op == WAIT or instruction.collective or instruction.op in (CONTIGUOUS, RESHAPE, PERMUTE):
         source, made = instruction.inputs[0], instruction.outputs[0]
@@ -139,7 +136,7 @@ def through(instruction: Instruction, metas: Metas, cuts: Mapping[str, Placement
 
 
 def _one(
-    placements: dict[str, Placement], instruction: Instruction, name: str, splits: tuple[Split, ...], other: Placement
+    placements: dict[str, Placement], instruction: Node, name: str, splits: tuple[Split, ...], other: Placement
 ) -> None:
     if len(splits) > 1:
         raise Refused(f"{instruction.op} has one factor on two dims of {name}")
@@ -148,7 +145,7 @@ def _one(
         raise Refused(f"{instruction.op} reads {name} twice, cut in two ways")
 
 
-def _passed(instruction: Instruction, metas: Metas, cut: Split, parts: int, ahead: bool) -> Split:
+def _passed(instruction: Node, metas: Metas, cut: Split, parts: int, ahead: bool) -> Split:
     """Where a cut goes through a view or a collective, from operand to result (`ahead`) or back."""
     before, after = metas[instruction.inputs[0]].shape, metas[instruction.outputs[0]].shape
     if instruction.op == RESHAPE:
@@ -174,7 +171,7 @@ def _passed(instruction: Instruction, metas: Metas, cut: Split, parts: int, ahea
     return cut
 
 
-def local_call(instruction: Instruction, metas: Metas) -> Call:
+def local_call(instruction: Node, metas: Metas) -> Call:
     if has_rank(instruction.args) or has_rank(instruction.kwargs):
         raise Refused(f"{instruction.op} depends on the rank")
     return call_of(instruction, metas)

@@ -15,8 +15,9 @@ from itertools import groupby
 from autopar.cost.memory import Moment
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.timeline import COMPUTE, Timeline
+from autopar.ir.graph import Node
 from autopar.ir.layout import local_shape
-from autopar.ir.program import Instruction, Program
+from autopar.ir.program import Program
 from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
@@ -90,12 +91,12 @@ class Short:
             for place, moment in zip(self._passed(phase, [m.instruction for m in same]), same, strict=True):
                 yield phase, place, moment
 
-    def _passed(self, phase: str, instructions: Sequence[Instruction | None]) -> Iterator[Place]:
+    def _passed(self, phase: str, instructions: Sequence[Node | None]) -> Iterator[Place]:
         """The copy that the program is at, at each of the instructions of a phase."""
         place = BEFORE if phase == "forward" else AFTER
         for instruction in instructions:
             if instruction is not None:  # not what was moved from another place: collectives and their layouts
-                found = self._home.get((instruction.node, instruction.op), place)
+                found = self._home.get((instruction.serves, instruction.op), place)
                 place = max(place, found) if phase == "forward" else min(place, found)
             yield place
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
+from autopar.ir.graph import CONTIGUOUS, WAIT, Node
 from autopar.ir.layout import Split
-from autopar.ir.program import WAIT, Instruction
+from autopar.ir.rewrite import producers, readers
 from autopar.ops import rule_of
-from autopar.ops.emit import call_of
+from autopar.ops.rule import call_of
 
 from .adopt import InParts, Place, Way
-from .kinds import CONTIGUOUS, LAYOUT
+from .kinds import LAYOUT
 from .regions import Metas
 
 SLICES = (2, 3, 4, 8)
@@ -30,7 +31,7 @@ FINER = (2, 4, 8)
 """Where the whole share is not a period for all that is cut, these parts of it are tried."""
 
 
-def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
     """Products next to collectives, with the ways to slice them; of some collectives, by the names of their results, or
     of all."""
     around = Around(half, metas)
@@ -50,13 +51,9 @@ def places(half: Sequence[Instruction], metas: Metas, wanted: Container[str] | N
 class Around:
     """What stands around an instruction of a half."""
 
-    def __init__(self, half: Sequence[Instruction], metas: Metas) -> None:
+    def __init__(self, half: Sequence[Node], metas: Metas) -> None:
         self.half, self.metas = half, metas
-        self.producer = {name: p for p, i in enumerate(half) for name in i.outputs if name}
-        self.readers: dict[str, list[int]] = {}
-        for position, instruction in enumerate(half):
-            for name in dict.fromkeys(instruction.inputs):
-                self.readers.setdefault(name, []).append(position)
+        self.producer, self.readers = producers(half), readers(half)
 
     def is_product(self, position: int) -> bool:
         instruction = self.half[position]

@@ -37,7 +37,7 @@ def align(facts: Facts, copies: Sequence[Sequence[int]]) -> Repeated | int:
         for k, i in enumerate(position):
             if facts.labels[i] != expected:
                 return k
-        for names in zip(*(facts.operands[i] for i in position), strict=True):
+        for names in zip(*(facts.graph.nodes[i].inputs for i in position), strict=True):
             misfit = roles.add(names)
             if misfit is not None:
                 return misfit
@@ -71,10 +71,10 @@ class _Roles:
 
     def made(self, name: str) -> tuple[int, int, int] | None:
         """(copy, position, output slot) that makes a value, None if it comes from outside."""
-        home = self.facts.home.get(name)
-        if home is None or home[0] not in self.place:
+        index = self.facts.graph.producer.get(name)
+        if index is None or index not in self.place:
             return None
-        return (*self.place[home[0]], home[1])
+        return (*self.place[index], self.facts.graph.nodes[index].outputs.index(name))
 
     def add(self, names: tuple[str, ...]) -> int | None:
         """Take note of one argument, names[k] in copy k. Returns a copy that does not fit, if any."""
@@ -113,9 +113,9 @@ class _Roles:
             self.shared[names[0]] = None
             return None
         for k, name in enumerate(names):
-            if name in self.facts.home or name in self.facts.outputs or names.count(name) > 1:
+            if name in self.facts.graph.producer or name in self.facts.outputs or names.count(name) > 1:
                 return k if name != names[self.count // 2] else 0
-            if any(self.place.get(reader, (-1,))[0] != k for reader in self.facts.readers[name]):
+            if any(self.place.get(reader, (-1,))[0] != k for reader in self.facts.graph.consumers[name]):
                 return k
         self.own[names] = None
         return None
@@ -126,7 +126,9 @@ class _Roles:
         leaving = self._leaving()
         for i, (k, _) in self.place.items():
             for output in self.facts.graph.nodes[i].outputs:
-                if output not in leaving and any(r not in self.place for r in self.facts.readers.get(output, ())):
+                if output not in leaving and any(
+                    r not in self.place for r in self.facts.graph.consumers.get(output, ())
+                ):
                     return k
         # a value is one thing to a copy, so that names can be mapped from copy to copy and back
         reads = [*self.own, *(b.values[1:] if b.backward else b.values[:-1] for b in self.borders.values())]

@@ -16,7 +16,7 @@ from autopar.ir.graph import Node
 
 from .alignment import align, shortened
 from .facts import Facts
-from .runs import Ints, Run
+from .runs import Ints, PeriodicRun
 from .segment import Repeated
 
 CUTS_TRIED = 4
@@ -26,7 +26,7 @@ BORDERS_MOST = 6
 """The cost matrix of a copy has a dimension for each border: with many, a copy is no unit."""
 
 
-def divide(facts: Facts, run: Run, backward_runs: Sequence[Run]) -> Repeated | None:
+def divide(facts: Facts, run: PeriodicRun, backward_runs: Sequence[PeriodicRun]) -> Repeated | None:
     """Cut a forward run into copies, give each its backward nodes, and verify. Two copies from the
     middle show what crosses; least first: number of borders, their bytes, then the outermost module
     boundary."""
@@ -50,7 +50,7 @@ def _bytes(facts: Facts, found: Repeated) -> int:
     return sum(facts.graph.metas[border.values[1]].bytes for border in found.borders)
 
 
-def _cuts(facts: Facts, run: Run) -> Iterator[list[range]]:
+def _cuts(facts: Facts, run: PeriodicRun) -> Iterator[list[range]]:
     """Forward intervals of the copies, for the rotations of the period with the least across the cut."""
     crossing = _crossing(facts, run.start, run.stop, facts.middle)
     ranked: list[tuple[tuple[int, ...], int]] = []
@@ -71,7 +71,7 @@ def _crossing(facts: Facts, start: int, stop: int, end: int) -> Ints:
     steps = np.zeros((stop - start + 2, 2), dtype=np.int64)
     for i in range(start, stop):
         for output in facts.graph.nodes[i].outputs:
-            last = max((reader for reader in facts.readers.get(output, ()) if reader < end), default=i)
+            last = max((reader for reader in facts.graph.consumers.get(output, ()) if reader < end), default=i)
             if last > i:
                 change = (1, facts.graph.metas[output].bytes)
                 steps[i + 1 - start] += change
@@ -85,7 +85,9 @@ def _shared_path(nodes: Sequence[Node], cut: int) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))))
 
 
-def _with_backward(facts: Facts, forward: Sequence[range], backward_runs: Sequence[Run]) -> Iterator[list[list[int]]]:
+def _with_backward(
+    facts: Facts, forward: Sequence[range], backward_runs: Sequence[PeriodicRun]
+) -> Iterator[list[list[int]]]:
     """Propose copies: forward intervals, each with the interval of backward nodes that read what it
     saved. Autograd runs backward in reverse order of forward, so copy k owns the k-th last interval."""
     owner = {i: k for k, interval in enumerate(forward) for i in interval}
@@ -115,8 +117,8 @@ def _owned_inputs(facts: Facts, forward: Sequence[range], owner: dict[int, int])
     owned: dict[str, int] = {}
     for k, interval in enumerate(forward):
         for i in interval:
-            for name in facts.operands[i]:
-                if name not in facts.home:
+            for name in facts.graph.nodes[i].inputs:
+                if name not in facts.graph.producer:
                     owned[name] = k if owned.get(name, k) == k else -1
     return {name: k for name, k in owned.items() if k >= 0}
 
@@ -124,17 +126,18 @@ def _owned_inputs(facts: Facts, forward: Sequence[range], owner: dict[int, int])
 def _votes(facts: Facts, owner: dict[int, int], inputs: dict[str, int]) -> Iterator[tuple[int, int]]:
     """(backward node, copy): the node reads a value that copy saved, or a parameter of it. Values
     that forward nodes of other copies read too are borders and say nothing."""
-    for i in range(facts.middle, len(facts.operands)):
-        for name in facts.operands[i]:
+    for i in range(facts.middle, len(facts.graph.nodes)):
+        for name in facts.graph.nodes[i].inputs:
             if name in inputs:
                 yield i, inputs[name]
-            elif name in facts.home:
-                copy = owner.get(facts.home[name][0])
-                if copy is not None and all(owner.get(r) == copy for r in facts.readers[name] if r < facts.middle):
+            elif name in facts.graph.producer:
+                copy = owner.get(facts.graph.producer[name])
+                readers = facts.graph.consumers[name]
+                if copy is not None and all(owner.get(reader) == copy for reader in readers if reader < facts.middle):
                     yield i, copy
 
 
-def _agreement(run: Run, count: int, votes: Sequence[tuple[int, int]]) -> Ints:
+def _agreement(run: PeriodicRun, count: int, votes: Sequence[tuple[int, int]]) -> Ints:
     """For each end run.start + c of copy 0's backward interval, how many votes it agrees with."""
     agree = np.zeros(run.length + count * run.period + 3, dtype=np.int64)
     voters = np.array([vote for vote in votes if run.start <= vote[0] < run.stop], dtype=np.int64).reshape(-1, 2)
@@ -145,7 +148,7 @@ def _agreement(run: Run, count: int, votes: Sequence[tuple[int, int]]) -> Ints:
     return np.cumsum(agree)
 
 
-def _tops(run: Run, count: int, agree: Ints, crossing: Ints) -> list[int]:
+def _tops(run: PeriodicRun, count: int, agree: Ints, crossing: Ints) -> list[int]:
     """Ends of copy 0's backward interval, best first: fewest votes against and fewest tensors across."""
     most = int(agree.max())
     ranked: list[tuple[float, float, int, int]] = []

@@ -1,6 +1,4 @@
-"""What the search asks of a joint graph again and again: labels of nodes, who makes and reads a value, and whose
-gradient it is.
-"""
+"""What the search asks of a joint graph again and again: labels of nodes, and whose gradient a value is."""
 
 from __future__ import annotations
 
@@ -16,24 +14,23 @@ from .runs import Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """`labels[i]` is equal for nodes with equal op, constants and metas, whoever their operands are.
-    `middle` is the index of the first backward node. `home[value]` is (node, output slot),
-    `outputs[value]` the roles of a graph output, `trained[value]` the graph inputs of the parameters
-    whose gradient a value is, `gradients` the same the other way round."""
+    """`labels[i]` is equal for nodes with equal op, constants and metas, whoever their operands are. `outputs[value]`
+    are the roles of a graph output, `trained[value]` the graph inputs of the parameters whose gradient a value is,
+    `gradients` the same the other way round."""
 
     graph: JointGraph
-    middle: int
     labels: Ints
-    operands: tuple[tuple[str, ...], ...]
-    home: dict[str, tuple[int, int]]
-    readers: dict[str, list[int]]
     outputs: dict[str, tuple[str, ...]]
     trained: dict[str, tuple[str, ...]]
     gradients: dict[str, str]
 
+    @property
+    def middle(self) -> int:
+        """Index of the first backward node."""
+        return self.graph.first_backward
+
     @staticmethod
     def of(graph: JointGraph) -> Facts:
-        known = signatures(graph)
         roles: dict[str, tuple[str, ...]] = {}
         trained: dict[str, tuple[str, ...]] = {}
         parameters = graph.parameters
@@ -45,18 +42,9 @@ class Facts:
             roles[output.name] = (*roles.get(output.name, ()), role)
             if parameter is not None:
                 trained[output.name] = (*trained.get(output.name, ()), parameter)
-        readers: dict[str, list[int]] = {}
-        for i, names in enumerate(known.operands):
-            for name in names:
-                readers.setdefault(name, []).append(i)
-        home = {o: (i, slot) for i, node in enumerate(graph.nodes) for slot, o in enumerate(node.outputs) if o}
         return Facts(
             graph=graph,
-            middle=graph.first_backward,
-            labels=np.array(known.labels, dtype=np.int64),
-            operands=known.operands,
-            home=home,
-            readers=readers,
+            labels=np.array(signatures(graph), dtype=np.int64),
             outputs=roles,
             trained=trained,
             gradients={parameter: value for value, of in trained.items() for parameter in of},

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops import rule_of
+from autopar.ops.rule import call_of
 from autopar.passes.dependency.affine import AffineMap, compose, identity
-from autopar.passes.dependency.operators import call_of_node, dependency
+from autopar.passes.dependency.operators import dependency
 
 
 def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
@@ -19,7 +20,7 @@ def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
     paths: dict[str, dict[tuple[int, AffineMap], None]] = {}
     for i in (i for i in nodes if not graph.nodes[i].backward):
         node, metas = graph.nodes[i], graph.metas
-        call = call_of_node(node, metas)
+        call = call_of(node, metas)
         rule = None if is_view(node) else rule_of(call)
         if rule is not None and rule.contraction:
             lines.append(f"{node.op} {', '.join(map(str, call.inputs))}")

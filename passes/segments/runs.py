@@ -12,7 +12,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PeriodicRun:
     """Labels in [start, stop) repeat with `period`, at least twice."""
 
     start: int
@@ -24,9 +24,9 @@ class Run:
         return self.stop - self.start
 
 
-def periodic(labels: Ints, offset: int = 0) -> list[Run]:
+def periodic(labels: Ints, offset: int = 0) -> list[PeriodicRun]:
     """All maximal runs of all periods."""
-    found: list[Run] = []
+    found: list[PeriodicRun] = []
     for period in range(1, len(labels) // 2 + 1):
         equal = labels[:-period] == labels[period:]
         if np.count_nonzero(equal) < period:
@@ -34,11 +34,11 @@ def periodic(labels: Ints, offset: int = 0) -> list[Run]:
         edges = np.flatnonzero(np.diff(equal, prepend=False, append=False))
         for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             if high - low >= period:
-                found.append(Run(low + offset, high + period + offset, period))
+                found.append(PeriodicRun(low + offset, high + period + offset, period))
     return found
 
 
-def longest(runs: Sequence[Run]) -> Run | None:
+def longest(runs: Sequence[PeriodicRun]) -> PeriodicRun | None:
     """The run that covers most; a multiple of a period covers a little more at times, so the
     smallest period among those that cover nearly as much."""
     if not runs:
@@ -53,8 +53,8 @@ def without(intervals: Iterable[tuple[int, int]], low: int, high: int) -> list[t
     return sorted({(start, stop) for start, stop in cut if start < stop})
 
 
-def pieces(run: Run, intervals: Iterable[tuple[int, int]]) -> Iterator[Run]:
+def pieces(run: PeriodicRun, intervals: Iterable[tuple[int, int]]) -> Iterator[PeriodicRun]:
     for start, stop in intervals:
-        piece = Run(max(run.start, start), min(run.stop, stop), run.period)
+        piece = PeriodicRun(max(run.start, start), min(run.stop, stop), run.period)
         if piece.length >= 2 * run.period:
             yield piece

@@ -16,7 +16,7 @@ from autopar.ir.graph import JointGraph, is_view
 from .alignment import shortened
 from .cuts import divide
 from .facts import Facts
-from .runs import Run, longest, periodic, pieces, without
+from .runs import PeriodicRun, longest, periodic, pieces, without
 from .segment import Repeated, Segments
 
 RUNS_TRIED = 24
@@ -60,9 +60,9 @@ def _apart(facts: Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     home = {i: (n, k) for n, repeated in enumerate(repeats) for k, copy in enumerate(repeated.copies) for i in copy}
     making: set[tuple[int, int]] = set()
     for name in {name: None for repeated in repeats for name in repeated.shared}:
-        index = facts.home.get(name, (None,))[0]
+        index = facts.graph.producer.get(name)
         while index is not None and index not in home and is_view(facts.graph.nodes[index]):
-            index = facts.home.get(facts.graph.nodes[index].inputs[0], (None,))[0]
+            index = facts.graph.producer.get(facts.graph.nodes[index].inputs[0])
         if index is not None and index in home:
             making.add(home[index])
     apart: list[Repeated] = []
@@ -74,11 +74,11 @@ def _apart(facts: Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     return apart
 
 
-def _clip(run: Run, free: Iterable[tuple[int, int]], facts: Facts) -> Iterator[Run]:
+def _clip(run: PeriodicRun, free: Iterable[tuple[int, int]], facts: Facts) -> Iterator[PeriodicRun]:
     """The parts of a run in free intervals, if a period of it reads a graph input: chains of
     pointwise operators repeat too, and are not layers."""
     for piece in pieces(run, free):
         middle = piece.start + (piece.length // piece.period // 2) * piece.period
         nodes = range(middle, min(middle + piece.period, piece.stop))
-        if any(name not in facts.home for i in nodes for name in facts.operands[i]):
+        if any(name not in facts.graph.producer for i in nodes for name in facts.graph.nodes[i].inputs):
             yield piece

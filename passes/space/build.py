@@ -11,8 +11,7 @@ from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import JointGraph, TensorMeta, is_view
 from autopar.ops import rule_of
-from autopar.ops.rule import Call, OpRule
-from autopar.passes.dependency.operators import call_of_node
+from autopar.ops.rule import Call, OpRule, call_of
 from autopar.passes.dependency.signatures import constants_of
 from autopar.passes.segments.segment import Repeated, Segments
 
@@ -220,7 +219,7 @@ class _Builder:
             node = self.graph.nodes[index]
             if is_view(node):
                 continue
-            call = call_of_node(node, metas)
+            call = call_of(node, metas)
             key, rule = _key(call), None
             constant = all(not name or name in self.constant for name in node.outputs)
             if (not constant or not call.inputs) and not whole.intersection(node.outputs):

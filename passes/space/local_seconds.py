@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autopar.cluster.collectives import collective_seconds
-from autopar.ir.graph import TensorMeta
+from autopar.ir.graph import WAIT, TensorMeta
 from autopar.ir.layout import Layout
+from autopar.ir.rewrite import read_and_made
 from autopar.ops.emit import Emission, expands, fillings, local_program, local_shapes
 from autopar.ops.rule import Call, OpRule
 
@@ -62,12 +63,11 @@ def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpR
     flops = _local_flops(setting, rule, choice) / max(1, len(itself))
     seconds = 0.0
     for instruction in emission.instructions:
-        read = [emission.metas[name] for name in instruction.inputs]
-        made = [emission.metas[name] for name in instruction.outputs if name]
+        read, made = read_and_made(instruction, emission.metas)
         if kind := instruction.collective:
             largest = max(meta.bytes for meta in (*read, *made))
             seconds += collective_seconds(kind, largest, setting.redistributor.links[instruction.args[-1]])
-        elif instruction.op != "collective.wait":
+        elif instruction.op != WAIT:
             own = flops if instruction.op == call.node.op else 0.0
             seconds += device.operator_seconds(instruction.op, read, made, own)
     return seconds

@@ -94,14 +94,7 @@ def collective_samples(
             cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
     found = _rounds(cases, mine, first, rounds, device, report)
     return tuple(
-        Sample(
-            kind=case.kind,
-            axis=case.axis,
-            bytes=case.bytes,
-            alone=case.alone,
-            seconds=statistics.median(seconds),
-            quartiles=quartiles(seconds),
-        )
+        Sample(**vars(case), seconds=statistics.median(seconds), quartiles=quartiles(seconds))
         for case, seconds in found.items()
     )
 

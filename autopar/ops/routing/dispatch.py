@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.graph import JointGraph, Node, Ref, map_references
+from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, map_references
+from autopar.ir.rewrite import reading
 from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, WANTED
 
-from .patterns import RESHAPE, RuleOf, row_factor
+from .patterns import RuleOf, row_factor
 from .rewrite import Rewrite
 
 
@@ -32,8 +33,7 @@ class Dispatch(Rewrite):
             if node.op in (MM, MM_WEIGHT):
                 self.multiplied(node)
             elif not self.goes_along(node):
-                args, kwargs = map_references(node.args, self.home), map_references(node.kwargs, self.home)
-                self.keep(replace(node, args=args, kwargs=kwargs))
+                self.keep(reading(node, {name: self.home(name).name for name in node.inputs}))
             for output in self.graph.outputs:
                 if output.name in node.outputs and output.name in self.away:
                     self.home(output.name)

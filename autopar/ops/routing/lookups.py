@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.ir.graph import JointGraph, Node
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node
 from autopar.ops.experts import MM, MM_WEIGHT
 
-from .patterns import PERMUTE, RESHAPE, TURNED, put_along_rows
+from .patterns import TURNED, put_along_rows
 from .rewrite import Rewrite
 
 

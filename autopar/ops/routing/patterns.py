@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from autopar.ir.graph import JointGraph, Node
 from autopar.ops.rule import Call, OpRule
 
-RESHAPE, PERMUTE = "aten.reshape.default", "aten.permute.default"
 TURNED = (0, 2, 1)
 SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")

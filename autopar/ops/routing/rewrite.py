@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, map_references
-from autopar.ops.rule import Call
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref, TensorMeta
+from autopar.ir.rewrite import living, numbered, reading, with_own_metas
+from autopar.ops.rule import Call, call_of
 
-from .patterns import PERMUTE, RESHAPE, TURNED, ZEROS
+from .patterns import TURNED, ZEROS
 
 
 class Rewrite:
@@ -22,21 +23,17 @@ class Rewrite:
         self.node = graph.nodes[0]
 
     def now(self, name: str) -> Ref:
+        """What has the value of this name now."""
         return Ref(self.same.get(name, name))
 
     def keep(self, node: Node) -> None:
-        self.nodes.append(
-            replace(node, args=map_references(node.args, self.now), kwargs=map_references(node.kwargs, self.now))
-        )
+        self.nodes.append(reading(node, self.same))
 
     def emit(self, op: str, args: tuple[Any, ...], shape: tuple[int, ...], name: str = "", **kwargs: Any) -> Ref:
         """Append an op in the place of the node at hand. Its result has the dtype of its first operand, or
         of the value `name` that it makes."""
-        number = 0
         dtype = self.metas[name or args[0].name].dtype
-        while not name or (name in self.metas and name not in self.node.outputs):
-            number += 1
-            name = f"{self.node.name}_rows_{number}"
+        name = name or numbered(f"{self.node.name}_rows", self.metas)
         self.metas[name] = TensorMeta(tuple(shape), dtype)
         self.nodes.append(replace(self.node, op=op, args=args, kwargs=tuple(kwargs.items()), outputs=(name,)))
         return Ref(name)
@@ -69,11 +66,7 @@ class Rewrite:
         return self.matrices[name]
 
     def call(self, node: Node) -> Call:
-        return Call(
-            node,
-            tuple(self.metas[name] for name in node.inputs),
-            tuple(self.metas[name] if name else None for name in node.outputs),
-        )
+        return call_of(node, self.metas)
 
     def is_zero(self, name: str) -> bool:
         index = self.graph.producer.get(name)
@@ -81,16 +74,6 @@ class Rewrite:
 
     def done(self) -> JointGraph:
         """The new graph, without what only served what was replaced."""
-        outputs = tuple(replace(o, name=self.same.get(o.name, o.name)) if o.name else o for o in self.graph.outputs)
-        used = {o.name for o in outputs}
-        served = {name for node in (*self.graph.nodes, *self.nodes) for name in node.inputs}
-        kept: list[Node] = []
-        for node in reversed(self.nodes):
-            made = tuple(name if name in used or name not in served else "" for name in node.outputs)
-            if any(made) or not any(node.outputs):
-                kept.append(replace(node, outputs=made))
-                used.update(node.inputs)
-        kept.reverse()
-        values = {i.name for i in self.graph.inputs} | {name for node in kept for name in node.outputs}
-        metas = {name: meta for name, meta in self.metas.items() if name in values}
-        return replace(self.graph, nodes=tuple(kept), outputs=outputs, metas=metas)
+        outputs = tuple(replace(o, name=self.now(o.name).name) if o.name else o for o in self.graph.outputs)
+        nodes = living(self.nodes, (o.name for o in outputs))
+        return with_own_metas(replace(self.graph, nodes=nodes, outputs=outputs, metas=self.metas))

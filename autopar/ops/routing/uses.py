@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref
+from autopar.ir.graph import PERMUTE, RESHAPE, Node, Ref
 from autopar.ops.experts import MM, MM_WEIGHT
-from autopar.ops.families import has
 
 from .facts import SortedRows
-from .patterns import PERMUTE, RESHAPE, put_along_rows, row_factor
+from .patterns import put_along_rows, row_factor
 
 
 def divided(rewrite: SortedRows, node: Node, sort: str) -> bool:
@@ -133,7 +132,7 @@ def multiplied(rewrite: SortedRows, node: Node, sort: str) -> bool:
     """A grouped product: of rows and weights, or, where the rows are contracted, a gradient of weights."""
     x, y = node.args[:2]
     call = rewrite.call(node)
-    if any(has(call, name) and call.argument(name) is not None for name in ("bias", "out_dtype")):
+    if any(call.has(name) and call.argument(name) is not None for name in ("bias", "out_dtype")):
         return False
     if not _groups(rewrite, call.argument("offs"), rewrite.shape(node.name if rewrite.is_rows(x, 1) else y.name)[0]):
         return False

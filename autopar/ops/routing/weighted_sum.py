@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from autopar.ir.graph import JointGraph, Node, Ref, map_references
+from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, map_references
 from autopar.ops.experts import DOT, FROM, SUM
 
-from .patterns import RESHAPE, only_step
+from .patterns import only_step
 from .rewrite import Rewrite
 
 

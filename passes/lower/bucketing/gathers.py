@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.program import WAIT, Instruction
+from autopar.ir.graph import WAIT, Node
 from autopar.passes.lower.kinds import GATHERED, LAYOUT
 
 from .packing import Bucket, BucketWriter
 
 
-def gather(
-    writer: BucketWriter, instructions: Sequence[Instruction], parameters: set[str], kept: Sequence[str]
-) -> list[Instruction]:
+def gather(writer: BucketWriter, instructions: Sequence[Node], parameters: set[str], kept: Sequence[str]) -> list[Node]:
     """Gathers of parameters in buckets, ahead of first use; waits and layouts just before theirs."""
     writer.written = []
     lazy = _Lazy(writer, instructions, parameters)
@@ -40,7 +38,7 @@ class _Lazy:
     """What of a list is delayed until it is read: waits, layouts of waited or gathered values, and
     gathers of parameters, which start when `schedule` says."""
 
-    def __init__(self, writer: BucketWriter, instructions: Sequence[Instruction], parameters: set[str]) -> None:
+    def __init__(self, writer: BucketWriter, instructions: Sequence[Node], parameters: set[str]) -> None:
         self.writer, self.instructions = writer, instructions
         self.producer = {name: i for i in instructions for name in i.outputs if name}
         head: set[str] = set()  # values made from one parameter by gathers and layouts
@@ -78,7 +76,7 @@ class _Lazy:
         height, limits = self._heights(), self._limits()
         starts: list[tuple[int, int, Bucket]] = []
         for level in range(max(height.values(), default=-1) + 1):
-            groups: dict[tuple[object, ...], list[Instruction]] = {}
+            groups: dict[tuple[object, ...], list[Node]] = {}
             here = [name for name, h in height.items() if h == level and name in needed]
             for name in sorted(here, key=lambda n: needed[n]):
                 gather = self.producer[name]
@@ -126,7 +124,7 @@ class _Lazy:
             name = self.producer[name].inputs[0]
         return None
 
-    def _upstream(self, gather: Instruction) -> list[str]:
+    def _upstream(self, gather: Node) -> list[str]:
         found = self._nearest(gather.inputs[0])
         return [] if found is None else [found]
 

@@ -6,10 +6,10 @@ What comes back is taken apart again; values are the same bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from autopar.ir.graph import Ref, TensorMeta
-from autopar.ir.program import WAIT, Instruction
+from autopar.ir.graph import RESHAPE, WAIT, Node, Ref, TensorMeta
+from autopar.ir.rewrite import NodeWriter, numbered
 from autopar.passes.lower.kinds import GATHERED, SCATTERED
 
 
@@ -18,7 +18,7 @@ class Bucket:
     """Collectives that start together. `started` is the joint result before its wait, `pieces` what it is
     taken apart into, one a member; both are None until they are written."""
 
-    members: list[Instruction]
+    members: list[Node]
     bytes: int
     started: str | None = None
     pieces: tuple[str, ...] | None = None
@@ -28,44 +28,37 @@ NAMED = 3
 """Members of a bucket that are named in what it serves."""
 
 
-def _served(members: list[Instruction]) -> str:
+def _served(members: list[Node]) -> str:
     """What a bucket serves."""
-    served = (f"{m.node} of module {m.module!r}" if m.module else m.node for m in members if m.node)
+    served = (f"{m.serves} of module {m.module!r}" if m.module else m.serves for m in members if m.serves)
     several = list(dict.fromkeys(served))
     more = [f"and {len(several) - NAMED} more"] if len(several) > NAMED else []
     return ", ".join([*several[:NAMED], *more])
 
 
-@dataclass(eq=False)
-class BucketWriter:
+@dataclass(eq=False, kw_only=True)
+class BucketWriter(NodeWriter):
+    """Writes buckets of collectives of a program."""
+
     mesh: tuple[int, ...]
-    metas: dict[str, TensorMeta]
     bucket_bytes: tuple[int, ...]
     limit_bytes: int
     alone_bytes: int
     ahead_bytes: int
-    written: list[Instruction] = field(default_factory=list)
     count: int = 0
 
     # --- instructions
 
-    def emit(self, op: str, args: tuple[object, ...], *outputs: tuple[str, TensorMeta], serves: str = "") -> str:
-        names = tuple(name for name, _ in outputs)
-        self.metas.update(outputs)
-        self.written.append(Instruction(op=op, args=args, outputs=names, node=serves))
-        return names[0]
-
     def fresh(self) -> str:
-        while True:
-            self.count += 1
-            if (name := f"bucket_{self.count}") not in self.metas:
-                return name
+        name = numbered("bucket", self.metas, start=self.count + 1)
+        self.count = int(name.removeprefix("bucket_"))
+        return name
 
     def reshape(self, value: str, shape: tuple[int, ...], name: str | None = None) -> str:
         meta = TensorMeta(shape, self.metas[value].dtype)
-        return self.emit("aten.reshape.default", (Ref(value), shape), (name or self.fresh(), meta))
+        return self.emit(RESHAPE, (Ref(value), shape), (name or self.fresh(), meta))
 
-    def bytes(self, collective: Instruction) -> int:
+    def bytes(self, collective: Node) -> int:
         return max(self.metas[name].bytes for name in (*collective.inputs, *collective.outputs))
 
     def start(self, joint: Bucket) -> None:
@@ -105,7 +98,7 @@ class BucketWriter:
         self.emit("aten.split_with_sizes.default", (Ref(whole), sizes, 1), *pieces)
         joint.pieces = tuple(name for name, _ in pieces)
 
-    def result(self, joint: Bucket, wait: Instruction) -> None:
+    def result(self, joint: Bucket, wait: Node) -> None:
         """The value of one member's wait."""
         if len(joint.members) == 1:
             self.written.append(wait)
@@ -114,7 +107,7 @@ class BucketWriter:
         number = next(i for i, member in enumerate(joint.members) if member.outputs[0] == wait.inputs[0])
         self.reshape(joint.pieces[number], self.metas[wait.outputs[0]].shape, wait.outputs[0])
 
-    def join(self, collectives: Iterable[Instruction], limits: Mapping[str, float]) -> list[Bucket]:
+    def join(self, collectives: Iterable[Node], limits: Mapping[str, float]) -> list[Bucket]:
         """Buckets of collectives of one key, in their order; `limits` are the bytes of the one that each may join."""
         made: list[Bucket] = []
         last: Bucket | None = None
@@ -129,6 +122,6 @@ class BucketWriter:
                 last.bytes += size
         return made
 
-    def key(self, collective: Instruction) -> tuple[object, ...]:
+    def key(self, collective: Node) -> tuple[object, ...]:
         """What collectives of one bucket have in common."""
         return (collective.op, *collective.args[1:], self.metas[collective.inputs[0]].dtype)

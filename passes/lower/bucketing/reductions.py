@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.ir.program import WAIT, Instruction
+from autopar.ir.graph import WAIT, Node
+from autopar.ir.rewrite import readers
 from autopar.passes.lower.kinds import LAYOUT, REDUCED
 
 from .packing import Bucket, BucketWriter
@@ -22,7 +23,7 @@ SMALLEST_BYTES = 2**18
 """Where the reductions of an axis fill fewer buckets than `BUCKETS`, these are smaller, down to a part or to a size."""
 
 
-def reduce(writer: BucketWriter, instructions: Sequence[Instruction], gradients: Sequence[str]) -> list[Instruction]:
+def reduce(writer: BucketWriter, instructions: Sequence[Node], gradients: Sequence[str]) -> list[Node]:
     """Reductions that only gradients depend on, in buckets in the order of production."""
     writer.written = []
     tail = _Tail(writer, instructions, set(gradients))
@@ -41,19 +42,16 @@ class _Tail:
     """The reductions that only gradients depend on, and what follows them. `levels` counts, for each
     value, the reductions on the way to it."""
 
-    def __init__(self, writer: BucketWriter, instructions: Sequence[Instruction], gradients: set[str]) -> None:
+    def __init__(self, writer: BucketWriter, instructions: Sequence[Node], gradients: set[str]) -> None:
         self.writer = writer
-        readers: dict[str, list[Instruction]] = {}
-        for instruction in instructions:
-            for name in dict.fromkeys(instruction.inputs):
-                readers.setdefault(name, []).append(instruction)
+        every = {name: [instructions[i] for i in found] for name, found in readers(instructions).items()}
         only: set[str] = set()
         for instruction in reversed(instructions):
             name = instruction.outputs[0]
             movable = instruction.op in LAYOUT or instruction.op == WAIT
             movable |= instruction.collective in REDUCED
-            used = name in gradients or name in readers
-            if movable and used and all(reader.outputs[0] in only for reader in readers.get(name, ())):
+            used = name in gradients or name in every
+            if movable and used and all(reader.outputs[0] in only for reader in every.get(name, ())):
                 only.add(name)
         self.levels: dict[str, int] = {}
         for instruction in instructions:
@@ -64,14 +62,14 @@ class _Tail:
                     self.levels[name] = (before or 0) + 1
                 elif before is not None:
                     self.levels[name] = before
-        self.readers = {n: [r for r in found if r.outputs[0] in self.levels] for n, found in readers.items()}
+        self.readers = {n: [r for r in found if r.outputs[0] in self.levels] for n, found in every.items()}
         produced = {name for i in instructions for name in i.outputs}
-        self.given = [name for name in readers if name not in produced]
+        self.given = [name for name in every if name not in produced]
         self.limits = self._limits(instructions)
         self.filling: dict[tuple[int, tuple[object, ...]], Bucket] = {}
         self.started: dict[int, list[Bucket]] = {}
 
-    def _limits(self, instructions: Sequence[Instruction]) -> dict[str, int]:
+    def _limits(self, instructions: Sequence[Node]) -> dict[str, int]:
         """The bytes of the bucket that each reduction may join: the fewest that its axis wants, and those of the
         reductions after it, which it keeps waiting. Where all fit in a few buckets, these are made smaller, down to a
         part, since the last one hides behind nothing."""
@@ -105,7 +103,7 @@ class _Tail:
                 self.writer.written.append(reader)
                 self.made(reader.outputs[0])
 
-    def add(self, collective: Instruction) -> None:
+    def add(self, collective: Node) -> None:
         size = self.writer.bytes(collective)
         level = self.levels[collective.outputs[0]]
         if size >= self.writer.alone_bytes:

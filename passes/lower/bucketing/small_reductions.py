@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.program import WAIT, Instruction
+from autopar.ir.graph import WAIT, Node
 
 from .packing import Bucket, BucketWriter
 
@@ -12,17 +12,17 @@ SMALL_BYTES = 4 * 2**10
 """An all-reduce of no more than this is all latency."""
 
 
-def together(writer: BucketWriter, instructions: Sequence[Instruction], uneven: frozenset[str]) -> list[Instruction]:
+def together(writer: BucketWriter, instructions: Sequence[Node], uneven: frozenset[str]) -> list[Node]:
     """Small all-reduces of one key in buckets, each where the last of its members stands. What reads the others
     comes after that, so that no collective in between may."""
     groups = _independent(writer, instructions, uneven)
     writer.written = []
-    held: dict[str, Instruction] = {}  # members that wait for the last one, by what they make
-    late: list[Instruction] = []  # what reads them
+    held: dict[str, Node] = {}  # members that wait for the last one, by what they make
+    late: list[Node] = []  # what reads them
     missing: set[str] = set()
     started: dict[str, Bucket] = {}
 
-    def write(instruction: Instruction) -> None:
+    def write(instruction: Node) -> None:
         if not missing.isdisjoint(instruction.inputs):
             late.append(instruction)
             missing.update(instruction.outputs)
@@ -54,14 +54,12 @@ def together(writer: BucketWriter, instructions: Sequence[Instruction], uneven: 
     return writer.written
 
 
-def _independent(
-    writer: BucketWriter, instructions: Sequence[Instruction], uneven: frozenset[str]
-) -> dict[str, list[Instruction]]:
+def _independent(writer: BucketWriter, instructions: Sequence[Node], uneven: frozenset[str]) -> dict[str, list[Node]]:
     """Small all-reduces, by the names of their results, with those that they can be joined with, itself included.
     None of a group, and no collective between its first and last, depends on another of it."""
     upstream: dict[str, int] = {}  # the small all-reduces that a value depends on, as bits
-    open_groups: dict[tuple[object, ...], tuple[int, list[Instruction]]] = {}
-    found: dict[str, list[Instruction]] = {}
+    open_groups: dict[tuple[object, ...], tuple[int, list[Node]]] = {}
+    found: dict[str, list[Node]] = {}
     for instruction in instructions:
         mask = 0
         for name in instruction.inputs:
