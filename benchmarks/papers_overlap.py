@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ from autopar.cost.roofline import COPIES  # noqa: E402
 from autopar.cost.streams import timeline  # noqa: E402
 from autopar.cost.timeline import COMPUTE  # noqa: E402
 from autopar.passes.space.space import Space  # noqa: E402
-from autopar.planning.choice import HIDDEN  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
 from autopar.planning.request import Request  # noqa: E402
 from autopar.planning.search import Search  # noqa: E402
+from autopar.solve.effort import EFFORT  # noqa: E402
 
 CHIPS = (16, 32, 64, 128, 256)
 HEADS = {"GPT-3": 96, "Megatron-NLG": 128}
@@ -351,7 +352,7 @@ FRAMEWORKS = ("PyTorch", "DS-M", "Alpa", "CFP")
 def with_buckets_hidden(space: Space) -> Redistributor:
     """Prices with most of what travels in buckets left out, as for the second plan of `Planner.plan`."""
     given = space.redistributor
-    return Redistributor(space.mesh, given.links, given.device, HIDDEN)
+    return Redistributor(space.mesh, given.links, given.device, EFFORT.hidden_part)
 
 
 def frameworks(planner: Planner) -> dict[str, float]:
@@ -361,7 +362,7 @@ def frameworks(planner: Planner) -> dict[str, float]:
     found["Alpa"] = planner.plan(cost="volume").seconds
     space = planner.space
     steps = []
-    for priced in (space, space.priced(with_buckets_hidden(space))):
+    for priced in (space, replace(space, redistributor=with_buckets_hidden(space))):
         search = Search(priced, "dp", None, lambda _: None, level="cfp")
         planner.steps.forget()
         steps.append(planner.describe(search.run(bounded=False), Request(cost="serial")).seconds)

@@ -429,3 +429,15 @@ def test_ops_without_a_rule_are_counted_in_every_layer(caplog: pytest.LogCapture
     assert built.space.without_rule["aten.cummax.default"] == 5
     (message,) = [record.getMessage() for record in caplog.records]
     assert "5 x aten.cummax.default in 0, *.1" in message
+
+
+def test_a_space_with_other_prices_works_out_again_what_depends_on_them() -> None:
+    """What was worked out is kept where nothing that it depends on differs, and nowhere else."""
+    space = planner("mlp with loss_fn", {"a": 4}).space
+    site = next(site for site in space.rest.sites.values() if site.kind == "op" and len(site.choices[4]) > 1)
+    before = space.option(site, space.whole(site))
+    slower = dataclasses.replace(space.cluster, device=dataclasses.replace(space.cluster.device, seconds_per_op=1.0))
+    assert dataclasses.replace(space, segments=space.segments).memo is space.memo
+    after = dataclasses.replace(space, cluster=slower).option(site, space.whole(site))
+    assert before is not None and after is not None and after.seconds > before.seconds
+    assert space.option(site, space.whole(site)) is before

@@ -94,7 +94,7 @@ def _alone(space: Space, axis: int) -> _Alone:
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
     redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
     redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
-    return _Alone(sub.priced(redistributor))
+    return _Alone(replace(sub, redistributor=redistributor))
 
 
 def _site(

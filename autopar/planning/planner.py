@@ -161,7 +161,7 @@ class Planner:
         lowered as before."""
         other = self.on(self.mesh, costs.measured(self.space.mesh))
         routes = self.writer.space.redistributor
-        other.space = other.space.priced(hidden_buckets(other.space.redistributor, 0.0, routes))
+        other.space = replace(other.space, redistributor=hidden_buckets(other.space.redistributor, 0.0, routes))
         other.costs, other.writer, other.operators = costs, self.writer, Known(made=self.memory)
         other._gather()
         return other

@@ -65,7 +65,7 @@ class Searches:
 
     def hiding(self, part: float) -> Space:
         """The space with a part of what travels in buckets at no price."""
-        return self.space.priced(hidden_buckets(self.space.redistributor, part))
+        return replace(self.space, redistributor=hidden_buckets(self.space.redistributor, part))
 
     def priced(self, found: Found) -> Found:
         """At the prices of the space, in which nothing is hidden."""

@@ -43,7 +43,7 @@ def volumes(space: Space) -> Space:
     mesh = dict(zip(space.axes, space.mesh, strict=True))
     cluster = replace(space.cluster, device=device)
     made = strategies(space.graph, mesh, cluster, space.segments, space.optimizer)
-    return made.priced(Redistributor(space.mesh, tuple(map(_link, space.mesh)), device))
+    return replace(made, redistributor=Redistributor(space.mesh, tuple(map(_link, space.mesh)), device))
 
 
 def _link(ranks: int) -> Link:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
@@ -17,8 +18,9 @@ from .sites import Option
 
 @dataclass(slots=True, eq=False)
 class Memo:
-    """What choices mean, as far as anybody asked. It holds for one setting, whatever redistribution costs there."""
+    """What choices mean, as far as anybody asked, in the setting that it is `of`."""
 
+    of: Any = None
     options: dict[str, dict[SiteChoice, Option | None]] = field(default_factory=dict)
     """Key of a site -> choice -> what it means, or None if it is not legal."""
     layouts: dict[tuple[int, SiteChoice], tuple[tuple[Layout, ...], tuple[Layout, ...]] | None] = field(
@@ -39,3 +41,9 @@ class Setting:
     redistributor: Redistributor
     metas: Mapping[str, TensorMeta]
     memo: Memo = field(default_factory=Memo, repr=False)
+
+    def __post_init__(self) -> None:
+        """A setting that was made of another one keeps its memo where all that it depends on is the same."""
+        of = self.mesh, self.cluster.device, self.optimizer, self.redistributor.links, self.metas
+        if self.memo.of != of:
+            object.__setattr__(self, "memo", Memo(of=of))

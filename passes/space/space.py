@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import JointGraph
 from autopar.ir.layout import Layout, describe
 from autopar.passes.segments.segment import Repeated, Segments
@@ -18,7 +17,7 @@ from autopar.passes.segments.segment import Repeated, Segments
 from .choices import KEEP, REGATHER, WHOLE, AxisChoice, SiteChoice
 from .collapse import Roots, from_root
 from .options import OPTION
-from .setting import Memo, Setting
+from .setting import Setting
 from .sites import Option, Region, Site
 
 
@@ -71,12 +70,6 @@ class Space(Setting):
             return replace(region, sites={name: changed(site) for name, site in region.sites.items()})
 
         return replace(self, rest=of(self.rest), bodies=tuple(map(of, self.bodies)))
-
-    def priced(self, redistributor: Redistributor) -> Space:
-        """The space with other prices of redistribution. What choices mean is worked out again where the links, and so
-        operators that communicate inside, have other prices too."""
-        alike = redistributor.links == self.redistributor.links
-        return replace(self, redistributor=redistributor, memo=self.memo if alike else Memo())
 
 
 def held(space: Space, layouts: Mapping[str, Collection[Layout]]) -> Space:
