@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,3 +122,12 @@ def test_the_root_holds_what_people_import() -> None:
     assert {path.name for path in (ROOT / "autopar").iterdir() if path.is_file()} == {
         "__init__.py", "api.py", "py.typed",
     }  # fmt: skip
+
+
+def test_the_core_that_one_plan_goes_through_is_short() -> None:
+    """The files that docs/design.md names, in the order in which they are read."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    section = page.split("## The core, in reading order")[1].split("\n## ")[0]
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", section, flags=re.MULTILINE)
+    assert len(files) == len(set(files)) > 20
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) < 5000
