@@ -39,10 +39,6 @@ from autopar.passes.space.space import Space  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
 from autopar.planning.request import Request  # noqa: E402
-<<<<<<< HEAD
-=======
-from autopar.planning.search import Search  # noqa: E402
->>>>>>> e
 from autopar.solve.effort import EFFORT  # noqa: E402
 
 CHIPS = (16, 32, 64, 128, 256)

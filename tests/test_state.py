@@ -508,6 +508,26 @@ def test_hooks_that_forward_sets_are_refused_with_their_line(call: str) -> None:
     assert f"forward calls {call}()" in message and "test_state.py" in message
 
 
+def test_asking_for_inference_mode_is_refused_and_for_gradients_is_not(mesh: DeviceMesh) -> None:
+    """A program is the same within inference mode and outside; with gradients and without there are two."""
+
+    class Asks(Base):
+        def __init__(self, ask: Callable[[], bool]) -> None:
+            super().__init__()
+            self.ask = ask
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h if self.ask() else 2 * h
+
+    class AsksForInference(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h if torch.is_inference_mode_enabled() else 2 * h
+
+    message = refusal(AsksForInference())
+    assert "forward asks torch.is_inference_mode_enabled()" in message and "test_state.py" in message
+    assert_equal(Asks(torch.is_grad_enabled), mesh)
+
+
 def test_a_global_backward_hook_is_refused() -> None:
     handle = nn.modules.module.register_module_full_backward_hook(lambda *a: None)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -166,3 +167,15 @@ def saving(saved: Callable[[], None]) -> contextlib.AbstractContextManager[None]
         known(self)
 
     return patched(hooks, "__enter__", enter)
+
+
+def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Within it `asked` is called where Python asks whether inference mode is on (not that of torch itself)."""
+    known = torch.is_inference_mode_enabled
+
+    def ask() -> bool:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            asked()
+        return known()
+
+    return patched(torch, "is_inference_mode_enabled", ask)

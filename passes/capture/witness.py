@@ -95,6 +95,7 @@ class Witness:
                 _Functions(self.valued),
                 compat.saving(_saved),
                 compat.seeding(_seeded),
+                compat.asking_for_inference(_inferred),
             ):
                 yield
             _check_tensors(tensors, self._tensors())
@@ -283,6 +284,13 @@ def _saved() -> None:
     raise Beside(
         f"forward sets saved_tensors_hooks{line_of_model()}, which a program would not run: it saves what its plan "
         f"says. Leave them out"
+    )
+
+
+def _inferred() -> None:
+    raise Beside(
+        f"forward asks torch.is_inference_mode_enabled(){line_of_model()}, and a program is the same within inference "
+        f"mode and outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"
     )
 
 
