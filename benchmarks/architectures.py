@@ -103,7 +103,7 @@ def measure(name: str, until: str, memory_bytes: int, seconds: int, results: Con
         _measure(row, name, until, entered)
     except Exception as error:
         row["outcome"] = row.get("outcome") or "crash"
-        row["error"] = steps.peaks_of(error)
+        row["error"] = steps.told(error)
         row["traceback"] = traceback.format_exc()[-3000:]
     entered("done")
 
@@ -136,7 +136,7 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     try:
         planner = Planner(case.model, MESH, case.args, case.kwargs, loss_fn=case.loss_fn)
     except ValueError as error:
-        row |= {"outcome": "refused", "error": steps.peaks_of(error), "traceback": traceback.format_exc()[-3000:]}
+        row |= {"outcome": "refused", "error": steps.told(error), "traceback": traceback.format_exc()[-3000:]}
         return
     row |= {"nodes": len(planner.captured.graph.nodes), "without_rule": dict(planner.space.without_rule)}
     if until == "capture":
@@ -152,12 +152,12 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
         try:
             program = planner.program(planner.plan(solver=solver))
         except ValueError as error:
-            found[solver] = {"outcome": "no plan", "error": steps.peaks_of(error)}
+            found[solver] = {"outcome": "no plan", "error": steps.told(error)}
             continue
         except Exception as error:
             found[solver] = {
                 "outcome": "crash",
-                "error": steps.peaks_of(error),
+                "error": steps.told(error),
                 "traceback": traceback.format_exc()[-3000:],
             }
             continue
@@ -170,7 +170,7 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
             kind = "wrong" if isinstance(error, AssertionError) else "crash"
             found[solver] = {
                 "outcome": kind,
-                "error": steps.peaks_of(error),
+                "error": steps.told(error),
                 "traceback": traceback.format_exc()[-3000:],
             }
             continue

@@ -528,6 +528,55 @@ def test_asking_for_inference_mode_is_refused_and_for_gradients_is_not(mesh: Dev
     assert_equal(Asks(torch.is_grad_enabled), mesh)
 
 
+BY_FUNC = (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f)))
+
+
+@pytest.mark.parametrize("transform", BY_FUNC)
+def test_derivatives_by_torch_func_are_refused_with_their_line(transform: Callable[..., Any]) -> None:
+    class Differentiates(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return transform(lambda row: self.layer(row).sin().sum())(h)
+
+    message = refusal(Differentiates())
+    assert "forward differentiates by torch.func" in message and "test_state.py" in message
+
+
+def test_packed_sequences_are_refused_with_their_line() -> None:
+    class Packs(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(h[:, :, None], torch.full((len(h),), h.shape[1]), True)
+            return packed.data.sum() * h
+
+    message = refusal(Packs())
+    assert "forward packs sequences by their lengths" in message and "test_state.py" in message
+
+
+class _Sine(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+def test_an_autograd_function_within_vmap_is_refused_by_name() -> None:
+    class Batched(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return torch.func.vmap(_Sine.apply)(h)
+
+    message = refusal(Batched())
+    assert "_Sine, an autograd.Function, is called within a transform of torch.func" in message
+    assert "test_state.py" in message
+
+
 def test_a_global_backward_hook_is_refused() -> None:
     handle = nn.modules.module.register_module_full_backward_hook(lambda *a: None)
     try:

@@ -142,6 +142,12 @@ def averaged(m: Net, x: torch.Tensor) -> torch.Tensor:
     return m.b(m.a(x)) - m.average(x)
 
 
+def averaged_as_lists(m: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        torch._foreach_lerp_(list(m.average.parameters()), list(m.a.parameters()), 0.1)
+    return m.b(m.a(x)) - m.average(x)
+
+
 def read_before_and_after(m: Net, x: torch.Tensor) -> torch.Tensor:
     before = m.b(m.a(x)).detach()
     with torch.no_grad():
@@ -174,7 +180,7 @@ def written_last(m: Net, x: torch.Tensor) -> torch.Tensor:
     return h
 
 
-WRITES = (clipped, averaged, read_before_and_after, normalised, assigned, part_of_it, written_last)
+WRITES = (clipped, averaged, averaged_as_lists, read_before_and_after, normalised, assigned, part_of_it, written_last)
 
 
 @pytest.mark.parametrize("forward", WRITES, ids=lambda f: f.__name__)

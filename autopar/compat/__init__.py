@@ -54,6 +54,7 @@ from .tensors import version as version
 from .watching import Watching as Watching
 from .watching import WritesReal as WritesReal
 from .watching import decides_by_data as decides_by_data
+from .watching import differentiating as differentiating
 from .watching import global_backward_hooks as global_backward_hooks
 from .watching import global_forward_hooks as global_forward_hooks
 from .watching import hook_registries as hook_registries

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from .exporting import autocast_dtype, without_autocast
 from .recording import Recorded, writes
-from .tensors import is_real, value_of
+from .tensors import is_real, memory_of, value_of
+from .watching import Writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +156,11 @@ class _Lifted(nn.Module):
             trial[o] if o in trial else given.node.meta["val"].detach().clone()
             for o, given in zip(self.order, record.inputs, strict=True)
         ]
-        before = {name: tensor._version for name, tensor in trial.items()}
-        with mode, torch.no_grad():
+        watching = Writes()
+        with mode, watching, torch.no_grad():
             body = _Traced(record.module, garbage_collect_values=False, graph=record.graph)
             body.run(*values, enable_io_processing=False)
-        return tuple(name for name, tensor in trial.items() if tensor._version != before[name])
+        return tuple(name for name, tensor in trial.items() if memory_of(tensor) in watching.memory)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from torch.fx.traceback import preserve_node_meta

@@ -162,6 +162,11 @@ def _recorded_functions(library: torch.library.Library) -> contextlib.AbstractCo
         call = functools.partial(apply.__func__, cls)
         if cls.__module__ == torch._library.autograd.__name__ or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise ValueError(
+                f"{cls.__qualname__}, an autograd.Function, is called within a transform of torch.func, which one "
+                f"graph cannot hold: call it on the whole batch"
+            )
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         shape: list[pytree.TreeSpec] = []

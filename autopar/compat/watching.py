@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .patches import patched
+from .tensors import memory_of
 
 
 class WritesReal(Exception):
@@ -74,6 +75,20 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
+
+
+class Writes(Watching):  # type: ignore[no-untyped-call]
+    """Notes the memory that operators write. Versions do not tell: writing a list of fakes leaves theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.memory.update(memory_of(x) for x in written_by(func, args, kwargs or {}) if isinstance(x, torch.Tensor))
+        return func(*args, **(kwargs or {}))
 
 
 def decides_by_data(error: Exception) -> bool:
@@ -179,3 +194,17 @@ def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContex
         return known()
 
     return patched(torch, "is_inference_mode_enabled", ask)
+
+
+def differentiating(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Within it `asked` is called where Python begins to differentiate in reverse by `torch.func`: `grad`, `vjp`,
+    `jacrev` and what is made of them."""
+    from torch._functorch import eager_transforms
+
+    known = eager_transforms.grad_increment_nesting
+
+    def nest() -> contextlib.AbstractContextManager[int]:
+        asked()
+        return known()
+
+    return patched(eager_transforms, "grad_increment_nesting", nest)

@@ -93,9 +93,10 @@ class Witness:
             with (
                 self._observed(self.before.classes),
                 _Functions(self.valued),
-                compat.saving(_saved),
-                compat.seeding(_seeded),
-                compat.asking_for_inference(_inferred),
+                compat.saving(_refusing(_SAVING)),
+                compat.seeding(_refusing(_SEEDING)),
+                compat.asking_for_inference(_refusing(_ASKING)),
+                compat.differentiating(_refusing(_DIFFERENTIATING)),
             ):
                 yield
             _check_tensors(tensors, self._tensors())
@@ -260,6 +261,11 @@ class _Functions(TorchFunctionMode):
                 f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
                 f"which a program would not run: {_HOOKS[name]}"
             )
+        if name == "_pack_padded_sequence":
+            raise Beside(
+                f"forward packs sequences by their lengths{line_of_model()}, and the shapes of a program do not depend "
+                f"on data: run the layer on the padded sequences, and mask what it makes of the padding"
+            )
         if name in _VALUES and compat.is_real(args[0]):
             self.valued.add(compat.storage_span(args[0])[0])
         return func(*args, **(kwargs or {}))
@@ -273,25 +279,27 @@ _HOOKS = {
 }
 
 
-def _seeded() -> None:
-    raise Beside(
-        f"forward seeds torch's generator{line_of_model()}: random operators of a program draw by the step's seed. "
-        f"Seed outside of forward"
-    )
+def _refusing(told: str) -> Callable[[], None]:
+    """What refuses a call, naming the line of the model that makes it."""
+
+    def refuse() -> None:
+        raise Beside(told.format(line=line_of_model()))
+
+    return refuse
 
 
-def _saved() -> None:
-    raise Beside(
-        f"forward sets saved_tensors_hooks{line_of_model()}, which a program would not run: it saves what its plan "
-        f"says. Leave them out"
-    )
-
-
-def _inferred() -> None:
-    raise Beside(
-        f"forward asks torch.is_inference_mode_enabled(){line_of_model()}, and a program is the same within inference "
-        f"mode and outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"
-    )
+_SAVING = (
+    "forward sets saved_tensors_hooks{line}, which a program would not run: it saves what its plan says. Leave them out"
+)
+_SEEDING = "forward seeds torch's generator{line}: a program's random operators draw by the step's seed. Seed outside"
+_ASKING = (
+    "forward asks torch.is_inference_mode_enabled(){line}, and a program is the same within inference mode and "
+    "outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"
+)
+_DIFFERENTIATING = (
+    "forward differentiates by torch.func{line}: a step is differentiated once, as a whole. Write that derivative out "
+    "as operators, or by torch.func.jvp, or compute it outside of the model"
+)
 
 
 def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> None:
