@@ -75,6 +75,8 @@ READS: dict[str, Callable[..., torch.Tensor]] = {
     "rows": lambda m, h, mask: m.b(h)[(mask > 0).any(1)],
     "rows that are written": replaced,
     "selected": lambda m, h, mask: m.b(h).masked_select((mask > 0).any(1, keepdim=True)),
+    "picked numbers": lambda m, h, mask: m.b(h) * sum(mask[0][mask[0] > 0].tolist()),
+    "a list": lambda m, h, mask: m.b(h)[:, : torch.tensor([mask.sum(), 1])[0]],
     "repeats": lambda m, h, mask: m.b(h).repeat_interleave(mask.sum(1) + 1, 0),
     "a unique": lambda m, h, mask: m.b(h)[:, torch.unique(mask).long()],
     "an array": lambda m, h, mask: m.b(h) * float(mask.numpy().sum()),

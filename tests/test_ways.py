@@ -279,6 +279,13 @@ def test_loops_on_data_are_refused_by_name() -> None:
         capture(made.model, made.args)
 
 
+LISTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "numbers": lambda h: torch.tensor([h.detach().sum(), h.detach().max()], dtype=h.dtype).sum(),
+    "mixed": lambda h: torch.tensor([[h[0, 0], 1.5], (h.mean(), 2)], dtype=torch.float64).prod(),
+    "as a tensor": lambda h: torch.as_tensor([h.sum()]).squeeze(),
+    "new": lambda h: h.new_tensor([h.sum(), True]).sum(),
+}
+
 # ---------------------------------------------------------------------------------------------- CTC
 
 
@@ -320,11 +327,22 @@ def test_labels_that_a_mask_picks(pick: str) -> None:
     assert_same(found, eager(other), 1e-9)
 
 
-def test_selected_labels_that_something_else_reads_are_refused() -> None:
+def test_labels_that_nobody_knows_and_something_else_reads_are_refused() -> None:
     made = speech("masked_select")
-    made.model.pick = [lambda labels, mask: (labels[mask] * labels[mask].sum().sign(), mask.sum(-1))]
+
+    def pick(labels: torch.Tensor, mask: torch.Tensor) -> Any:
+        learned = mask & (made.model.head.bias.sum() > -9)
+        return labels[learned] * labels[learned].sum().sign(), mask.sum(-1)
+
+    made.model.pick = [pick]
     with pytest.raises(CaptureError, match="a shape that depends on the data"):
         capture(made.model, made.args)
+
+
+@pytest.mark.parametrize("build", LISTS)
+def test_a_tensor_made_of_a_list_of_tensors_holds_their_numbers(build: str) -> None:
+    """And no gradient reaches them."""
+    assert_equal_to_eager(net(lambda m, x: m.b(m.a(x)) * LISTS[build](m.a(x))))
 
 
 # ---------------------------------------------------------------------------------------- constants

@@ -52,6 +52,7 @@ from .tensors import unmodified as unmodified
 from .tensors import value_of as value_of
 from .tensors import version as version
 from .watching import Watching as Watching
+from .watching import WritesInput as WritesInput
 from .watching import WritesReal as WritesReal
 from .watching import decides_by_data as decides_by_data
 from .watching import differentiating as differentiating

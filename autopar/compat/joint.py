@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .exporting import autocast_dtype, without_autocast
 from .recording import Recorded, writes
 from .tensors import is_real, memory_of, value_of
-from .watching import Writes
+from .watching import Writes, WritesInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,9 +317,7 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
         elif isinstance(description, d.InputMutationAOTOutput):
             kind, index = position(description.mutated_input)
             if kind != "buffer":
-                raise ValueError(
-                    f"the model changes {description.mutated_input.expr()} in place: only buffers and parameters may be"
-                )
+                raise WritesInput(index)
             results.append(Result(node=node, kind="mutation", index=index))
         else:
             raise ValueError(f"the joint graph has an output that autopar does not know: {description.expr()}")

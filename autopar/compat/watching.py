@@ -25,6 +25,14 @@ class WritesReal(Exception):
         self.op, self.tensor = op, tensor
 
 
+class WritesInput(Exception):
+    """A traced model writes one of its inputs, of this number."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"the model writes input {index} in place")
+        self.index = index
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a call of an operator writes."""
     schema = getattr(func, "_schema", None)

@@ -45,18 +45,20 @@ class Selections:
         self.selected = False
         """Whether anything was."""
 
+    def are_in(self, given: Any) -> bool:
+        """Whether selected values are among arguments."""
+        return self.selected and any(isinstance(x, Selected) for x in pytree.tree_leaves(given))
+
     def traced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function's result if selected values take part, else NotImplemented."""
+        """The function's result if selected values may stay so, or become rows, else NotImplemented."""
         if func is F.ctc_loss:
             return self._loss(*args, **kwargs)
         if func in _SELECTS and not kwargs and len(args) == 2 and _is_mask(*args):
             self.selected = True
             return Selected.of(*args)
-        given = self.selected and any(isinstance(x, Selected) for x in pytree.tree_leaves((args, kwargs)))
-        if given and func in _KEEP and isinstance(args[0], Selected):
-            return Selected.of(func(args[0].picked, *args[1:], **kwargs), args[0].mask)
-        if given:
-            return func(*pytree.tree_map_only(Selected, _plain, args), **pytree.tree_map_only(Selected, _plain, kwargs))
+        if self.are_in((args, kwargs)):
+            keeps = func in _KEEP and isinstance(args[0], Selected)
+            return Selected.of(func(args[0].picked, *args[1:], **kwargs), args[0].mask) if keeps else NotImplemented
         if func in (*_SUMS, *_KEEP) and args and isinstance(args[0], torch.Tensor):
             return self._counted(func, args, kwargs)
         return NotImplemented
@@ -91,10 +93,6 @@ def _is_mask(values: Any, mask: Any) -> bool:
         return False
     whole = not (values.is_floating_point() or values.is_complex() or isinstance(values, Selected))
     return whole and values.shape == mask.shape and values.dim() > 0
-
-
-def _plain(selected: Selected) -> torch.Tensor:
-    return torch.masked_select(selected.picked, selected.mask)
 
 
 def _rows(selected: Selected) -> torch.Tensor:

@@ -129,6 +129,11 @@ def _capture(
             raise CaptureError(str(error)) from None
         except compat.WritesReal as error:
             raise CaptureError(f"{step.witness.written(error.tensor)}{line_raised(error)}") from None
+        except compat.WritesInput as error:
+            raise CaptureError(
+                f"forward writes input {input_paths[error.index]} in place, which a program does not do: write a copy "
+                f"(clone()), or make it a buffer"
+            ) from None
         except Exception as error:
             raise refusal(error, model, step.outcomes.unread) from error
     if step.outcomes.checks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from autopar.ops.statistics import TRACED
 
 from .constants import Constants
 from .known import KnownValues
-from .selections import Selections
+from .selections import Selected, Selections
 from .windows import windows
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ class OtherWays(TorchFunctionMode):
         selected = self.selections.traced(func, args, kwargs)
         if selected is not NotImplemented:
             return selected
+        if self.selections.are_in((args, kwargs)):
+            args, kwargs = pytree.tree_map_only(Selected, self._picked, (args, kwargs))
+            with self:
+                return func(*args, **kwargs)
         if (place := _SPARSE.get(func)) is not None:
             sparse = kwargs["sparse"] if "sparse" in kwargs else args[place] if len(args) > place else False
             if sparse:
@@ -79,9 +84,19 @@ class OtherWays(TorchFunctionMode):
         number = self.constants.read(func, args, kwargs)
         if number is not NotImplemented:
             return number
+        if func in (torch.tensor, torch.as_tensor) and _is_list_of_fakes(args[0]):
+            return _stacked(*args, **kwargs)
+        if func is torch.Tensor.new_tensor and _is_list_of_fakes(args[1]):
+            return _stacked(args[1], **{"dtype": args[0].dtype, "device": args[0].device, **kwargs})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         return func(*args, **kwargs)
+
+    def _picked(self, selected: Selected) -> torch.Tensor:
+        """What PyTorch gives, which may be known."""
+        given = (selected.picked, selected.mask)
+        found: Any = self.constants.read(torch.masked_select, given, {})
+        return torch.masked_select(*given) if found is NotImplemented else found
 
 
 def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:
@@ -98,6 +113,23 @@ def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def _is_list_of_fakes(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and any(
+        isinstance(x, torch.Tensor) and compat.is_fake(x) for x in pytree.tree_leaves(values)
+    )
+
+
+def _stacked(values: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """`torch.tensor` of lists with tensors in them: it reads their numbers, which no gradient reaches."""
+    if isinstance(values, (list, tuple)):
+        rows = [_stacked(value, device=device) for value in values]
+        wanted = dtype or functools.reduce(torch.promote_types, (row.dtype for row in rows))
+        return torch.stack([row.to(wanted) for row in rows])
+    if isinstance(values, torch.Tensor):
+        return values.detach().to(device=device, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _random_(tensor: torch.Tensor, *limits: int, **named: int | None) -> torch.Tensor:
