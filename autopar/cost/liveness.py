@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ir.rewrite import last_reads
 from autopar.ops import contract
@@ -182,7 +182,7 @@ class Memory:
         other programs showed."""
         memory = Memory(known=known or PlacementCache())
         for i in program.inputs:
-            memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
+            memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
         for instruction in instructions:
             memory.run(program, Line(instruction, False, ()), by_parts=False)
         return memory

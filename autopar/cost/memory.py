@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Node, TensorMeta
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, source_line
 from autopar.ops.workspace import workspace_bytes
 
@@ -97,7 +97,7 @@ class _TrainingStep:
         made = list(dict.fromkeys(o.name for o in program.outputs if o.role != "gradient" and o.name is not None))
         gradients = [o.name for o in program.outputs if o.role == "gradient" and o.name is not None]
         for i in program.inputs:
-            memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
+            memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
         unread, forward = lifetimes(given, program.forward, (*made, *program.saved))
         unread_late, backward = lifetimes([*program.saved, *tangents], program.backward, gradients)
         for line in (*forward, *backward):
@@ -132,12 +132,11 @@ class _TrainingStep:
         return Peak(**self.found, at=self._place())
 
     def _optimizer_bytes(self) -> int:
-        metas = [
-            (i.meta.dtype, self.memory.bytes[self.memory.storages[i.name][0]] // i.meta.dtype.itemsize)
+        return sum(
+            self.optimizer.bytes(local_meta(i.meta, i.layout, self.program.mesh))
             for i in self.program.inputs
             if i.role == "parameter" and i.target in self.program.trained
-        ]
-        return sum(self.optimizer.bytes(numel, dtype) for dtype, numel in metas)
+        )
 
     def _copied(self, gradients: Sequence[str]) -> list[bool]:
         """Which gradients the module copies at the end: those that are not contiguous, or that share memory with what
