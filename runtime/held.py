@@ -1,11 +1,13 @@
-"""What a parallel module holds beside its parameters: the program, its compiled form, and where values live."""
+"""What a parallel module holds beside its parameters: the program, its compiled form, where values live, and the seed
+of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -29,10 +31,26 @@ from .agree import (
     together,
 )
 from .execute import compile
-from .fit import is_replicated, mismatch
-from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
-from .seeds import step_seed
+from .failures import watched
+from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 from .sharing import Shared
+
+
+def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> torch.Tensor:
+    """int64 [1] on `device`, which no host waits for: that of the mesh's first rank. `axes` are the names of the mesh
+    axes, `groups` those of this rank.
+
+    Every rank draws, so that generators that were seeded alike stay alike (people draw batches from
+    them), and so that `torch.manual_seed`, `torch.get_rng_state` and `torch.set_rng_state` mean what
+    they mean on one device. Ranks that were seeded differently are told the first one's.
+    """
+    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+    seed = torch.full((1,), int(drawn), dtype=torch.int64, device=device)
+    for axis, group in zip(axes, groups, strict=True):
+        if group is not None:
+            with watched("the broadcast of a step's seed,", axis, group):
+                dist.broadcast(seed, group=group, group_src=0)
+    return seed
 
 
 class State:

@@ -27,9 +27,8 @@ from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner, captured_for_planning
 
 from .agree import all_equal, on_first_rank, together
-from .alike import serves
-from .mode import Mode
 from .verify import whole
+from .versions import Mode, serves
 
 logger = logging.getLogger("autopar")
 

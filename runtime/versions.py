@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,47 @@ import torch
 from torch import nn
 
 from autopar import compat
+from autopar.ir.graph import JointGraph, Ref, map_references
+from autopar.ir.program import Program
+from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.known import Pinned
+from autopar.passes.capture.known import Pinned, same_value
 
 from .agree import all_equal, together
-from .alike import same_values
 from .guard import Guard, report_changed
 from .held import State
-from .mode import Again, Mode
 from .verify import whole as gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a captured graph depends on beside the model: which modules train, in the order of `modules()`, which
+    parameters require gradients, whether gradients are wanted at all, and what `torch.autocast` casts to."""
+
+    training: tuple[bool, ...]
+    trainable: frozenset[str]
+    gradients: bool
+    autocast: torch.dtype | None
+
+    def covers(self, other: Mode) -> bool:
+        """Whether a graph of this mode gives what one of the other would, and maybe gradients beside, if the model does
+        not ask which gradients are wanted."""
+        if (self.training, self.autocast) != (other.training, other.autocast):
+            return False
+        return not other.gradients or (self.gradients and other.trainable <= self.trainable)
+
+    def __str__(self) -> str:
+        count = sum(self.training)
+        what = "evaluation" if not count else "training" if count == len(self.training) else "partly training"
+        cast = f", autocast to {self.autocast}" if self.autocast else ""
+        return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
+
+
+Again = Callable[[Mode, nn.Module, Sequence[Captured], Mapping[str, torch.Tensor]], tuple[Captured, Program | int]]
+"""What is captured in another mode, with other attributes of the model or with other values of inputs (by path), and
+its program, with the parameters where they are, or which of the steps that are known has a program that serves it.
+Called on all ranks at once."""
+
 
 logger = logging.getLogger("autopar")
 
@@ -165,3 +197,40 @@ class Versions:
             dropped = others[0]
             self.versions.remove(dropped)
             self.chosen = {key: version for key, version in self.chosen.items() if version is not dropped}
+
+
+def serves(known: Captured, wanted: Captured) -> bool:
+    """Whether the program of a captured step computes all that is wanted of another, and maybe gradients beside."""
+    targets = {o.target for o in wanted.graph.outputs if o.role == "gradient" and o.name is not None}
+    return lines(known.graph, targets) == lines(wanted.graph, targets)
+
+
+def same_values(known: Captured, other: Captured) -> bool:
+    """Whether two steps of the same operators read equal constants and put their outputs together alike."""
+    if known.output_spec != other.output_spec or known.constants.keys() != other.constants.keys():
+        return False
+    leaves = zip(known.output_leaves, other.output_leaves, strict=True)
+    return all((a.path, a.meta) == (b.path, b.meta) and same_value(a.constant, b.constant) for a, b in leaves) and all(
+        tensor.device == other.constants[name].device and same_value(tensor, other.constants[name])
+        for name, tensor in known.constants.items()
+    )
+
+
+def lines(graph: JointGraph, gradients: Collection[str]) -> list[str]:
+    """The graph as text, without the gradients that are not among these and what only they need. Values are numbered,
+    so that two graphs of the same operators give the same lines whatever their values are called."""
+    outputs = [o for o in graph.outputs if o.name is not None and (o.role != "gradient" or o.target in gradients)]
+    nodes = living(graph.nodes, (o.name for o in outputs))
+    needed = {o.name for o in outputs}.union(*(node.inputs for node in nodes))
+    names: dict[str, Ref] = {}
+
+    def number(name: str) -> Ref:
+        return names.setdefault(name, Ref(f"v{len(names)}"))
+
+    text = [f"{number(i.name)}: {graph.metas[i.name]} = {i.role} {i.target}" for i in graph.inputs if i.name in needed]
+    for node in nodes:
+        arguments: tuple[Any, ...] = (map_references(node.args, number), map_references(node.kwargs, number))
+        made = [number(o) if o else "_" for o in node.outputs]
+        metas = [str(graph.metas[o]) for o in node.outputs if o]
+        text.append(f"{'<' if node.backward else '>'} {made} = {node.op}{arguments}: {metas}")
+    return [*text, *(f"{o.role} {o.target} = {number(o.name)}" for o in outputs if o.name is not None)]

@@ -16,13 +16,12 @@ import typer
 from rich.table import Table
 
 from autopar import lab
-from autopar.cluster.calibration import fit
+from autopar.cluster.calibration import Row, check, compute_check, fit
 from autopar.cluster.library import CLUSTERS, named_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import KINDS, interpolated
 from autopar.cluster.machine import Cluster
 from autopar.cluster.measurements import Measurements
-from autopar.cluster.validation import Row, check, compute_check
 from autopar.planning.plan import bytes_text, seconds_text
 from autopar.runtime.measure import measured_here
 from autopar.runtime.measure.operators import matmul_flops_per_second

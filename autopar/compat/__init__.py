@@ -20,9 +20,9 @@ from .joint import Joint as Joint
 from .joint import Placeholder as Placeholder
 from .joint import Result as Result
 from .joint import joint as joint
-from .nodes import is_accumulation as is_accumulation
-from .nodes import is_backward as is_backward
-from .nodes import module_path as module_path
+from .joint import is_accumulation as is_accumulation
+from .joint import is_backward as is_backward
+from .joint import module_path as module_path
 from .patches import patched as patched
 from .recording import PLACE as PLACE
 from .recording import Recorded as Recorded

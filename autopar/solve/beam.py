@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .check import check
 from .effort import Meter
 from .expand import Expanded, expand
 from .problem import (
@@ -24,6 +23,7 @@ from .problem import (
     Solution,
     Tensor,
     TooWide,
+    check,
     evaluate,
 )
 from .relax import lower_bound

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Floats
-from .check import check
 from .effort import Meter
 from .fronts import ProblemFronts, Window
 from .pricing import Library, Pricing
-from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, TooWide, evaluate
+from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, TooWide, check, evaluate
 from .relax import relaxed
+from .rows import Floats
 
 FRONT_POINTS = (32, 256)
 """Points that a front of (seconds, bytes) may have, in one round after the other."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .check import check
 from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
     Choice,
@@ -15,6 +14,7 @@ from .problem import (
     Problem,
     Repeat,
     Solution,
+    check,
     evaluate,
     state_of,
 )

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Floats, Ints
 from .pricing import Pricing, border_pairs, grid, ravel
 from .problem import Choice, Problem, Repeat
+from .rows import Floats, Ints
 
 ALL_STATES = 20_000
 """A problem with at most this many joint options is tried in full, not by prices."""

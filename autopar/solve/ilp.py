@@ -14,8 +14,6 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from .arrays import Floats
-from .check import check
 from .dp import lagrangian, pool_weights, priced, window
 from .effort import EFFORT, Effort, Meter
 from .expand import expand, expanded_options
@@ -30,9 +28,10 @@ from .problem import (
     Solution,
     Tensor,
     TooWide,
+    check,
     evaluate,
 )
-from .rows import Row, tensor_rows, undominated, united
+from .rows import Floats, Row, tensor_rows, undominated, united
 
 GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4

@@ -15,8 +15,7 @@ import numpy as np
 from autopar.ir.graph import Node
 
 from .alignment import align, shortened
-from .facts import Facts
-from .runs import Ints, PeriodicRun
+from .facts import Facts, Ints, PeriodicRun
 from .segment import Repeated
 
 CUTS_TRIED = 4

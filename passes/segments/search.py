@@ -15,8 +15,7 @@ from autopar.ir.graph import JointGraph, is_view
 
 from .alignment import shortened
 from .cuts import divide
-from .facts import Facts
-from .runs import PeriodicRun, longest, periodic, pieces, without
+from .facts import Facts, PeriodicRun, longest, periodic, pieces, without
 from .segment import Repeated, Segments
 
 RUNS_TRIED = 24

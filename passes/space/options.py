@@ -7,9 +7,8 @@ from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_c
 
 from .choices import WHOLE, SiteChoice
 from .collapse import from_root, to_root
-from .local_seconds import operator_seconds
 from .operator_layouts import operator_layouts, splits_of
-from .setting import Setting
+from .setting import Setting, operator_seconds
 from .sites import Option, Site
 
 

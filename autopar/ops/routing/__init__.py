@@ -16,7 +16,7 @@ from autopar.ir.graph import JointGraph
 
 from .dispatch import Dispatch
 from .lookups import with_products_by_expert
-from .patterns import RuleOf
+from .rewrite import RuleOf
 from .unsort import without_sorts
 from .weighted_sum import with_weighted_sums
 

@@ -10,8 +10,7 @@ import torch
 from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node
 from autopar.ops.experts import MM, MM_WEIGHT
 
-from .patterns import TURNED, put_along_rows
-from .rewrite import Rewrite
+from .rewrite import TURNED, Rewrite, put_along_rows
 
 
 @dataclass(frozen=True, slots=True)

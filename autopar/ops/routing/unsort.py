@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 from autopar.ir.graph import JointGraph, Node
 
-from .facts import SortedRows
-from .patterns import SORTS, UNREAD, RuleOf
-from .uses import USES, row_by_row
+from .rewrite import SORTS, UNREAD, RuleOf
+from .uses import USES, SortedRows, row_by_row
 
 
 class Unproved(Exception):

@@ -9,8 +9,7 @@ from typing import Any
 from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, map_references
 from autopar.ops.experts import DOT, FROM, SUM
 
-from .patterns import only_step
-from .rewrite import Rewrite
+from .rewrite import Rewrite, only_step
 
 
 def with_weighted_sums(graph: JointGraph) -> JointGraph:
