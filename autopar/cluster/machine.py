@@ -169,10 +169,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first.
-    `algorithms` are those of `algorithms` that the communication library has; the cheapest is taken. `groups` are what
-    was measured of axes, which goes before what the levels say. `factors` are those of the links of each axis of
-    meshes (by their sizes) on which the collectives of programs were measured, and go before both."""
+    """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first. `algorithms` are those of
+    `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are what was measured of
+    axes, which goes before what the levels say. `factors` are those of the links of each axis of meshes (by their
+    sizes) on which the collectives of programs were measured, and go before both."""
 
     name: str
     device: Device

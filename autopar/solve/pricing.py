@@ -34,36 +34,28 @@ def product(first: Floats, second: Floats) -> tuple[Floats, Ints]:
     return result, middle
 
 
-class Powers:
-    """The min-plus powers of one square matrix by repeated squaring.
+def head_of(count: int) -> int:
+    """How a chain of `count` copies is split in two: the largest power of two below it."""
+    return 1 << ((count - 1).bit_length() - 1)
 
-    The squares are shared by all counts that are asked for; `products` counts the matrix products
-    made so far. The powers are those of [price, left, right] matrices, each price by itself.
-    """
+
+class Powers:
+    """The min-plus powers of one square matrix [price, left, right], each price by itself, by repeated squaring: counts
+    share what they are made of, and `products` counts the matrix products made so far."""
 
     def __init__(self, matrix: Floats) -> None:
-        self.products = 0
-        self._squares: list[Floats] = [matrix]
-        self._square_middles: list[Ints] = []
         self._powers: dict[int, Floats] = {1: matrix}
         self._middles: dict[int, Ints] = {}
+
+    @property
+    def products(self) -> int:
+        return len(self._middles)
 
     def matrix(self, count: int) -> Floats:
         """The matrix of `count` copies in a row; count >= 1."""
         if count not in self._powers:
-            high = count.bit_length() - 1
-            while len(self._squares) <= high:
-                square, middle = product(self._squares[-1], self._squares[-1])
-                self.products += 1
-                self._squares.append(square)
-                self._square_middles.append(middle)
-            rest = count - (1 << high)
-            if rest == 0:
-                self._powers[count] = self._squares[high]
-                self._middles[count] = self._square_middles[high - 1]
-            else:
-                self._powers[count], self._middles[count] = product(self._squares[high], self.matrix(rest))
-                self.products += 1
+            head = head_of(count)
+            self._powers[count], self._middles[count] = product(self.matrix(head), self.matrix(count - head))
         return self._powers[count]
 
     def path(self, count: int, price: int, left: int, right: int) -> list[int]:
@@ -76,12 +68,8 @@ class Powers:
             if length == 1:
                 path.append(end)
                 continue
-            high = length.bit_length() - 1
-            head = 1 << high if length != 1 << high else 1 << (high - 1)
-            middles = self._square_middles[high - 1] if length == 1 << high else self._middles[length]
-            middle = int(middles[price, start, end])
-            pending.append((length - head, middle, end))
-            pending.append((head, start, middle))
+            head, middle = head_of(length), int(self._middles[length][price, start, end])
+            pending += [(length - head, middle, end), (head, start, middle)]
         return path
 
 
@@ -188,6 +176,13 @@ def _joint(repeat: Repeat, sizes: Sequence[int]) -> Joint:
     )
 
 
+def ends_of(problem: Problem, repeat: Repeat, options: Sequence[int]) -> tuple[int, int]:
+    """The states of the borders of a repeat, left and right, where its parent chose these options."""
+    sizes = [len(problem.variables[v].options) for v in repeat.left]
+    left, right = ([np.array([options[v]]) for v in border] for border in (repeat.left, repeat.right))
+    return int(ravel(left, sizes)[0]), int(ravel(right, sizes)[0])
+
+
 def border_pairs(repeat: Repeat, keep: Sequence[int]) -> tuple[dict[int, Ints], Bools]:
     """For all pairs [left state, right state] the state of each kept body variable, and whether they clash."""
     sizes = {v: len(repeat.body.variables[v].options) for v in keep}
@@ -266,10 +261,7 @@ class Pricing:
         return self._copies[key]
 
     def _chain(self, problem: Problem, repeat: Repeat, options: tuple[int, ...], price: int) -> tuple[Choice, ...]:
-        sizes = [len(problem.variables[v].options) for v in repeat.left]
-        left, right = (
-            int(ravel([np.array([options[v]]) for v in border], sizes)[0]) for border in (repeat.left, repeat.right)
-        )
+        left, right = ends_of(problem, repeat, options)
         path = self.powers(repeat).path(repeat.count, price, left, right)
         return tuple(self.copy(repeat, at, after, price) for at, after in pairwise(path))
 

@@ -6,7 +6,7 @@ a row stands depends on all the others. But the operators in between treat every
 order does not matter to them: here the sort is taken out of the graph, and the products become
 `expert_mm`, which is told the expert of every row. Rows then split as the tokens do.
 
-Each use of sorted values is proved to be of that kind, by the op's rule or by a pattern of `uses`. A sort with
+Each use of sorted values is proved to be of that kind, by the op's rule or by a pattern of `USES`. A sort with
 any other use stays as it is, and so does a lookup.
 """
 
