@@ -30,6 +30,10 @@ from .common import notes, out, progress, reports_bad_input, whole_numbers
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
+LEVEL_FACTS = (
+    *("name", "size", "topology", "bytes_per_second", "group_bytes_per_second"),
+    *("latency_seconds", "launch_seconds"),
+)
 
 
 def add(app: typer.Typer) -> None:
@@ -87,7 +91,6 @@ def _shape(nodes: int, ranks: int, inter: str, intra: str, levels: str | None) -
 
 
 def _emulated(cluster: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
-
     found = named_cluster(cluster)
     if sizes is not None:
         parts = whole_numbers(sizes, "--sizes")
@@ -168,7 +171,6 @@ def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -
             return Measurements.from_json(json.loads(read.read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{read} is not what calibrate --save wrote: {type(error).__name__} {error}") from error
-
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     sizes = None if levels is None else whole_numbers(levels, "--levels")
@@ -290,18 +292,7 @@ def _facts(cluster: Cluster) -> dict[str, object]:
             "operator_ratios": dict(device.ratios),
             "seconds_per_op": device.seconds_per_op,
         },
-        "levels": [
-            {
-                "name": level.name,
-                "size": level.size,
-                "topology": level.topology,
-                "bytes_per_second": level.bytes_per_second,
-                "group_bytes_per_second": level.group_bytes_per_second,
-                "latency_seconds": level.latency_seconds,
-                "launch_seconds": level.launch_seconds,
-            }
-            for level in cluster.levels
-        ],
+        "levels": [{fact: getattr(level, fact) for fact in LEVEL_FACTS} for level in cluster.levels],
         "groups": [
             {"ranks": groups.ranks, "stride": groups.stride, "seconds": dict(groups.seconds)}
             for groups in cluster.groups

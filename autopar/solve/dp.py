@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +50,6 @@ def solve_dp(
 
     Raises `Infeasible` where no choice is feasible, `TooWide` where tables are too large and there is a limit.
     """
-    start = time.perf_counter()
     check(problem)
     library = Library(meter)
     try:
@@ -69,8 +67,6 @@ def solve_dp(
         choice=found.choice,
         score=found.score,
         lower_bound=objective if exact else min(bound, objective),
-        solver="dp",
-        seconds_to_solve=time.perf_counter() - start,
     )
 
 

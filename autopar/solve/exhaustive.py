@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,7 +50,6 @@ def solve_exhaustive(problem: Problem, *, bytes_limit: float | None = None) -> S
 
     Raises `Infeasible` where no choice is feasible, ValueError above `MAX_COMBINATIONS` joint options.
     """
-    start = time.perf_counter()
     check(problem)
     _check_size(problem)
     best: Scored | None = None
@@ -73,8 +71,6 @@ def solve_exhaustive(problem: Problem, *, bytes_limit: float | None = None) -> S
         choice=choice,
         score=score,
         lower_bound=score.objective,
-        solver="exhaustive",
-        seconds_to_solve=time.perf_counter() - start,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -95,7 +94,6 @@ def solve_ilp(
     Raises `Infeasible` where no choice is feasible, `TooWide` where the effort is spent before one is found.
     """
     effort = (meter or Meter()).effort
-    start = time.perf_counter()
     check(problem)
     lower = -math.inf
     bodies: list[BodyFronts] | None = None
@@ -122,8 +120,6 @@ def solve_ilp(
         choice=choice,
         score=score,
         lower_bound=min(lower, score.objective),
-        solver="ilp",
-        seconds_to_solve=time.perf_counter() - start,
     )
 
 

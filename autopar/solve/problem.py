@@ -186,13 +186,14 @@ class Score:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """`lower_bound` bounds the objective of every feasible choice from below, so that
-    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum."""
+    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `solve` says which solver found it, and in
+    how many seconds."""
 
     choice: Choice
     score: Score
     lower_bound: float
-    solver: str
-    seconds_to_solve: float
+    solver: str = ""
+    seconds_to_solve: float = 0.0
 
     @property
     def gap(self) -> float:
