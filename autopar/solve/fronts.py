@@ -79,7 +79,6 @@ class ChainFronts:
     """Fronts [left state][right state] of several copies of a body in a row, by repeated squaring."""
 
     def __init__(self, base: Sequence[Sequence[Front]], window: Window) -> None:
-        self._base = base
         states = len(base)
         points = int(math.sqrt(CHAIN_ENTRIES / max(1, states**3)))
         self._window = Window(

@@ -10,9 +10,8 @@ from autopar.ir.graph import JointGraph, is_view
 from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.passes.dependency.affine import AffineMap, compose
-from autopar.passes.dependency.operators import dependency
+from autopar.passes.dependency.operators import dependency, signatures
 from autopar.passes.dependency.preservation import Preserved, preserved
-from autopar.passes.dependency.signatures import signatures
 
 
 class Facts:

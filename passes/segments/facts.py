@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir.graph import JointGraph
-from autopar.passes.dependency.signatures import signatures
+from autopar.passes.dependency.operators import signatures
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 from autopar.ir.graph import JointGraph
 
 from .dispatch import Dispatch
-from .lookups import with_products_by_expert
+from .lookups import with_products_by_expert, with_weighted_sums
 from .rewrite import RuleOf
 from .unsort import without_sorts
-from .weighted_sum import with_weighted_sums
 
 
 def in_token_order(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
