@@ -71,26 +71,8 @@ _STATE = (
 
 _CACHE = type(functools.lru_cache(len))
 
-_ALWAYS = frozenset(
-    f"__{name}__"
-    for name in [
-        "call",
-        "getattr",
-        "setattr",
-        "getitem",
-        "setitem",
-        "contains",
-        "iter",
-        "next",
-        "len",
-        "bool",
-        "enter",
-        "exit",
-        "add",
-        "mul",
-        "torch_function",
-    ]
-) | {"forward"}
+_CALLED = "call getattr setattr getitem setitem contains iter next len bool enter exit add mul torch_function"
+_ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward"}
 """Methods that code calls without naming them."""
 
 

@@ -17,9 +17,8 @@ from autopar.ir.program import LAYOUT
 from autopar.ir.rewrite import NodeWriter, inlined
 from autopar.ops import rule_of
 from autopar.ops.emit import OPERAND, Emission, local_program
-from autopar.passes.lower.regions import adding, factors_of
 
-from .regions import Metas, Refused, Region, has_rank, local_call
+from .regions import Metas, Refused, Region, adding, factors_of, has_rank, local_call
 
 
 @dataclass(eq=False, kw_only=True)
