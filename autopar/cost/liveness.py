@@ -15,7 +15,7 @@ import torch
 
 from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
 from autopar.ir.layout import local_meta
-from autopar.ir.program import Program
+from autopar.ir.program import COLLECTIVES, Program
 from autopar.ir.rewrite import last_reads
 from autopar.ops import contract
 from autopar.ops.emit import on_meta
@@ -32,15 +32,7 @@ OWN_MEMORY = frozenset(
         "aten.mm.default",
         "aten.mul.Tensor",
         "aten.sum.dim_IntList",
-        "collective.all_gather",
-        "collective.all_reduce",
-        "collective.all_to_all",
-        "collective.broadcast",
-        "collective.exchange",
-        "collective.reduce",
-        "collective.reduce_scatter",
-        "collective.rotate",
-        "collective.shift",
+        *(f"collective.{kind}" for kind in COLLECTIVES),
     }
 )
 """Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""

@@ -16,7 +16,7 @@ from autopar.ir.graph import JointGraph
 from autopar.passes.dependency.affine import identity
 from autopar.passes.dependency.preservation import surviving
 
-from .block import BlockDim, Blocks, Branch, BranchKind, FreeGroup, ParallelBlock, SharedGroup
+from .block import BlockDim, Blocks, BranchKind, FreeGroup, ParallelBlock, SharedGroup
 from .facts import Facts
 
 
@@ -254,24 +254,7 @@ class _Partition:
             contractions=tuple(i for i in sorted(claim.nodes) if facts.is_contraction(i)),
             nodes=tuple(self.members[k]),
             dims=self._dims(claim),
-            branches=tuple(self._branch(k, i, name) for i in sorted(claim.nodes) for name in self._entering(i)),
         )
-
-    def _entering(self, i: int) -> Iterable[str]:
-        facts = self.facts
-        return dict.fromkeys(name for name in facts.operands[i] if name not in facts.activations)
-
-    def _branch(self, k: int, reader: int, value: str) -> Branch:
-        made, operands = self.facts.made, self.facts.operands
-        found: set[int] = set()
-        frontier = [value]
-        while frontier:
-            maker = made.get(frontier.pop())
-            if maker is not None and maker not in found and self.group[maker] == k:
-                found.add(maker)
-                frontier += operands[maker]
-        kind: BranchKind = "parameter" if value in self.facts.trained else "constant"
-        return Branch(value=value, kind=kind, reader=reader, nodes=tuple(sorted(found)))
 
     def _dims(self, claim: Claim) -> tuple[BlockDim, ...]:
         """The dims of the first contraction's result, as far as every value of the block knows them,
