@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from autopar.ir.layout import Shape
-
 from .affine import AffineMap
 from .expressions import Expression, maximum
 
@@ -48,17 +46,6 @@ def preserved(mapping: AffineMap, ranks: int) -> tuple[Preserved | None, ...]:
     For each input dim, the outermost digit of its index that an output index still knows and that
     divides among the ranks; None if there is none: splitting this dim of X would need communication
     on the way to Y. The subgraph preserves X's parallelism if none is None. Input dims that P does
-    not divide could not be split to begin with; see `splittable`.
+    not divide could not be split to begin with.
     """
     return tuple(next((p for p in digits if p.count % ranks == 0), None) for digits in surviving(mapping))
-
-
-def splittable(shape: Shape, ranks: int) -> tuple[int, ...]:
-    """The dims of a tensor that divide among `ranks`."""
-    return tuple(d for d, size in enumerate(shape) if size % ranks == 0)
-
-
-def preserves(mapping: AffineMap, ranks: int) -> bool:
-    """Whether the map satisfies Eq. 2 along every dim of its input that divides among the ranks."""
-    kept = preserved(mapping, ranks)
-    return all(kept[d] is not None for d in splittable(mapping.inputs, ranks))
