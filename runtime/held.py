@@ -3,7 +3,9 @@ of a step."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
-from autopar.compat import is_real, local_tensor, make_dtensor
+from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
 from autopar.ir.layout import Layout, Replicate, is_chunked, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
@@ -33,7 +35,6 @@ from .agree import (
 from .execute import compile
 from .failures import watched
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
-from .sharing import Shared
 
 
 def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> torch.Tensor:
@@ -284,3 +285,80 @@ class State:
             made = self._dtensor(local.contiguous(), output)
             return made if made.placements == form else made.redistribute(self.mesh, form)
         return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Of a forward half: results that share memory with an input (a parameter, a buffer, a constant, the caller's
+    batch) or with another result, and what is saved for backward and lies in a buffer that the program writes.
+
+    A program's values never change. What a module hands out and keeps lies in memory that people and optimizers write:
+    a value that shares memory with such a place is copied. Which they are is a property of the program, so one look at
+    where its values lie is enough.
+    """
+
+    made: tuple[int, ...]
+    saved: tuple[int, ...]
+    kept: tuple[int, ...]
+    """Inputs whose memory is kept for backward as it is."""
+
+    @staticmethod
+    def of(
+        given: Sequence[torch.Tensor],
+        written: Sequence[int],
+        made: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+    ) -> Shared:
+        """`written` are the indices of the inputs that are buffers and written by the program."""
+        storages = [storage_span(x)[0] for x in given]
+        taken, buffers = set(storages), {storages[k] for k in written}
+        behind = [storage_span(x)[0] for x in saved]
+        kept = {storage for storage in behind if storage not in buffers}
+        found = []
+        for index, value in enumerate(made):
+            if value is not None and value.numel():
+                storage = storage_span(value)[0]
+                if storage in taken:
+                    found.append(index)
+                taken.add(storage)
+        return Shared(
+            made=tuple(found),
+            saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
+            kept=tuple(i for i, storage in enumerate(storages) if storage in kept),
+        )
+
+    def apart(
+        self, made: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        results, kept = list(made), list(saved)
+        for index in self.made:
+            value = results[index]
+            assert value is not None
+            results[index] = value.clone(memory_format=torch.contiguous_format)
+        for index in self.saved:
+            kept[index] = kept[index].clone()
+        return tuple(results), tuple(kept)
+
+
+def overlapping(
+    made: list[torch.Tensor | None], kept: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, int, int]]]
+) -> tuple[int, ...]:
+    """Indices of the gradients that share memory with an earlier one or with what backward was given and still lives,
+    or are not contiguous, as the parameters are.
+    """
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for weak, (storage, begin, end) in kept:
+        if weak() is not None:
+            taken.setdefault(storage, []).append((begin, end))
+    found = []
+    for index, value in enumerate(made):
+        if value is not None:
+            storage, begin, end = storage_span(value)
+            spans = taken.setdefault(storage, [])
+            if (
+                any(begin < other_end and other_begin < end for other_begin, other_end in spans)
+                or not value.is_contiguous()
+            ):
+                found.append(index)
+            spans.append((begin, end))
+    return tuple(found)

@@ -27,7 +27,7 @@ from autopar.ir.program import Program
 from autopar.ops import rule_of
 from autopar.passes import CAPTURE, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
-from autopar.passes.segments.fingerprint import fingerprint
+from autopar.passes.segments.facts import fingerprint
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space

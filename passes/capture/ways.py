@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
-from .constants import Constants
+from .constants import Constants, Selections
 from .known import KnownValues
-from .selections import Selections
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data

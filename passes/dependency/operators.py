@@ -13,8 +13,7 @@ from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Ref, TensorMeta
 from autopar.ir.layout import Shape
 from autopar.ops.rule import Call, OpRule
 
-from .affine import AffineMap, permute, reshape
-from .expressions import Expression, add, digit, times, variable
+from .affine import AffineMap, Expression, add, digit, permute, reshape, times, variable
 
 
 def signatures(graph: JointGraph) -> tuple[int, ...]:

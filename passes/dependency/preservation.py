@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from .affine import AffineMap
-from .expressions import Expression, maximum
+from .affine import AffineMap, Expression, maximum
 
 
 @dataclass(frozen=True, slots=True)
