@@ -35,6 +35,8 @@ from .looks import (
     Look,
     Reads,
     Same,
+    Streams,
+    is_stream,
     put_back_attribute,
     put_back_cell,
     put_back_class,
@@ -42,7 +44,6 @@ from .looks import (
     put_back_sequence,
 )
 from .sources import defaults_of, is_library, is_library_module, names_of
-from .streams import Streams, is_stream
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ in every layout in which backward reads it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -51,15 +51,6 @@ class Assignment:
         return self.recompute[repeat] if self.recompute else (False,) * len(self.copies[repeat])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    """What a `problem.Tensor` is but for its name and its variables."""
-
-    produced: tuple[int, ...]
-    wanted: tuple[tuple[int, ...], ...]
-    costs: dict[tuple[int, int], tuple[float, float]]
-
-
 class Moved(NamedTuple):
     """What the price of having a tensor in several layouts depends on beside these. `kept`: forward makes it, and
     backward reads it."""
@@ -87,7 +78,8 @@ class ProblemBuilder:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.tables: dict[Any, _Table] = {}
+        self.tables: dict[Any, Tensor] = {}
+        """Tensors but for their names and variables."""
         self.joined = joined_sites(space.regions(), space.repeats)
 
     def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
@@ -203,22 +195,14 @@ class ProblemBuilder:
         key = (moved, produced, wanted)
         if key not in self.tables:
             self.tables[key] = self._table(moved, produced, wanted)
-        table = self.tables[key]
-        return Tensor(
-            name=root,
-            producer=maker,
-            produced=table.produced,
-            consumers=tuple(positions),
-            wanted=table.wanted,
-            costs=table.costs,
-        )
+        return replace(self.tables[key], name=root, producer=maker, consumers=tuple(positions))
 
     def _table(
         self,
         moved: Moved,
         produced: tuple[tuple[Layout, Policy], ...],
         wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
-    ) -> _Table:
+    ) -> Tensor:
         made: dict[tuple[Layout, Policy], int] = {}
         items: dict[tuple[Layout, bool], int] = {}
         codes = tuple(made.setdefault(p, len(made)) for p in produced)
@@ -237,7 +221,7 @@ class ProblemBuilder:
                 cost = self.cost(moved, layout, policy, chosen)
                 if cost is not None:
                     costs[code, union] = cost
-        return _Table(produced=codes, wanted=masks, costs=costs)
+        return Tensor(name="", producer=0, produced=codes, consumers=(), wanted=masks, costs=costs)
 
     def cost(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
