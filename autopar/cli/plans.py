@@ -35,13 +35,14 @@ from .common import (
     Settings,
     byte_count,
     constraints,
+    load,
     mesh_shape,
     notes,
     optimizer_of,
+    parsed,
     progress,
     reports_bad_input,
 )
-from .models import load, parsed
 
 
 def add(app: typer.Typer) -> None:

@@ -30,14 +30,15 @@ from .common import (
     Settings,
     byte_count,
     constraints,
+    load,
     mesh_shape,
     notes,
     optimizer_of,
     out,
+    parsed,
     progress,
     reports_bad_input,
 )
-from .models import load, parsed
 
 File = Annotated[Path | None, typer.Option("--profiles", help="The database; the user's own if not given.")]
 

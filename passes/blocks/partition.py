@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import JointGraph
-from autopar.passes.dependency.affine import identity
-from autopar.passes.dependency.preservation import surviving
+from autopar.passes.dependency.affine import identity, surviving
 
 from .block import BlockDim, Blocks, BranchKind, FreeGroup, ParallelBlock, SharedGroup
 from .facts import Facts

@@ -18,8 +18,7 @@ from autopar.passes.space.collapse import Steps, from_root
 from autopar.passes.space.operator_layouts import splits_of
 from autopar.passes.space.space import Space, operand_layouts
 
-from .copies import Placed
-from .demand import Demand
+from .demand import Demand, Placed
 from .emitter import Emitter
 from .redistribution import Redistribution
 
