@@ -31,9 +31,9 @@ from .agree import (
     process_groups,
     raise_together,
     together,
+    watched,
 )
 from .execute import compile
-from .failures import watched
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 
 

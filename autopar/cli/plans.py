@@ -17,8 +17,7 @@ from autopar.api import plan as planned
 from autopar.planning.plan import Plan
 from autopar.report.comparison import Comparison
 from autopar.report.figure import draw, draw_timeline
-from autopar.report.simulation import simulate
-from autopar.report.trace import merged
+from autopar.report.simulation import merged, simulate
 from autopar.testing import check
 
 from .common import (

@@ -20,21 +20,9 @@ from autopar.ir.rewrite import last_reads
 from autopar.ops import contract
 from autopar.ops.emit import on_meta
 
-OWN_MEMORY = frozenset(
-    {
-        "aten.add.Tensor",
-        "aten.bmm.default",
-        "aten.cat.default",
-        "aten.clone.default",
-        "aten.div.Tensor",
-        "aten.embedding.default",
-        "aten.embedding_dense_backward.default",
-        "aten.mm.default",
-        "aten.mul.Tensor",
-        "aten.sum.dim_IntList",
-        *(f"collective.{kind}" for kind in COLLECTIVES),
-    }
-)
+_MADE = "add.Tensor bmm.default cat.default clone.default div.Tensor embedding.default embedding_dense_backward.default"
+_MADE += " mm.default mul.Tensor sum.dim_IntList"
+OWN_MEMORY = frozenset((*(f"aten.{op}" for op in _MADE.split()), *(f"collective.{kind}" for kind in COLLECTIVES)))
 """Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
 
 

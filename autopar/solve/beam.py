@@ -85,11 +85,7 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, meter: Meter
         if best is None:
             raise Infeasible(f"no choice fits in {bytes_limit:.0f} bytes: the smallest needs {smallest:.0f} bytes")
         choice, score = best
-    return Solution(
-        choice=choice,
-        score=score,
-        lower_bound=min(bound, score.objective),
-    )
+    return Solution(choice=choice, score=score, lower_bound=min(bound, score.objective))
 
 
 class _Order:

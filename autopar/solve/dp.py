@@ -63,11 +63,7 @@ def solve_dp(
     if bytes_limit is not None and found.score.bytes > bytes_limit:
         found, bound, exact = _limited(problem, library, found, bytes_limit)
     objective = found.score.objective
-    return Solution(
-        choice=found.choice,
-        score=found.score,
-        lower_bound=objective if exact else min(bound, objective),
-    )
+    return Solution(choice=found.choice, score=found.score, lower_bound=objective if exact else min(bound, objective))
 
 
 def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice, float]:

@@ -67,11 +67,7 @@ def solve_exhaustive(problem: Problem, *, bytes_limit: float | None = None) -> S
     choice = best.choices[0]
     score = evaluate(problem, choice)
     assert math.isclose(score.objective, best.objective, rel_tol=1e-9, abs_tol=1e-18), (score, best)
-    return Solution(
-        choice=choice,
-        score=score,
-        lower_bound=score.objective,
-    )
+    return Solution(choice=choice, score=score, lower_bound=score.objective)
 
 
 def _check_size(problem: Problem) -> None:

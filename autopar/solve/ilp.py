@@ -116,11 +116,7 @@ def solve_ilp(
         lower = bound if lagrangian_bound is None else lagrangian_bound
     score = evaluate(problem, choice)
     assert math.isclose(score.objective, objective, rel_tol=1e-9, abs_tol=1e-18), (score.objective, objective)
-    return Solution(
-        choice=choice,
-        score=score,
-        lower_bound=min(lower, score.objective),
-    )
+    return Solution(choice=choice, score=score, lower_bound=min(lower, score.objective))
 
 
 def _bodies(problem: Problem, bytes_limit: float | None, effort: Effort) -> tuple[list[BodyFronts], float | None]:
