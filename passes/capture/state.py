@@ -36,14 +36,17 @@ from .looks import (
     Reads,
     Same,
     Streams,
+    defaults_of,
+    is_library,
+    is_library_module,
     is_stream,
+    names_of,
     put_back_attribute,
     put_back_cell,
     put_back_class,
     put_back_mapping,
     put_back_sequence,
 )
-from .sources import defaults_of, is_library, is_library_module, names_of
 
 logger = logging.getLogger(__name__)
 
