@@ -23,10 +23,10 @@ from autopar.planning.presets import PRESETS
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
 from autopar.runtime.agree import all_equal, on_first_rank, raise_together
-from autopar.runtime.modes import Modes
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
+from autopar.runtime.versions import Modes
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
     "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`). `cost` is "serial", the cheapest plan
     as if nothing overlapped, or "analytical": that one, the cheapest with most of what travels in buckets hidden, or
     that of a preset, whichever has the shortest step on its timeline (`autopar.cost.timeline`), or "volume", the plan
-    with the fewest bytes on links as Alpa counts them (`autopar.planning.volume`), or "hybrid", as "analytical" with
+    with the fewest bytes on links as Alpa counts them (`autopar.planning.costs`), or "hybrid", as "analytical" with
     operators measured on this device, and kept in the database `profiles` (a file; the user's own if not given; see
     docs/profiling.md). `cluster` is a name or a `Cluster`; `memory_limit_bytes` bounds the predicted peak of what a
     rank holds during a training step, of which the states of the `optimizer` are a part: "adamw", "adamw_fp32" (float32

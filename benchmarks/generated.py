@@ -32,7 +32,7 @@ from generator import FAMILIES, Spec, build, specs
 from generator_programs import FAILURES, Outcome, named, outcomes
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from autopar.cli.options import mesh_shape
+from autopar.cli.common import mesh_shape
 from autopar.testing import Trial
 
 BATCH = 20

@@ -194,7 +194,9 @@ def _levels(
             return score.objective + price * score.bytes
 
         at_prices = [optimum(problem, price) for price in prices]
+        began = time.perf_counter()
         solution = at_prices[0] if limit is None else solve_ilp(problem, bytes_limit=limit, limited_gap=GAP)
+        took = solution.seconds_to_solve or time.perf_counter() - began
         best = found(solution)
         priced_optima = [found(s, price) for s, price in zip(at_prices, prices, strict=True)]
         first = rows[0] if rows else None
@@ -206,10 +208,10 @@ def _levels(
                 "variables": variables(problem),
                 "options": problem.option_count,
                 "largest_table": largest_table(problem),
-                "solver": solution.solver,
+                "solver": solution.solver or "ilp",
                 "gap": max(solution.gap, *(s.gap for s in at_prices)),
                 "group_seconds": group_seconds,
-                "solve_seconds": solution.seconds_to_solve,
+                "solve_seconds": took,
                 "optimum_seconds": best,
                 "loss_percent": _lost(best, best if first is None else first["optimum_seconds"]),
                 "priced_optima": priced_optima,

@@ -158,7 +158,7 @@ def rows(name: str, mesh: dict[str, int]) -> list[dict[str, Any]]:
 def main() -> None:
     import transformers
 
-    from autopar.cli.options import mesh_shape
+    from autopar.cli.common import mesh_shape
     from autopar.planning.plan import bytes_text, seconds_text, table
 
     transformers.logging.set_verbosity_error()

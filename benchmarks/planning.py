@@ -29,7 +29,7 @@ def measure(layers: int, mesh: Mapping[str, int], solver: str, results: Any) -> 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from autopar.passes.blocks.partition import blocks
-    from autopar.passes.dependency.signatures import signatures
+    from autopar.passes.dependency.operators import signatures
     from autopar.planning.planner import Planner
 
     torch.set_num_threads(2)

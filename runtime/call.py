@@ -15,9 +15,8 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
-from .held import State
+from .held import Shared, State, overlapping
 from .placements import local_slice
-from .sharing import Shared, overlapping
 from .verify import Check
 
 

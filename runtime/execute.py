@@ -3,7 +3,7 @@
 The source is straight-line code: one call an instruction, each value deleted right after its last
 use, so that what is alive is what the program says is alive and nothing is looked up at run time.
 While a profiler is active, the same source runs with each call marked by its instruction's label, as in
-simulated traces (`autopar.report.trace`).
+simulated traces (`autopar.report.simulation`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from autopar.ops import bounds, experts
 from autopar.ops.contract import needed_by
 from autopar.ops.strides import Given, contiguous
 
+from .agree import located
 from .collectives import COLLECTIVES, all_reduce_in_place, wait
-from .failures import located
 
 EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,

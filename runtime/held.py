@@ -1,18 +1,22 @@
-"""What a parallel module holds beside its parameters: the program, its compiled form, and where values live."""
+"""What a parallel module holds beside its parameters: the program, its compiled form, where values live, and the seed
+of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
-from autopar.compat import is_real, local_tensor, make_dtensor
+from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
 from autopar.ir.layout import Layout, Replicate, is_chunked, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
@@ -27,12 +31,27 @@ from .agree import (
     process_groups,
     raise_together,
     together,
+    watched,
 )
 from .execute import compile
-from .fit import is_replicated, mismatch
-from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
-from .seeds import step_seed
-from .sharing import Shared
+from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
+
+
+def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> torch.Tensor:
+    """int64 [1] on `device`, which no host waits for: that of the mesh's first rank. `axes` are the names of the mesh
+    axes, `groups` those of this rank.
+
+    Every rank draws, so that generators that were seeded alike stay alike (people draw batches from
+    them), and so that `torch.manual_seed`, `torch.get_rng_state` and `torch.set_rng_state` mean what
+    they mean on one device. Ranks that were seeded differently are told the first one's.
+    """
+    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+    seed = torch.full((1,), int(drawn), dtype=torch.int64, device=device)
+    for axis, group in zip(axes, groups, strict=True):
+        if group is not None:
+            with watched("the broadcast of a step's seed,", axis, group):
+                dist.broadcast(seed, group=group, group_src=0)
+    return seed
 
 
 class State:
@@ -266,3 +285,80 @@ class State:
             made = self._dtensor(local.contiguous(), output)
             return made if made.placements == form else made.redistribute(self.mesh, form)
         return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Of a forward half: results that share memory with an input (a parameter, a buffer, a constant, the caller's
+    batch) or with another result, and what is saved for backward and lies in a buffer that the program writes.
+
+    A program's values never change. What a module hands out and keeps lies in memory that people and optimizers write:
+    a value that shares memory with such a place is copied. Which they are is a property of the program, so one look at
+    where its values lie is enough.
+    """
+
+    made: tuple[int, ...]
+    saved: tuple[int, ...]
+    kept: tuple[int, ...]
+    """Inputs whose memory is kept for backward as it is."""
+
+    @staticmethod
+    def of(
+        given: Sequence[torch.Tensor],
+        written: Sequence[int],
+        made: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+    ) -> Shared:
+        """`written` are the indices of the inputs that are buffers and written by the program."""
+        storages = [storage_span(x)[0] for x in given]
+        taken, buffers = set(storages), {storages[k] for k in written}
+        behind = [storage_span(x)[0] for x in saved]
+        kept = {storage for storage in behind if storage not in buffers}
+        found = []
+        for index, value in enumerate(made):
+            if value is not None and value.numel():
+                storage = storage_span(value)[0]
+                if storage in taken:
+                    found.append(index)
+                taken.add(storage)
+        return Shared(
+            made=tuple(found),
+            saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
+            kept=tuple(i for i, storage in enumerate(storages) if storage in kept),
+        )
+
+    def apart(
+        self, made: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        results, kept = list(made), list(saved)
+        for index in self.made:
+            value = results[index]
+            assert value is not None
+            results[index] = value.clone(memory_format=torch.contiguous_format)
+        for index in self.saved:
+            kept[index] = kept[index].clone()
+        return tuple(results), tuple(kept)
+
+
+def overlapping(
+    made: list[torch.Tensor | None], kept: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, int, int]]]
+) -> tuple[int, ...]:
+    """Indices of the gradients that share memory with an earlier one or with what backward was given and still lives,
+    or are not contiguous, as the parameters are.
+    """
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for weak, (storage, begin, end) in kept:
+        if weak() is not None:
+            taken.setdefault(storage, []).append((begin, end))
+    found = []
+    for index, value in enumerate(made):
+        if value is not None:
+            storage, begin, end = storage_span(value)
+            spans = taken.setdefault(storage, [])
+            if (
+                any(begin < other_end and other_begin < end for other_begin, other_end in spans)
+                or not value.is_contiguous()
+            ):
+                found.append(index)
+            spans.append((begin, end))
+    return tuple(found)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
@@ -21,14 +24,11 @@ from autopar.passes.capture.captured import Captured
 from .agree import all_equal, digest, raise_together
 from .call import ProgramStep, prepared_call
 from .execute import Executable
-from .fit import mismatch
 from .guard import OWNERS, Original
 from .held import State
-from .mode import Again
-from .submodules import mirrored
-from .values import InitFunction, values_from, values_made, values_of
+from .placements import mismatch
 from .verify import Verifier
-from .versions import Versions
+from .versions import Again, Versions
 
 
 class ParallelModule(nn.Module):
@@ -250,3 +250,95 @@ class ParallelModule(nn.Module):
 def _state(module: nn.Module) -> State:
     state: State = vars(module)["_state"]
     return state
+
+
+InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+def values_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def values_from(source: Mapping[str, torch.Tensor], state: State) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor's value in a state_dict, under any of its names."""
+    missing = []
+    for name, aliases in state.aliases.items():
+        present = state.value(name)
+        found = next((alias for alias in aliases if alias in source), None)
+        if found is None:
+            if present.device.type == "meta":
+                missing.append(name)
+            continue
+        value = source[found]
+        if value.shape != present.shape:
+            raise ValueError(f"{found} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
+        yield name, value.to(present.dtype)
+    if missing:
+        raise ValueError(
+            f"the state_dict lacks {', '.join(missing)}, which are on meta (buffers that the model's own state_dict "
+            f"does not hold may be added to it)"
+        )
+
+
+def values_made(function: InitFunction, state: State) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor on meta, filled by `function`."""
+    for name in state.aliases:
+        present = state.value(name)
+        if present.device.type != "meta":
+            continue
+        whole = torch.empty(present.shape, dtype=present.dtype)
+        with torch.no_grad():
+            returned = function(name, whole)
+        whole = whole if returned is None else returned
+        if whole.shape != present.shape:
+            raise ValueError(f"init_fn made {list(whole.shape)} for {name}, which is {list(present.shape)}")
+        yield name, whole.to(present.dtype)
+
+
+def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A submodule called by itself: `parallel.lm_head(h)`. Its parameters are DTensors, and a plain tensor beside one
+    is an error deep in torch. So it gathers them, and runs whole on every rank, on what every rank must give it alike:
+    right, differentiable, and no faster than on one device."""
+    split = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    if not split:  # called by a submodule that has gathered them, or there are none
+        return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
+    meta = [name for name, p in split.items() if p.device.type == "meta"]
+    if meta:
+        raise ValueError(f"parameter {meta[0]} is on meta: call materialize(init_fn or state_dict) first")
+    args, kwargs = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (args, kwargs))
+    whole = {name: p.full_tensor() for name, p in split.items()}
+    return torch.func.functional_call(module, whole, args, kwargs)
+
+
+def empty_submodule(kind: type[nn.Module]) -> nn.Module:
+    """A module of a class that passes for this one, with calls that gather its parameters, and without attributes."""
+    made: nn.Module = object.__new__(_callable_alone(kind))  # type: ignore[arg-type]
+    return made
+
+
+@cache
+def _callable_alone(kind: type[Any]) -> type[Any]:
+    class Submodule(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return _call(Submodule, self, args, kwargs)
+
+    Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
+    Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__
+    return Submodule
+
+
+def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, with tensors of its own to come."""
+    if id(module) not in mirrors:
+        made = empty_submodule(type(module))
+        vars(made).update(vars(module))
+        vars(made).update(
+            _parameters=dict(module._parameters),
+            _buffers=dict(module._buffers),
+            _modules={},
+            _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
+        )
+        mirrors[id(module)] = made
+        made._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
+    return mirrors[id(module)]

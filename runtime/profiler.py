@@ -31,9 +31,8 @@ from autopar.ir.layout import Shape, local_shape
 from autopar.ir.program import Program, ProgramInput
 from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
-from .agree import axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups
+from .agree import Groups, axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups, watched
 from .execute import Executable, SourceWriter
-from .failures import Groups, watched
 from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
 from .placements import contiguous_stride, local_slice, placements_of, unpadded

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 import autopar
-from autopar.runtime.failures import explanation
+from autopar.runtime.agree import explanation
 from autopar.runtime.module import ParallelModule
 
 IDS = torch.arange(6).repeat(2)

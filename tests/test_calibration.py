@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 
 from autopar import lab
 from autopar.cli import app
-from autopar.cluster.calibration import fit
+from autopar.cluster.calibration import check, compute_check, fit
 from autopar.cluster.collectives import collective_seconds, price, prices
 from autopar.cluster.library import CLUSTERS, parse_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import GLOO, KINDS, Measured
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.cluster.measurements import Compute, Measurements, Sample, Together, axes, level_axes
-from autopar.cluster.validation import check, compute_check
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ops import Call, rule_of
 from autopar.ops.registry import RULES

@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 
 import autopar
 from autopar.cli import app
-from autopar.cli.models import load, parsed
-from autopar.cli.options import byte_count, constraints, mesh_shape
+from autopar.cli.common import byte_count, constraints, load, mesh_shape, parsed
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 

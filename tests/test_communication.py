@@ -23,11 +23,11 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.planning.account import account
+from autopar.planning.costs import volumes
 from autopar.planning.options import unique_sites
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.search import Search
-from autopar.planning.volume import volumes
 
 TOKENS, WIDTH, CLASSES = 24, 8, 48
 FLOAT = 4

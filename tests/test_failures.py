@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
+from autopar.runtime.agree import CollectiveError
 from autopar.runtime.execute import compile
-from autopar.runtime.failures import CollectiveError
 
 DIES = 3
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from autopar import lab
 from autopar.cluster.library import named_cluster
-from autopar.lab.network import network
+from autopar.lab.launch import network
 
 pytestmark = pytest.mark.timeout(120)
 needs_lab = pytest.mark.skipif(bool(lab.missing()), reason=f"a lab needs {', '.join(lab.missing())}")

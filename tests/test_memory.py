@@ -17,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from autopar.api import parallelize
 from autopar.cost.memory import Peak, peak
 from autopar.cost.optimizers import OPTIMIZERS, named_optimizer
+from autopar.ir.graph import TensorMeta
 from autopar.passes.lower.compact import compact
 from autopar.passes.space.choices import SiteChoice
 from autopar.planning.options import Axes
@@ -120,7 +121,7 @@ def test_an_all_reduce_in_place_takes_no_more() -> None:
     ],
 )
 def test_optimizers(name: str | float, dtype: torch.dtype, size: float) -> None:
-    assert named_optimizer(name).bytes(1000, dtype) == 1000 * size
+    assert named_optimizer(name).bytes(TensorMeta((10, 100), dtype)) == 1000 * size
 
 
 @pytest.mark.parametrize("given", ["adam", -1, True, float("nan")])

@@ -16,7 +16,7 @@ import autopar
 from autopar import testing
 from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.trace import capture
-from autopar.passes.capture.windows import windows
+from autopar.passes.capture.ways import windows
 from tests.models import assert_close
 from tests.ranks import outcomes, run
 

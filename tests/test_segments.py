@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, map_references
 from autopar.passes.capture.trace import capture
-from autopar.passes.segments.fingerprint import fingerprint
+from autopar.passes.segments.facts import fingerprint
 from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated, Segments
 from autopar.planning.planner import Planner

@@ -18,7 +18,7 @@ import autopar
 from autopar.cli import app
 from autopar.cost.timeline import COMPUTE
 from autopar.report.figure import draw_timeline
-from autopar.report.trace import merged
+from autopar.report.simulation import merged
 
 MESH = {"dp": 2}
 WIDTH = 16

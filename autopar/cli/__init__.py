@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import checks, machines, plans, profiles
+from . import machines, plans, profiles
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -13,7 +13,6 @@ app = typer.Typer(
     help="Parallelize PyTorch models over a device mesh.",
 )
 plans.add(app)
-checks.add(app)
 machines.add(app)
 profiles.add(app)
 

@@ -16,13 +16,12 @@ import typer
 from rich.table import Table
 
 from autopar import lab
-from autopar.cluster.calibration import fit
+from autopar.cluster.calibration import Row, check, compute_check, fit
 from autopar.cluster.library import CLUSTERS, named_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import KINDS, interpolated
 from autopar.cluster.machine import Cluster
 from autopar.cluster.measurements import Measurements
-from autopar.cluster.validation import Row, check, compute_check
 from autopar.planning.plan import bytes_text, seconds_text
 from autopar.runtime.measure import measured_here
 from autopar.runtime.measure.operators import matmul_flops_per_second
@@ -31,6 +30,10 @@ from .common import notes, out, progress, reports_bad_input, whole_numbers
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
+LEVEL_FACTS = (
+    *("name", "size", "topology", "bytes_per_second", "group_bytes_per_second"),
+    *("latency_seconds", "launch_seconds"),
+)
 
 
 def add(app: typer.Typer) -> None:
@@ -88,7 +91,6 @@ def _shape(nodes: int, ranks: int, inter: str, intra: str, levels: str | None) -
 
 
 def _emulated(cluster: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
-
     found = named_cluster(cluster)
     if sizes is not None:
         parts = whole_numbers(sizes, "--sizes")
@@ -169,7 +171,6 @@ def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -
             return Measurements.from_json(json.loads(read.read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{read} is not what calibrate --save wrote: {type(error).__name__} {error}") from error
-
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     sizes = None if levels is None else whole_numbers(levels, "--levels")
@@ -291,18 +292,7 @@ def _facts(cluster: Cluster) -> dict[str, object]:
             "operator_ratios": dict(device.ratios),
             "seconds_per_op": device.seconds_per_op,
         },
-        "levels": [
-            {
-                "name": level.name,
-                "size": level.size,
-                "topology": level.topology,
-                "bytes_per_second": level.bytes_per_second,
-                "group_bytes_per_second": level.group_bytes_per_second,
-                "latency_seconds": level.latency_seconds,
-                "launch_seconds": level.launch_seconds,
-            }
-            for level in cluster.levels
-        ],
+        "levels": [{fact: getattr(level, fact) for fact in LEVEL_FACTS} for level in cluster.levels],
         "groups": [
             {"ranks": groups.ranks, "stride": groups.stride, "seconds": dict(groups.seconds)}
             for groups in cluster.groups

@@ -1,4 +1,4 @@
-"""Commands about plans: plan, compare, simulate, show."""
+"""Commands about plans: plan, compare, simulate, show, check."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from autopar.api import compare
@@ -16,12 +17,10 @@ from autopar.api import plan as planned
 from autopar.planning.plan import Plan
 from autopar.report.comparison import Comparison
 from autopar.report.figure import draw, draw_timeline
-from autopar.report.simulation import simulate
-from autopar.report.trace import merged
+from autopar.report.simulation import merged, simulate
+from autopar.testing import check
 
-from .common import notes, progress, reports_bad_input
-from .models import load, parsed
-from .options import (
+from .common import (
     KNOWN,
     AsJson,
     Batch,
@@ -35,8 +34,13 @@ from .options import (
     Settings,
     byte_count,
     constraints,
+    load,
     mesh_shape,
+    notes,
     optimizer_of,
+    parsed,
+    progress,
+    reports_bad_input,
 )
 
 
@@ -45,6 +49,7 @@ def add(app: typer.Typer) -> None:
     app.command("compare", rich_help_panel="Plans")(compare_command)
     app.command("simulate", rich_help_panel="Plans")(simulate_command)
     app.command("show", rich_help_panel="Plans")(show_command)
+    app.command("check", rich_help_panel="Plans")(check_command)
 
 
 @reports_bad_input
@@ -168,7 +173,7 @@ def simulate_command(
 
     Example: autopar simulate hf:LlamaConfig --mesh dp=8,tp=8 --cluster dgx-h100 --dtype bfloat16 --trace step.json
     """
-    given = None if plan is None else _loaded(plan)
+    given = None if plan is None else Plan.load(plan)
     if given is None and mesh is None:
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
     if real is not None and trace is None:
@@ -195,21 +200,52 @@ def simulate_command(
     typer.echo(json.dumps(found.to_json()) if as_json else found)
 
 
-def _loaded(path: Path) -> Plan:
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give the path of a plan that plan --out wrote") from error
-
-
 @reports_bad_input
 def show_command(path: Annotated[Path, typer.Argument(help="What plan --out wrote.")], as_json: AsJson = False) -> None:
     """Print a saved plan."""
-    _print(_loaded(path), as_json)
+    _print(Plan.load(path), as_json)
 
 
 def _print(plan: Plan, as_json: bool) -> None:
     typer.echo(json.dumps(plan.to_json()) if as_json else plan)
+
+
+@reports_bad_input
+def check_command(
+    model: Model,
+    mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=2.")],
+    batch: Batch = 4,
+    sequence: Length = 16,
+    settings: Settings = None,
+    dtype: Annotated[str, typer.Option(help="In which everything is computed.")] = "float64",
+    solver: Annotated[str, typer.Option(help=KNOWN)] = "dp",
+    plans: Annotated[int, typer.Option(min=0, help="Random plans beside it.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Of SGD.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the random plans and dropout.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a model's plan on simulated ranks, without devices, and compare it with PyTorch. Exit status 1: they differ.
+
+    Example: autopar check hf:LlamaConfig --set num_hidden_layers=2 --set hidden_size=64 --mesh dp=2,tp=2 --plans 10
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu")
+    found = check(
+        loaded.model,
+        mesh_shape(mesh),
+        loaded.args,
+        loaded.kwargs,
+        loss_fn=loaded.loss_fn,
+        solver=solver,
+        plans=plans,
+        seed=seed,
+        dtype=getattr(torch, dtype),
+        steps=steps,
+    )
+    typer.echo(json.dumps(found.to_json()) if as_json else found)
+    if not found.equal:
+        raise typer.Exit(1)
 
 
 @contextmanager

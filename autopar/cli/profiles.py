@@ -18,9 +18,7 @@ from autopar.profile.database import ProgramRow, default_path
 from autopar.runtime.profiled import profiled
 from autopar.runtime.profiler import ranks_here
 
-from .common import notes, out, progress, reports_bad_input
-from .models import load, parsed
-from .options import (
+from .common import (
     KNOWN,
     Batch,
     Dtype,
@@ -32,8 +30,14 @@ from .options import (
     Settings,
     byte_count,
     constraints,
+    load,
     mesh_shape,
+    notes,
     optimizer_of,
+    out,
+    parsed,
+    progress,
+    reports_bad_input,
 )
 
 File = Annotated[Path | None, typer.Option("--profiles", help="The database; the user's own if not given.")]

@@ -4,7 +4,7 @@ Each level is fitted by itself, from the collectives of the axis that spans that
 for each kind a latency a step and a rate, and for the level how much of the latencies passes while bytes travel, by the
 same formula that later prices it; and what operators lose while a collective is under way. Axes that span several
 levels, or a part of one, are not fitted: what is predicted for them says how far the formulas are to be believed
-(`validation`). What was measured of each axis is kept beside them, and prices those that a mesh has.
+(`check`). What was measured of each axis is kept beside them, and prices those that a mesh has.
 """
 
 from __future__ import annotations
@@ -233,3 +233,69 @@ def _parts(curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], .
 def _digits(value: float) -> float:
     """Three digits: more would say more than was measured."""
     return float(f"{value:.3g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One collective as predicted and as measured. `axis` names the levels that it spans, or its ranks; `fitted` says
+    whether it is one whole level."""
+
+    kind: str
+    axis: str
+    fitted: bool
+    bytes: int
+    predicted_seconds: float
+    measured_seconds: float
+    quartiles: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+def check(measured: Measurements, cluster: Cluster) -> list[Row]:
+    """What a cluster predicts of what was measured, all groups of an axis at once.
+
+    Raises ValueError where the cluster has other levels.
+    """
+    if tuple(level.size for level in cluster.levels) != measured.levels:
+        theirs, ours = (" x ".join(map(str, sizes)) for sizes in ([v.size for v in cluster.levels], measured.levels))
+        raise ValueError(f"cluster {cluster.name} is {theirs}, and {ours} was measured: give the same --levels")
+    rows = []
+    whole = level_axes(measured.levels)
+    for sample in measured.samples:
+        if not sample.alone:
+            ranks, stride = sample.axis
+            link = cluster.links((math.prod(measured.levels) // (ranks * stride), ranks, stride))[1]
+            rows.append(
+                Row(
+                    kind=sample.kind,
+                    axis=_axis_name(cluster, ranks, stride),
+                    fitted=sample.axis in whole,
+                    bytes=sample.bytes,
+                    predicted_seconds=price(sample.kind, sample.bytes, link).seconds(),
+                    measured_seconds=sample.seconds,
+                    quartiles=sample.quartiles,
+                )
+            )
+    return rows
+
+
+def _axis_name(cluster: Cluster, ranks: int, stride: int) -> str:
+    sizes = [level.size for level in cluster.levels]
+    for first, last in combinations(range(len(sizes) + 1), 2):
+        if (ranks, stride) == (math.prod(sizes[first:last]), math.prod(sizes[last:])):
+            return "+".join(level.name for level in cluster.levels[first:last])
+    return f"{ranks} ranks" + (f", {stride} apart" if stride > 1 else "")
+
+
+def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, str, float, float]]:
+    """(dtype, shape, predicted, measured seconds) of each product."""
+    device = cluster.device
+    found = []
+    for dtype, m, k, n, seconds in measured.compute.matmuls:
+        kind = getattr(torch, dtype)
+        moved = device.moving_seconds((m * k + k * n + m * n) * kind.itemsize)
+        predicted = device.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
+        found.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
+    return found

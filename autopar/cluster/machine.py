@@ -169,10 +169,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first.
-    `algorithms` are those of `algorithms` that the communication library has; the cheapest is taken. `groups` are what
-    was measured of axes, which goes before what the levels say. `factors` are those of the links of each axis of
-    meshes (by their sizes) on which the collectives of programs were measured, and go before both."""
+    """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first. `algorithms` are those of
+    `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are what was measured of
+    axes, which goes before what the levels say. `factors` are those of the links of each axis of meshes (by their
+    sizes) on which the collectives of programs were measured, and go before both."""
 
     name: str
     device: Device
@@ -251,45 +251,31 @@ def _stage(number: int, level: Level, width: int, members: int, sending: int, st
     sharing, apart = min(below, stride), max(1, stride // below)
     group = level.group_bytes_per_second / sharing
     of_one = level.group_bytes_per_second * min(1.0, level.devices_per_link / below)
-    if level.topology == "ring":
+    ring, wrapped = level.topology == "ring", False
+    if ring:
         assert not isinstance(level.bytes_per_second, tuple)
         wrapped = width * apart >= level.size
-        neighbours = level.bytes_per_second / sharing / apart
-        whole = group / apart if wrapped else neighbours
-        alone = min(neighbours, of_one)
-        rate = min(whole, sending * of_one)
-        return Stage(
-            name=level.name,
-            width=width,
-            members=members,
-            bytes_per_second=rate,
-            pair_bytes_per_second=neighbours,
-            rank_bytes_per_second=alone,
-            latency_seconds=level.latency_seconds,
-            measured=level.measured,
-            overlap=level.overlap,
-            compute_share=level.compute_share,
-            ring=True,
-            wrapped=wrapped,
-            level=number,
-            part=min(1.0, rate * sharing * apart / level.group_bytes_per_second),
-        )
-    everyone, pair = _reach(level, width, apart)
-    group = min(group, sending * of_one)
-    rate = min(group, everyone / sharing)
+        pair = level.bytes_per_second / sharing / apart
+        rate = min(group / apart if wrapped else pair, sending * of_one)
+    else:
+        everyone, one = _reach(level, width, apart)
+        group = min(group, sending * of_one)
+        pair, rate = min(group, one / sharing), min(group, everyone / sharing)
     return Stage(
         name=level.name,
         width=width,
         members=members,
         bytes_per_second=rate,
-        pair_bytes_per_second=min(group, pair / sharing),
-        rank_bytes_per_second=min(group, of_one, pair / sharing),
+        pair_bytes_per_second=pair,
+        rank_bytes_per_second=min(pair, of_one),
         latency_seconds=level.latency_seconds,
         measured=level.measured,
         overlap=level.overlap,
         compute_share=level.compute_share,
+        ring=ring,
+        wrapped=wrapped,
         level=number,
-        part=min(1.0, rate * sharing / level.group_bytes_per_second),
+        part=min(1.0, rate * sharing * (apart if ring else 1) / level.group_bytes_per_second),
     )
 
 

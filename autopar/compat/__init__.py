@@ -20,10 +20,10 @@ from .joint import Joint as Joint
 from .joint import Placeholder as Placeholder
 from .joint import Result as Result
 from .joint import joint as joint
-from .nodes import is_accumulation as is_accumulation
-from .nodes import is_backward as is_backward
-from .nodes import module_path as module_path
-from .patches import patched as patched
+from .joint import is_accumulation as is_accumulation
+from .joint import is_backward as is_backward
+from .joint import module_path as module_path
+from .exporting import patched as patched
 from .recording import PLACE as PLACE
 from .recording import Recorded as Recorded
 from .recording import RecordedInput as RecordedInput
@@ -31,7 +31,6 @@ from .recording import is_recorded_function as is_recorded_function
 from .recording import place_of as place_of
 from .recording import recorded as recorded
 from .recording import set_place as set_place
-from .tensors import VALUES_MOST as VALUES_MOST
 from .tensors import by_tensor as by_tensor
 from .tensors import fake_mode as fake_mode
 from .tensors import is_fake as is_fake

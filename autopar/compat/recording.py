@@ -13,8 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from .exporting import as_captured, plain_lstm
-from .patches import patched
+from .exporting import as_captured, patched, plain_lstm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,35 +14,15 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
-from autopar.ir.layout import local_shape
-from autopar.ir.program import Program
+from autopar.ir.layout import local_meta
+from autopar.ir.program import COLLECTIVES, Program
 from autopar.ir.rewrite import last_reads
 from autopar.ops import contract
 from autopar.ops.emit import on_meta
 
-OWN_MEMORY = frozenset(
-    {
-        "aten.add.Tensor",
-        "aten.bmm.default",
-        "aten.cat.default",
-        "aten.clone.default",
-        "aten.div.Tensor",
-        "aten.embedding.default",
-        "aten.embedding_dense_backward.default",
-        "aten.mm.default",
-        "aten.mul.Tensor",
-        "aten.sum.dim_IntList",
-        "collective.all_gather",
-        "collective.all_reduce",
-        "collective.all_to_all",
-        "collective.broadcast",
-        "collective.exchange",
-        "collective.reduce",
-        "collective.reduce_scatter",
-        "collective.rotate",
-        "collective.shift",
-    }
-)
+_MADE = "add.Tensor bmm.default cat.default clone.default div.Tensor embedding.default embedding_dense_backward.default"
+_MADE += " mm.default mul.Tensor sum.dim_IntList"
+OWN_MEMORY = frozenset((*(f"aten.{op}" for op in _MADE.split()), *(f"collective.{kind}" for kind in COLLECTIVES)))
 """Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
 
 
@@ -182,7 +162,7 @@ class Memory:
         other programs showed."""
         memory = Memory(known=known or PlacementCache())
         for i in program.inputs:
-            memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
+            memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
         for instruction in instructions:
             memory.run(program, Line(instruction, False, ()), by_parts=False)
         return memory

@@ -8,13 +8,14 @@ freed after it (`zero_grad()`), and outputs are held until then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.ir import randomness, variates
 from autopar.ir.graph import Node, TensorMeta
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, source_line
-from autopar.ops.workspace import workspace_bytes
+from autopar.ops.experts import DOT, MM, MM_WEIGHT, SUM
 
 from .liveness import Line, Memory, PlacementCache, lifetimes
 from .optimizers import Optimizer
@@ -97,7 +98,7 @@ class _TrainingStep:
         made = list(dict.fromkeys(o.name for o in program.outputs if o.role != "gradient" and o.name is not None))
         gradients = [o.name for o in program.outputs if o.role == "gradient" and o.name is not None]
         for i in program.inputs:
-            memory.give(i.name, TensorMeta(local_shape(i.meta.shape, i.layout, program.mesh), i.meta.dtype))
+            memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
         unread, forward = lifetimes(given, program.forward, (*made, *program.saved))
         unread_late, backward = lifetimes([*program.saved, *tangents], program.backward, gradients)
         for line in (*forward, *backward):
@@ -132,12 +133,11 @@ class _TrainingStep:
         return Peak(**self.found, at=self._place())
 
     def _optimizer_bytes(self) -> int:
-        metas = [
-            (i.meta.dtype, self.memory.bytes[self.memory.storages[i.name][0]] // i.meta.dtype.itemsize)
+        return sum(
+            self.optimizer.bytes(local_meta(i.meta, i.layout, self.program.mesh))
             for i in self.program.inputs
             if i.role == "parameter" and i.target in self.program.trained
-        ]
-        return sum(self.optimizer.bytes(numel, dtype) for dtype, numel in metas)
+        )
 
     def _copied(self, gradients: Sequence[str]) -> list[bool]:
         """Which gradients the module copies at the end: those that are not contiguous, or that share memory with what
@@ -211,3 +211,35 @@ class _TrainingStep:
             return phase
         module = f" of module {instruction.module!r}" if instruction.module else ""
         return f"{phase}, `{source_line(instruction, self.program.axes)}`{module}"
+
+
+Metas = tuple[TensorMeta, ...]
+
+
+def _bits(outputs: Metas, device_type: str) -> int:
+    return randomness.workspace_bytes(outputs[0].numel, device_type)
+
+
+WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
+    MM: lambda inputs, outputs, _: inputs[0].bytes + outputs[0].bytes,  # rows by expert, and their products
+    MM_WEIGHT: lambda inputs, outputs, _: inputs[0].bytes + inputs[1].bytes,  # rows by expert
+    SUM: lambda inputs, outputs, _: inputs[0].bytes,  # rows times their weights
+    DOT: lambda inputs, outputs, _: inputs[0].bytes,
+    # the mask is made before there is a result
+    "autopar.dropout.default": lambda _, outputs, device: max(0, _bits(outputs, device) - outputs[0].bytes),
+    "autopar.uniform.default": lambda _, outputs, device: _bits(outputs, device),
+    "autopar.integers.default": lambda _, outputs, device: _bits(outputs, device) + outputs[0].numel * 8,
+    "autopar.normal.default": lambda _, outputs, device: _bits(outputs, device) + outputs[0].numel * 8,
+    "autopar.poisson.default": lambda _, outputs, device: variates.workspace_bytes(outputs[0].numel),
+    "autopar.standard_gamma.default": lambda _, outputs, device: variates.workspace_bytes(outputs[0].numel),
+}
+"""Op -> bytes, from the local metas of its tensor operands and results, and the type of the device."""
+
+
+def workspace_bytes(instruction: Node, metas: Mapping[str, TensorMeta], device_type: str) -> int:
+    """Bytes that an instruction has alive at once beside what it reads and makes; 0 where nothing is known of it."""
+    found = WORKSPACE.get(instruction.op)
+    if found is None:
+        return 0
+    inputs = tuple(metas[name] for name in instruction.inputs)
+    return found(inputs, tuple(metas[name] for name in instruction.outputs if name), device_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from autopar.ir.graph import TensorMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +21,15 @@ class Optimizer:
     bytes_per_element: float = 0.0
     copies: int = 0
 
-    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def bytes(self, parameter: TensorMeta) -> int:
         """Kept of a parameter (or of the part of it that a rank has)."""
-        wide = 4 if self.master_weights and dtype.itemsize < 4 else 0
-        size = self.states * (self.state_bytes or dtype.itemsize) + wide + self.bytes_per_element
-        return round(numel * size)
+        each = parameter.dtype.itemsize
+        wide = 4 if self.master_weights and each < 4 else 0
+        return round(parameter.numel * (self.states * (self.state_bytes or each) + wide + self.bytes_per_element))
 
-    def moved_bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def moved_bytes(self, parameter: TensorMeta) -> int:
         """Read and written by a step: the parameter and the states twice, the gradient once."""
-        return 3 * numel * dtype.itemsize + 2 * self.bytes(numel, dtype)
+        return 3 * parameter.bytes + 2 * self.bytes(parameter)
 
 
 OPTIMIZERS = {

@@ -10,7 +10,7 @@ of what they run on (`simulator`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cluster.collectives import loads, price
@@ -153,15 +153,7 @@ class _Streams:
         key = (kind, axis, self._sent(instruction))
         if key not in self._priced:
             self._priced[key] = self._priced_task(*key)
-        priced = self._priced[key]
-        return Task(
-            stream=priced.stream,
-            after=self.barrier,
-            fixed_seconds=priced.fixed_seconds,
-            moving_seconds=priced.moving_seconds,
-            least_seconds=priced.least_seconds,
-            uses=priced.uses,
-        )
+        return replace(self._priced[key], after=self.barrier)
 
     def _priced_task(self, kind: str, axis: int, size: int) -> Task:
         link, stream = self.links[axis], self.program.axes[axis]

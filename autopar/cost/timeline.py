@@ -17,24 +17,29 @@ COMPUTE = "compute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One instruction on one stream; a collective stands on the rank's own, too, while the rank is busy with its start,
-    where that was measured. `alone_seconds` is what it takes if nothing else uses the same links or memory.
-    `backward` says in which half of the step."""
+class Interval:
+    """A time on one stream. `backward` says in which half of the step."""
 
-    name: str
-    op: str
     stream: str
     start_seconds: float
     end_seconds: float
-    alone_seconds: float
-    bytes: int
-    module: str
     backward: bool
 
     @property
     def seconds(self) -> float:
         return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Interval):
+    """One instruction on one stream; a collective stands on the rank's own, too, while the rank is busy with its start,
+    where that was measured. `alone_seconds` is what it takes if nothing else uses the same links or memory."""
+
+    name: str
+    op: str
+    alone_seconds: float
+    bytes: int
+    module: str
 
     @property
     def label(self) -> str:
@@ -42,18 +47,10 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stall:
+class Stall(Interval):
     """The rank stands still for a collective, or for those before it on the stream of its axis."""
 
     label: str
-    stream: str
-    start_seconds: float
-    end_seconds: float
-    backward: bool
-
-    @property
-    def seconds(self) -> float:
-        return self.end_seconds - self.start_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

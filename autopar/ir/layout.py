@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 import torch
 
+from .graph import TensorMeta
+
 Shape = tuple[int, ...]
 
 
@@ -149,6 +151,11 @@ def local_shape(shape: Shape, layout: Layout, mesh: Shape) -> Shape:
         if isinstance(placement, Split | Routed):
             local[placement.dim] //= ranks
     return tuple(local)
+
+
+def local_meta(meta: TensorMeta, layout: Layout, mesh: Shape) -> TensorMeta:
+    """What one rank holds of a tensor, padding included."""
+    return TensorMeta(local_shape(meta.shape, layout, mesh), meta.dtype)
 
 
 def digits_of(layout: Layout, dim: int, ranks: Callable[[int], int]) -> list[tuple[int, int]]:

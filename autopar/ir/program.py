@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autopar.ir.graph import takes
-
-from .graph import InputRole, Node, OutputRole, Ref, TensorMeta
+from .graph import CONTIGUOUS, PERMUTE, RESHAPE, InputRole, Node, OutputRole, Ref, TensorMeta, takes
 from .layout import Layout, describe
 
 COLLECTIVES = (
@@ -40,6 +38,18 @@ wait(x)                             the finished value of any of them
 
 `axis` is the index of a mesh axis. The input of all but `wait` is contiguous.
 """
+
+LAYOUT = frozenset({CONTIGUOUS, PERMUTE, RESHAPE, "aten.select.int"})
+"""Local ops of one tensor that codegen puts around collectives."""
+
+SCATTERED = ("reduce_scatter", "all_to_all")
+"""Kinds that send an equal part of dim 0 to each rank."""
+
+REDUCED = ("all_reduce", "reduce_scatter", "all_gather")
+"""Kinds that a reduction over several axes is made of."""
+
+GATHERED = ("all_gather", "all_to_all")
+"""Kinds whose result has a part from each rank along dim 0."""
 
 
 @dataclass(frozen=True, slots=True)

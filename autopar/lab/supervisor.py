@@ -8,7 +8,7 @@ holds them open. So the kernel removes every rank, its children and the whole ne
 the inner one ends, however it ends; and it ends when the outer one does, when the standard input (which the
 caller holds open) is closed, or when all ranks have ended.
 
-SPEC is one line of JSON: {"network": what `network.Network` holds, "commands": [[...], ...], "environments": [{...},
+SPEC is one line of JSON: {"network": what `launch.Network` holds, "commands": [[...], ...], "environments": [{...},
 ...], "prefix": bool, "grace_seconds": ...}, with a command and an environment for each rank.
 """
 

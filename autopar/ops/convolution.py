@@ -7,13 +7,14 @@ rows that an uneven shard lacks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
-from .halo import Window, halo_added, with_halo
+from .halo import Halos, Window, each, halo_added, halos_of, with_halo
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Name, Named, assemble, roles
@@ -22,12 +23,7 @@ from .template import Linear, Name, Named, assemble, roles
 def windows(call: Call) -> tuple[Window, ...]:
     """One a spatial dim."""
     kernel = dict(zip(roles(call), call.inputs, strict=True))["weight"].shape[2:]
-
-    def each(name: str) -> tuple[int, ...]:
-        values = tuple(call.argument(name))
-        return values * len(kernel) if len(values) == 1 else values
-
-    steps = zip(each("stride"), each("padding"), each("dilation"), kernel, strict=True)
+    steps = zip(*(each(call, name, len(kernel)) for name in ("stride", "padding", "dilation")), kernel, strict=True)
     return tuple(Window(stride, padding, dilation * (size - 1)) for stride, padding, dilation, size in steps)
 
 
@@ -98,21 +94,11 @@ def group_count(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
 # Halos
 
 
-def _halos(local: LocalCall) -> dict[int, tuple[Window, tuple[int, ...]]]:
-    """Spatial dims that are split and have a halo -> window and mesh axes."""
-    found = {}
-    for i, window in enumerate(windows(local.call)):
-        if (window.before or window.after) and f"s{i}" in local.splits:
-            found[i] = window, local.splits[f"s{i}"]
-    return found
-
-
-def _unpadded(local: LocalCall, halos: Mapping[int, tuple[Window, tuple[int, ...]]]) -> dict[str, object]:
+def _unpadded(local: LocalCall, halos: Halos) -> dict[str, object]:
     """The op's arguments by name: dims with a halo are padded by it, and end where it ends."""
     rank = len(local.call.inputs[0].shape) - 2
     names = ("stride", "padding", "dilation", "output_padding")
-    values = {name: list(local.call.argument(name)) for name in names}
-    values = {name: value * rank if len(value) == 1 else value for name, value in values.items()}
+    values = {name: list(each(local.call, name, rank)) for name in names}
     for i, (window, _) in halos.items():
         values["padding"][i] = 0
         values["output_padding"][i] = max(0, -window.excess) if local.call.argument("transposed") else 0
@@ -123,13 +109,11 @@ def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
     """Spatial dims split, or input channels with a bias, of which each rank adds its share."""
     source, weight, bias = local.args[:3]
     groups = local.args[8]
-    halos = _halos(local)
+    halos = halos_of(local, windows(local.call))
     sizes = _unpadded(local, halos)
     transposed = local.call.argument("transposed")
     if bias is not None and "c" in local.splits:
-        shards = 1
-        for axis in local.splits["c"]:
-            shards *= emitter.ranks(axis)
+        shards = math.prod(map(emitter.ranks, local.splits["c"]))
         bias = emitter.op("aten.mul.Scalar", bias, 1.0 / shards)
     late = bias if transposed and halos else None  # or it would be added once more where halos overlap
     if not transposed:
@@ -153,7 +137,7 @@ def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Resul
     gradient of the input back; transposed, those of the gradient of the output, for both."""
     gradient, source, weight, bias_sizes = local.args[:4]
     groups, mask = local.args[9:11]
-    halos = _halos(local)
+    halos = halos_of(local, windows(local.call))
     sizes = _unpadded(local, halos)
     transposed = local.call.argument("transposed")
     original, bias = gradient, None

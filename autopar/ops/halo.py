@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import Ref
 
-from .rule import Emitter
+from .expansions import LocalCall
+from .rule import Call, Emitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,23 @@ class Window:
     def coarse_rows(self) -> int:
         """Coarse rows that a shard must have for the neighbours to hold its halo."""
         return max(1, -(-max(self.before, self.after) // self.stride))
+
+
+Halos = Mapping[int, tuple[Window, tuple[int, ...]]]
+"""Spatial dim -> its windows, and the mesh axes that split it."""
+
+
+def each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
+    """An argument, one number a spatial dim."""
+    values = call.argument(name)
+    values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
+    return values * spatial if len(values) == 1 else values
+
+
+def halos_of(local: LocalCall, windows: Iterable[Window]) -> Halos:
+    """Of the spatial dims that are split and have any."""
+    found = {i: window for i, window in enumerate(windows) if f"s{i}" in local.splits}
+    return {i: (w, local.splits[f"s{i}"]) for i, w in found.items() if w.before or w.after}
 
 
 def neighbour(emitter: Emitter, value: Ref, axes: tuple[int, ...], step: int) -> Ref:

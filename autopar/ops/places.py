@@ -1,4 +1,10 @@
-"""Places along a split dim: how the dims of an indexed tensor are named, and which places a rank holds."""
+"""Places along a split dim: how the dims of an indexed tensor are named, which places a rank holds, and ops that read
+and write elements by their place.
+
+What reads: each rank looks up the places that it holds and has zeros for the others; the result is Partial(sum), and
+the source is not gathered. What writes: each rank drops what is for other ranks' places. What adds at places may also
+split what is added: every rank adds its part, and one of them the tensor that it is added to.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +16,10 @@ from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import digits_of
 
 from .bounds import checked
-from .expansions import LocalCall, local_indices
-from .families import DIMS
+from .expansions import Expansion, LocalCall, Results, local_indices
+from .families import DIMS, FIRST, Rule
 from .rule import Call, Emitter, OpRule
-from .template import assemble
+from .template import Linear, Named, assemble
 
 PLACE = "place"
 """The factor of the dim in which places are addressed."""
@@ -118,3 +124,184 @@ def split_places(
 def along_dim(emitter: Emitter, vector: Ref, rank: int, dim: int) -> Ref:
     """A vector along one dim of a tensor of this rank."""
     return emitter.op("aten.reshape.default", vector, tuple(-1 if d == dim else 1 for d in range(rank)))
+
+
+def looked_up(emitter: Emitter, local: LocalCall, source: Ref, dim: int, places: Ref) -> Ref:
+    """The elements at places (a vector of global indices) along a split dim: zeros for other ranks' places."""
+    shape = emitter.meta(source).shape
+    row, mine = held(emitter, local, places, dim)
+    other = emitter.op("aten.logical_not.default", mine)
+    found = emitter.op("aten.index_select.default", source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0))
+    return emitter.op("aten.masked_fill.Scalar", found, along_dim(emitter, other, len(shape), dim), 0)
+
+
+def index_selected(call: Call) -> OpRule:
+    """index_select."""
+    names = DIMS[: len(call.inputs[0].shape)]
+    dim = dim_of(call, len(names))
+    return assemble(
+        call, [with_dim(names, dim, place_of(call.inputs[0])), ["i"] if call.inputs[1].shape else []],
+        [with_dim(names, dim, "i")], linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
+    )  # fmt: skip
+
+
+def index_select(emitter: Emitter, local: LocalCall) -> Results:
+    """index_select along a split dim."""
+    source, dim, places = local.args
+    dim %= len(emitter.meta(source).shape)
+    places = checked(emitter, places, local.call.inputs[0].shape[dim])
+    return (looked_up(emitter, local, source, dim, emitter.op("aten.reshape.default", places, (-1,))),)
+
+
+def gathered(call: Call) -> OpRule:
+    """gather. The other dims move together where they have one size in all operands."""
+    names, dim = common_dims(call)
+    return assemble(
+        call, [with_dim(names, dim, place_of(call.inputs[0])), with_dim(names, dim, "i")], [with_dim(names, dim, "i")],
+        linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
+    ) if names else all_whole(call)  # fmt: skip
+
+
+def gather(emitter: Emitter, local: LocalCall) -> Results:
+    """gather along a split dim."""
+    source, dim, places, *rest = local.args
+    dim %= len(emitter.meta(source).shape)
+    row, mine = held(emitter, local, checked(emitter, places, local.call.inputs[0].shape[dim]), dim)
+    other = emitter.op("aten.logical_not.default", mine)
+    found = local.result(emitter, source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0), *rest)
+    return (emitter.op("aten.masked_fill.Scalar", found, other, 0),)
+
+
+def indexed(call: Call) -> OpRule | None:
+    """index with tensors of integers."""
+    found = indices_of(call)
+    if found is None:
+        return None
+    places, adjacent, index_rank = found
+    rank = len(call.inputs[0].shape)
+    index = [f"i{k}" for k in range(index_rank)]
+    names = place_names(rank, places, call.inputs[0].dtype is not torch.bool)
+    expands = tuple(f"{PLACE}{d}" for d in places)
+    return assemble(
+        call, [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])],
+        [result_dims(rank, places, adjacent, index)], linear=FIRST, expands=expands, uneven=expands,
+    )  # fmt: skip
+
+
+def index(emitter: Emitter, local: LocalCall) -> Results:
+    """index in split dims: what one of the indices says is elsewhere is zero here."""
+    source = local.args[0]
+    known = indices_of(local.call)
+    assert known is not None
+    places, adjacent, _ = known
+    indices, masks, _ = split_places(emitter, local, source, lambda size: 0)
+    found = local.result(emitter, source, tuple(indices))
+    rank = len(emitter.meta(source).shape)
+    behind = rank - 1 - places[-1] if adjacent else rank - len(places)
+    for mask in masks:
+        shape = (*emitter.meta(mask).shape, *(1,) * behind)
+        found = emitter.op("aten.masked_fill.Scalar", found, emitter.op("aten.reshape.default", mask, shape), 0)
+    return (found,)
+
+
+def scattered(adds: Callable[[Call], bool], linear: Linear = ()) -> Rule:
+    """scatter and the like; what `adds` may split what is added."""
+
+    def rule(call: Call) -> OpRule:
+        names, dim = common_dims(call)
+        if not names:
+            return all_whole(call)
+        target, other = with_dim(names, dim, PLACE), with_dim(names, dim, "i" if adds(call) else None)
+        return assemble(
+            call, [target, *([other] * (len(call.inputs) - 1))], [target], linear=linear,
+            expands=(PLACE, "i"), uneven=(PLACE, "i"),
+        )  # fmt: skip
+
+    return rule
+
+
+def index_written(adds: bool, linear: Linear = ()) -> Rule:
+    """index_add, index_copy, index_fill: a vector of places, and a slice for each (or one number for all)."""
+
+    def rule(call: Call) -> OpRule:
+        names = DIMS[: len(call.inputs[0].shape)]
+        if not names:
+            return all_whole(call)
+        dim = dim_of(call, len(names))
+        index = "i" if adds else None
+        values = with_dim(names, dim, index)
+        inputs: list[Named] = [with_dim(names, dim, PLACE), [index] if call.inputs[1].shape else []]
+        inputs += [values if meta.shape else () for meta in call.inputs[2:]]
+        return assemble(
+            call, inputs, [with_dim(names, dim, PLACE)], linear=linear, expands=(PLACE, "i"), uneven=(PLACE, "i")
+        )  # fmt: skip
+
+    return rule
+
+
+def write(*, from_end: bool = False) -> Expansion:
+    """scatter, index_add and the like along a split dim, or of a split source: (self, dim, index, ...). Places may
+    count `from_end`."""
+
+    def expand(emitter: Emitter, local: LocalCall) -> Results:
+        target, dim, places, *rest = local.args
+        target = _once(emitter, local, target, "i")
+        dims = [dim % len(emitter.meta(target).shape)] if PLACE in local.splits else []
+        for d in dims:
+            size, whole = emitter.meta(target).shape[d], local.call.inputs[0].shape[d]
+            places = counted_from_start(emitter, places, whole) if from_end else checked(emitter, places, whole)
+            row, mine = held(emitter, local, places, d)
+            places = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), size)
+        written = local.result(emitter, _longer(emitter, target, dims), dim, places, *rest, **dict(local.kwargs))
+        return (_cut(emitter, written, target, dims),)
+
+    return expand
+
+
+def index_put(call: Call) -> OpRule | None:
+    """index_put, whose values have the dims that index would give (some may be missing or 1). Only what
+    accumulates may split the indices: else the last of two values for one place wins."""
+    found = indices_of(call)
+    if found is None:
+        return None
+    places, adjacent, index_rank = found
+    rank, values = len(call.inputs[0].shape), call.inputs[-1]
+    index = [f"i{k}" if call.argument("accumulate") else None for k in range(index_rank)]
+    value = result_dims(rank, places, adjacent, index)
+    names = place_names(rank, places)
+    expands = tuple(f"{PLACE}{d}" for d in places)
+    inputs: list[Named] = [names, *(index[index_rank - len(m.shape) :] for m in call.inputs[1:-1])]
+    return assemble(
+        call, [*inputs, value[len(value) - len(values.shape) :]], [names], linear=((0, len(call.inputs) - 1),),
+        expands=(*expands, *(i for i in index if i)), uneven=(*expands, *(i for i in index if i)),
+    )  # fmt: skip
+
+
+def put_at_indices(emitter: Emitter, local: LocalCall) -> Results:
+    """index_put in split dims, or of split values."""
+    source = _once(emitter, local, local.args[0], "i")
+    indices, _, dims = split_places(emitter, local, source, lambda size: size)
+    longer = _longer(emitter, source, dims)
+    return (_cut(emitter, local.result(emitter, longer, tuple(indices), *local.args[2:]), source, dims),)
+
+
+def _once(emitter: Emitter, local: LocalCall, value: Ref, prefix: str) -> Ref:
+    """What is added to is kept by the first rank of those that split what is added, and zero on others."""
+    for name, axes in local.splits.items():
+        for axis in axes if name.startswith(prefix) else ():
+            number = emitter.op("aten.full.default", (), emitter.coordinate(axis), dtype=torch.int64)
+            value = emitter.op("aten.masked_fill.Scalar", value, emitter.op("aten.ne.Scalar", number, 0), 0)
+    return value
+
+
+def _longer(emitter: Emitter, value: Ref, dims: Sequence[int]) -> Ref:
+    """The value with one more element at the end of each of some dims, for what goes elsewhere."""
+    rank = len(emitter.meta(value).shape)
+    pad = [int(rank - 1 - i // 2 in dims and i % 2 == 1) for i in range(2 * rank)]
+    return emitter.op("aten.constant_pad_nd.default", value, tuple(pad), 0) if dims else value
+
+
+def _cut(emitter: Emitter, value: Ref, like: Ref, dims: Sequence[int]) -> Ref:
+    for dim in dims:
+        value = emitter.op("aten.slice.Tensor", value, dim, 0, emitter.meta(like).shape[dim])
+    return value

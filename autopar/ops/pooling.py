@@ -4,7 +4,7 @@ where windows overlap."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Ref, TensorMeta
@@ -12,13 +12,10 @@ from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results, global_indices
 from .families import FIRST, Rule
-from .halo import Window, halo_added, with_halo
+from .halo import Halos, Window, each, halo_added, halos_of, with_halo
 from .local import Arguments, Local, replaced
 from .rule import Call, Emitter, OpRule, neutral
 from .template import Linear, Name, Named, assemble, roles
-
-_Halos = Mapping[int, tuple[Window, tuple[int, ...]]]
-"""Spatial dim -> its windows, and the mesh axes that split it."""
 
 
 def leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
@@ -112,19 +109,12 @@ def _is_indexed(call: Call) -> bool:
     return call.has("indices") or len(call.outputs) == 2
 
 
-def _each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
-    """An argument, one number a spatial dim."""
-    values = call.argument(name)
-    values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
-    return values * spatial if len(values) == 1 else values
-
-
 def _windows(call: Call, spatial: int) -> tuple[Window, ...]:
     """One a spatial dim."""
-    kernel = _each(call, "kernel_size", spatial)
-    stride = _each(call, "stride", spatial) or kernel
-    dilation = _each(call, "dilation", spatial) if call.has("dilation") else (1,) * spatial
-    steps = zip(kernel, stride, _each(call, "padding", spatial), dilation, strict=True)
+    kernel = each(call, "kernel_size", spatial)
+    stride = each(call, "stride", spatial) or kernel
+    dilation = each(call, "dilation", spatial) if call.has("dilation") else (1,) * spatial
+    steps = zip(kernel, stride, each(call, "padding", spatial), dilation, strict=True)
     return tuple(Window(step, padding, apart * (size - 1)) for size, step, padding, apart in steps)
 
 
@@ -141,20 +131,18 @@ def size_of_output(spatial: int) -> Local:
 # Local programs
 
 
-def _halos(local: LocalCall, spatial: int) -> _Halos:
-    windows = enumerate(_windows(local.call, spatial))
-    axes = local.splits
-    return {i: (window, axes[f"s{i}"]) for i, window in windows if (window.before or window.after) and f"s{i}" in axes}
+def _halos(local: LocalCall, spatial: int) -> Halos:
+    return halos_of(local, _windows(local.call, spatial))
 
 
-def _surrounded(emitter: Emitter, value: Ref, spatial: int, halos: _Halos, beyond: float) -> Ref:
+def _surrounded(emitter: Emitter, value: Ref, spatial: int, halos: Halos, beyond: float) -> Ref:
     first = len(emitter.meta(value).shape) - spatial
     for i, (window, axes) in halos.items():
         value = with_halo(emitter, value, first + i, window, axes, beyond)
     return value
 
 
-def _of_surrounded_shape(emitter: Emitter, value: Ref, spatial: int, halos: _Halos) -> Ref:
+def _of_surrounded_shape(emitter: Emitter, value: Ref, spatial: int, halos: Halos) -> Ref:
     """For a backward op that looks at no more than the shape."""
     shape = list(emitter.meta(value).shape)
     for i, (window, _) in halos.items():
@@ -162,7 +150,7 @@ def _of_surrounded_shape(emitter: Emitter, value: Ref, spatial: int, halos: _Hal
     return emitter.op("aten.new_empty.default", value, tuple(shape)) if halos else value
 
 
-def _returned(emitter: Emitter, gradient: Ref, spatial: int, halos: _Halos) -> Ref:
+def _returned(emitter: Emitter, gradient: Ref, spatial: int, halos: Halos) -> Ref:
     """The gradient of a shard from that of a shard with its halo."""
     first = len(emitter.meta(gradient).shape) - spatial
     for i, (window, axes) in halos.items():
@@ -170,8 +158,8 @@ def _returned(emitter: Emitter, gradient: Ref, spatial: int, halos: _Halos) -> R
     return gradient
 
 
-def _padding(call: Call, spatial: int, halos: _Halos) -> tuple[int, ...]:
-    return tuple(0 if i in halos else size for i, size in enumerate(_each(call, "padding", spatial)))
+def _padding(call: Call, spatial: int, halos: Halos) -> tuple[int, ...]:
+    return tuple(0 if i in halos else size for i, size in enumerate(each(call, "padding", spatial)))
 
 
 def max_pool(spatial: int) -> Expansion:
@@ -285,7 +273,7 @@ def average_pool(spatial: int) -> Expansion:
             fine, coarse = _fine_and_coarse(call)
             sizes = zip(_windows(call, spatial), fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
             full = [_is_full(call, *each) for each in sizes]
-            divisor = math.prod(k for k, known in zip(_each(call, "kernel_size", spatial), full, strict=True) if known)
+            divisor = math.prod(k for k, known in zip(each(call, "kernel_size", spatial), full, strict=True) if known)
             uncounted = [i for i, known in enumerate(full) if not known]
         rest = (
             call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),

@@ -14,8 +14,7 @@ from autopar.ir.graph import Ref
 
 from .expansions import LocalCall, Results, global_indices
 from .families import BOTH, DIMS, FIRST, Rule
-from .gather import looked_up
-from .places import PLACE, along_dim, dim_of, place_of, with_dim
+from .places import PLACE, along_dim, dim_of, looked_up, place_of, with_dim
 from .rule import Call, Emitter, OpRule
 from .template import Named, assemble
 from .views import window

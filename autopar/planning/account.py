@@ -5,17 +5,16 @@ The sum of the items is the solver's objective; the collectives listed are those
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cluster.collectives import collective_seconds
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout, local_meta
 from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program
 from autopar.passes.space.choices import REGATHER, Policy
 from autopar.passes.space.operator_layouts import splits_of
-from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder, is_bucketed
+from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder, moved_of
 from autopar.passes.space.recompute import reacquired, remade
 from autopar.passes.space.sites import Option, Region, Site
 from autopar.passes.space.space import Space, operand_layouts
@@ -145,13 +144,12 @@ class _Tally:
     def _site(self, site: Site, option: Option, count: int) -> None:
         if site.kind == "parameter":
             assert site.meta is not None
-            numel, dtype = math.prod(local_shape(site.meta.shape, option.makes[0], self.space.mesh)), site.meta.dtype
-            local = numel * dtype.itemsize
-            self.parameters += count * local
+            local = local_meta(site.meta, option.makes[0], self.space.mesh)
+            self.parameters += count * local.bytes
             self.optimizer += count * option.seconds
             if site.reads:
-                self.gradients += count * local
-                self.states += count * self.space.optimizer.bytes(numel, dtype)
+                self.gradients += count * local.bytes
+                self.states += count * self.space.optimizer.bytes(local)
             return
         emission = self._emission(site, option)
         if emission is None:
@@ -187,34 +185,23 @@ class _Tally:
         self, root: str, maker: tuple[Site, Layout, Policy], readers: list[tuple[Site, Layout, bool]], count: int
     ) -> None:
         site, produced, policy = maker
-        meta = self.space.metas[root]
-        is_parameter = site.kind == "parameter"
-        bucketed = is_bucketed(site, [reader for reader, _, _ in readers])
+        moved = moved_of(self.space.metas[root], site, [(reader, late) for reader, _, late in readers])
+        wanted = [(layout, late) for _, layout, late in readers]
+        phases = self.builder.acquired(moved, produced, policy, wanted)
+        if phases is None:
+            raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
+        early = {layout for layout, late in wanted if not late and not (moved.bucketed or site.backward)}
         redistributor = self.space.redistributor
-        phases: tuple[tuple[bool, ...], ...] = ((False,), (True,)) if policy == REGATHER else ((False, True),)
-        for phase in phases:
-            layouts = frozenset(layout for _, layout, late in readers if late in phase)
-            acquired = redistributor.acquire(meta.shape, meta.dtype, produced, layouts, bucketed)
-            if acquired is None:
-                raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
-            early = {layout for _, layout, late in readers if not late and not (bucketed or site.backward)}
-            for layout, step in ((item.layout, step) for item in acquired for step in item.route.steps):
-                whole = redistributor.step_seconds(step, bucketed)
-                moving = redistributor.link_seconds(step, bucketed)
-                self.copies += count * (whole - moving)
-                if step.kind in COLLECTIVES:
-                    self._collective(step.kind, step.axis, count, step.bytes, moving)
-                    self.waited += count * moving if layout in early else 0.0
-        wanted = [(layout, late and (is_parameter or policy == REGATHER)) for _, layout, late in readers]
-        kept = not site.backward and any(late for _, _, late in readers)
-        cost = self.builder.cost(
-            meta, produced, policy, wanted, kept=kept, is_parameter=is_parameter, bucketed=bucketed
-        )
-        assert cost is not None
-        self.activations += count * int(cost[1])
-        if site.kind == "border" and policy == REGATHER and kept:
-            crossing = math.prod(local_shape(meta.shape, produced, self.space.mesh)) * meta.dtype.itemsize
-            self.activations += count * crossing
+        for layout, step in ((item.layout, step) for phase in phases for item in phase for step in item.route.steps):
+            whole = redistributor.step_seconds(step, moved.bucketed)
+            moving = redistributor.link_seconds(step, moved.bucketed)
+            self.copies += count * (whole - moving)
+            if step.kind in COLLECTIVES:
+                self._collective(step.kind, step.axis, count, step.bytes, moving)
+                self.waited += count * moving if layout in early else 0.0
+        self.activations += count * self.builder.held_bytes(moved, produced, policy, wanted)
+        if site.kind == "border" and policy == REGATHER and moved.kept:
+            self.activations += count * local_meta(moved.meta, produced, self.space.mesh).bytes
 
     def account(self) -> Account:
         return Account(

@@ -24,11 +24,10 @@ from dataclasses import replace
 from itertools import product
 
 from autopar.cost.redistribute import Redistributor
-from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.build import strategies
 from autopar.passes.space.choices import KEEP, AxisChoice, Policy, SiteChoice
-from autopar.passes.space.problem import ProblemBuilder
+from autopar.passes.space.problem import Moved, ProblemBuilder
 from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
 from autopar.solve import TooWide, solve
@@ -172,21 +171,13 @@ class _BoundBuilder(ProblemBuilder):
         return self.unknown.get((site.key, choice)) or super().option(site, choice)
 
     def cost(
-        self,
-        meta: TensorMeta,
-        produced: Layout,
-        policy: Policy,
-        wanted: Sequence[tuple[Layout, bool]],
-        *,
-        kept: bool,
-        is_parameter: bool,
-        bucketed: bool,
+        self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
     ) -> tuple[float, float] | None:
-        dearest = 0.0
+        dearest, meta = 0.0, moved.meta
         for layout, _ in wanted:
             if ANY in (*produced, *layout):
                 continue
-            route = self.space.redistributor.route(meta.shape, meta.dtype, produced, layout, bucketed)
+            route = self.space.redistributor.route(meta.shape, meta.dtype, produced, layout, moved.bucketed)
             if route is None:
                 return None
             dearest = max(dearest, route.seconds)

@@ -2,15 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 
+from autopar.cluster.links import Link, Stage
+from autopar.cost.redistribute import Redistributor
 from autopar.extensions import Table
+from autopar.passes.space.choices import AxisChoice, SiteChoice
+from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 
 from .constraints import Pins
 from .plan import Plan
-from .volume import volumes, with_arithmetic_split
+
+BYTES_PER_SECOND = 1e9
+"""What a second of a space of volumes stands for."""
+
+ALGORITHMS = ("ring", "pairwise", "message")
+"""Those that move the bytes that Alpa counts; all others move as many, or more."""
+
+
+def volumes(space: Space) -> Space:
+    """The same space, where a second is `BYTES_PER_SECOND` bytes that a rank sends, and an operator counts as one.
+
+    Alpa (Zheng et al., OSDI 2022, section 4) adds up the bytes of its collectives: of a tensor that n ranks reduce to
+    all, 2 (n - 1) / n; that they gather, reduce and scatter, or exchange, (n - 1) / n. Operators that do arithmetic may
+    not be repeated on several ranks, so that all plans compute alike, and all other operators are free. So it is here:
+    those that do arithmetic are split on every axis that can split them, others count as a byte. Alpa's program also
+    has a latency and a rate for each axis, by default 1 and 1, and counts an all-to-all n / 2 times; here no axis has a
+    latency, a rate or a place in the cluster, and all bytes count once.
+    """
+    device = replace(
+        space.cluster.device,
+        flops_per_second=dict.fromkeys(space.cluster.device.flops_per_second, math.inf),
+        efficiency=((1.0, 1.0),),
+        memory_bytes_per_second=math.inf,
+        seconds_per_op=1 / BYTES_PER_SECOND,
+    )
+    redistributor = Redistributor(space.mesh, tuple(map(_link, space.mesh)), device)
+    return replace(space, cluster=replace(space.cluster, device=device), redistributor=redistributor)
+
+
+def _link(ranks: int) -> Link:
+    rate = BYTES_PER_SECOND
+    stage = Stage(
+        name="bytes",
+        width=ranks,
+        members=1,
+        bytes_per_second=rate,
+        pair_bytes_per_second=rate,
+        rank_bytes_per_second=rate,
+        latency_seconds=0.0,
+    )
+    return Link(ranks, (stage,), algorithms=ALGORITHMS)
+
+
+def with_arithmetic_split(space: Space, pins: Pins) -> Pins:
+    """The constraints, and that operators that do arithmetic are split on as many axes as can split them together,
+    the first ones first, as far as the constraints leave that open."""
+    found = dict(pins)
+    for region in space.regions():
+        for site in region.sites.values():
+            if site.rule is not None and site.rule.flops:
+                found[site.name] = {**pins.get(site.name, {}), **_split(space, site, pins.get(site.name, {}))}
+    return found
+
+
+def _split(space: Space, site: Site, pinned: Mapping[int, tuple[AxisChoice, ...]]) -> dict[int, tuple[AxisChoice, ...]]:
+    left = [pinned.get(axis, site.choices[ranks]) for axis, ranks in enumerate(space.mesh)]
+    found: dict[int, tuple[AxisChoice, ...]] = {}
+    for axis, ranks in enumerate(space.mesh):
+        split = tuple(choice for choice in left[axis] if choice.splits)
+        wider = [*left[:axis], split, *left[axis + 1 :]]
+        if ranks > 1 and any(space.option(site, SiteChoice(choice)) is not None for choice in product(*wider)):
+            found[axis], left = split, wider
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +113,7 @@ COSTS = Table(
         CostMode(name="serial", meaning="the cheapest plan as if nothing overlapped"),
         CostMode(
             name="volume",
-            meaning="the plan with the fewest bytes on links (`volume`)",
+            meaning="the plan with the fewest bytes on links (`volumes`)",
             space=volumes,
             pinned=with_arithmetic_split,
         ),

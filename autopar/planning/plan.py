@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -135,12 +135,7 @@ class Plan:
             account = dict(data["account"])
             account["collectives"] = tuple(Collective(**c) for c in account["collectives"])
             return Plan(
-                model=_text(data["model"], "model"),
-                graph=_text(data["graph"], "graph"),
                 mesh={axis: _count(size, f"size of mesh axis {axis}") for axis, size in data["mesh"].items()},
-                cluster=_text(data["cluster"], "cluster"),
-                solver=_text(data["solver"], "solver"),
-                cost=_text(data["cost"], "cost"),
                 decisions=_decisions(data["decisions"]),
                 segments=tuple(
                     Segment(
@@ -163,18 +158,12 @@ class Plan:
                     for name, p in data["parameters"].items()
                 },
                 inputs={name: tuple(p) for name, p in data["inputs"].items()},
-                optimizer=_text(data["optimizer"], "optimizer"),
                 account=Account(**account),
                 peak=Peak(**data["peak"]),
-                bucket_bytes=_count(data["bucket_bytes"], "bucket_bytes"),
-                seconds=_number(data["seconds"], "seconds"),
-                exposed_seconds=_number(data["exposed_seconds"], "exposed_seconds"),
-                objective_seconds=_number(data["objective_seconds"], "objective_seconds"),
-                lower_bound_seconds=_number(data["lower_bound_seconds"], "lower_bound_seconds"),
-                solve_seconds=_number(data["solve_seconds"], "solve_seconds"),
                 without_rule=dict(data["without_rule"]),
                 constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
                 memory_limit_bytes=_limit(data.get("memory_limit_bytes")),
+                **{f.name: PLAIN[f.type](data[f.name], f.name) for f in fields(Plan) if f.type in PLAIN},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
@@ -260,14 +249,18 @@ def _number(value: Any, what: str) -> float:
     return value
 
 
-def _limit(value: Any) -> float | None:
-    return None if value is None else _number(value, "memory_limit_bytes")
-
-
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{what} is {value!r}: text")
     return value
+
+
+PLAIN: Mapping[Any, Callable[[Any, str], Any]] = {"str": _text, "int": _count, "float": _number}
+"""Type of a plan's field -> what reads it: of others, `Plan.from_json` reads each as it is."""
+
+
+def _limit(value: Any) -> float | None:
+    return None if value is None else _number(value, "memory_limit_bytes")
 
 
 def _decisions(found: Any) -> dict[str, str]:

@@ -22,12 +22,12 @@ from autopar.cost.optimizers import Optimizer, named_optimizer
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout, local_meta
 from autopar.ir.program import Program
 from autopar.ops import rule_of
 from autopar.passes import CAPTURE, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
-from autopar.passes.segments.fingerprint import fingerprint
+from autopar.passes.segments.facts import fingerprint
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
@@ -199,7 +199,7 @@ class Planner:
     def moved_bytes(self, program: Program) -> int:
         """Read and written by a step of the optimizer."""
         return sum(
-            self.optimizer.moved_bytes(math.prod(local_shape(i.meta.shape, i.layout, program.mesh)), i.meta.dtype)
+            self.optimizer.moved_bytes(local_meta(i.meta, i.layout, program.mesh))
             for i in program.inputs
             if i.role == "parameter" and i.target in program.trained
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
@@ -30,27 +31,22 @@ BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket, of which the largest is taken that keeps the memory limit."""
 
 
+@dataclass(eq=False)
 class Steps:
     """Steps of the assignments of one space. `costs` are those of programs that were measured, if prices are."""
 
-    def __init__(
-        self,
-        space: Space,
-        cluster: Cluster,
-        writer: Writer,
-        operators: TimelineCache,
-        optimizer: Optimizer,
-        kind_of_device: str,
-        memory: liveness.PlacementCache,
-        flow: Flow,
-        effort: Effort,
-        costs: Costs | None = None,
-    ) -> None:
-        self.space, self.cluster, self.writer, self.operators = space, cluster, writer, operators
-        self.optimizer, self.kind_of_device, self.memory = optimizer, kind_of_device, memory
-        self.flow, self.effort, self.costs = flow, effort, costs
-        self.peaks: dict[Assignment, tuple[int, Peak]] = {}
-        """Of one search."""
+    space: Space
+    cluster: Cluster
+    writer: Writer
+    operators: TimelineCache
+    optimizer: Optimizer
+    kind_of_device: str
+    memory: liveness.PlacementCache
+    flow: Flow
+    effort: Effort
+    costs: Costs | None = None
+    peaks: dict[Assignment, tuple[int, Peak]] = field(default_factory=dict)
+    """Of one search."""
 
     def forget(self) -> None:
         """Peaks are those of one limit."""

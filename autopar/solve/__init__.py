@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.extensions import Table
@@ -71,10 +72,11 @@ def solve(
     """
     row = SOLVERS.named(solver)
     given: dict[str, Any] = {"bounded": bounded, "meter": meter}
+    began = time.perf_counter()
     found = row.run(problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
     if not isinstance(found, Solution):
         raise ValueError(f"solver {solver!r} returned a {type(found).__name__}: it is to return a Solution")
-    return found
+    return replace(found, solver=solver, seconds_to_solve=time.perf_counter() - began)
 
 
 __all__ = ["SOLVERS", "Solver", "TooWide", "register_solver", "solve"]

@@ -8,11 +8,9 @@ the least that it can still come to, whatever its other variables choose.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .check import check
 from .effort import Meter
 from .expand import Expanded, expand
 from .problem import (
@@ -24,6 +22,7 @@ from .problem import (
     Solution,
     Tensor,
     TooWide,
+    check,
     evaluate,
 )
 from .relax import lower_bound
@@ -41,16 +40,15 @@ def solve_greedy(problem: Problem, *, bytes_limit: float | None = None, meter: M
 
     Raises `Infeasible` where no choice is found, or none that fits in `bytes_limit`.
     """
-    return _solve(problem, bytes_limit, 1, "greedy", meter)
+    return _solve(problem, bytes_limit, 1, meter)
 
 
 def solve_beam(problem: Problem, *, bytes_limit: float | None = None, meter: Meter | None = None) -> Solution:
     """As `solve_greedy`, with the `WIDTH` cheapest partial choices kept at each variable."""
-    return _solve(problem, bytes_limit, WIDTH, "beam", meter)
+    return _solve(problem, bytes_limit, WIDTH, meter)
 
 
-def _solve(problem: Problem, bytes_limit: float | None, width: int, name: str, meter: Meter | None) -> Solution:
-    start = time.perf_counter()
+def _solve(problem: Problem, bytes_limit: float | None, width: int, meter: Meter | None) -> Solution:
     check(problem)
     expanded = expand(problem)
     order = _Order(expanded.problem)
@@ -87,13 +85,7 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, name: str, m
         if best is None:
             raise Infeasible(f"no choice fits in {bytes_limit:.0f} bytes: the smallest needs {smallest:.0f} bytes")
         choice, score = best
-    return Solution(
-        choice=choice,
-        score=score,
-        lower_bound=min(bound, score.objective),
-        solver=name,
-        seconds_to_solve=time.perf_counter() - start,
-    )
+    return Solution(choice=choice, score=score, lower_bound=min(bound, score.objective))
 
 
 class _Order:

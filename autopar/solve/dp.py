@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Floats
-from .check import check
 from .effort import Meter
 from .fronts import ProblemFronts, Window
 from .pricing import Library, Pricing
-from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, TooWide, evaluate
+from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, TooWide, check, evaluate
 from .relax import relaxed
+from .rows import Floats
 
 FRONT_POINTS = (32, 256)
 """Points that a front of (seconds, bytes) may have, in one round after the other."""
@@ -52,7 +50,6 @@ def solve_dp(
 
     Raises `Infeasible` where no choice is feasible, `TooWide` where tables are too large and there is a limit.
     """
-    start = time.perf_counter()
     check(problem)
     library = Library(meter)
     try:
@@ -66,13 +63,7 @@ def solve_dp(
     if bytes_limit is not None and found.score.bytes > bytes_limit:
         found, bound, exact = _limited(problem, library, found, bytes_limit)
     objective = found.score.objective
-    return Solution(
-        choice=found.choice,
-        score=found.score,
-        lower_bound=objective if exact else min(bound, objective),
-        solver="dp",
-        seconds_to_solve=time.perf_counter() - start,
-    )
+    return Solution(choice=found.choice, score=found.score, lower_bound=objective if exact else min(bound, objective))
 
 
 def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice, float]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .check import check
 from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
     Choice,
@@ -15,6 +13,7 @@ from .problem import (
     Problem,
     Repeat,
     Solution,
+    check,
     evaluate,
     state_of,
 )
@@ -51,7 +50,6 @@ def solve_exhaustive(problem: Problem, *, bytes_limit: float | None = None) -> S
 
     Raises `Infeasible` where no choice is feasible, ValueError above `MAX_COMBINATIONS` joint options.
     """
-    start = time.perf_counter()
     check(problem)
     _check_size(problem)
     best: Scored | None = None
@@ -69,13 +67,7 @@ def solve_exhaustive(problem: Problem, *, bytes_limit: float | None = None) -> S
     choice = best.choices[0]
     score = evaluate(problem, choice)
     assert math.isclose(score.objective, best.objective, rel_tol=1e-9, abs_tol=1e-18), (score, best)
-    return Solution(
-        choice=choice,
-        score=score,
-        lower_bound=score.objective,
-        solver="exhaustive",
-        seconds_to_solve=time.perf_counter() - start,
-    )
+    return Solution(choice=choice, score=score, lower_bound=score.objective)
 
 
 def _check_size(problem: Problem) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Floats, Ints
-from .pricing import Pricing, border_pairs, grid, ravel
+from .pricing import Pricing, border_pairs, ends_of, grid, head_of, ravel
 from .problem import Choice, Problem, Repeat
+from .rows import Floats, Ints
 
 ALL_STATES = 20_000
 """A problem with at most this many joint options is tried in full, not by prices."""
@@ -79,7 +79,6 @@ class ChainFronts:
     """Fronts [left state][right state] of several copies of a body in a row, by repeated squaring."""
 
     def __init__(self, base: Sequence[Sequence[Front]], window: Window) -> None:
-        self._base = base
         states = len(base)
         points = int(math.sqrt(CHAIN_ENTRIES / max(1, states**3)))
         self._window = Window(
@@ -92,7 +91,7 @@ class ChainFronts:
 
     def matrix(self, count: int) -> Sequence[Sequence[Front]]:
         if count not in self._powers:
-            head = _head(count)
+            head = head_of(count)
             self._powers[count] = self._product(self.matrix(head), self.matrix(count - head))
         return self._powers[count]
 
@@ -140,16 +139,11 @@ class ChainFronts:
             if length == 1:
                 result.append((start, end, at))
                 continue
-            head = _head(length)
+            head = head_of(length)
             middle, one, other = (int(x) for x in self.matrix(length)[start][end].origin[at])
             pending.append((length - head, middle, end, other))
             pending.append((head, start, middle, one))
         return result
-
-
-def _head(count: int) -> int:
-    """How a chain of `count` copies is split in two: the largest power of two below it."""
-    return 1 << ((count - 1).bit_length() - 1)
 
 
 class ProblemFronts:
@@ -275,10 +269,7 @@ class ProblemFronts:
         options = self._pricing.choice(self._bare, self._wide, self._states[:, wide].tolist(), price).options
         repeats = []
         for repeat, (body, chain), at in zip(self.problem.repeats, self._chains, points, strict=True):
-            sizes = [len(self.problem.variables[v].options) for v in repeat.left]
-            left, right = (
-                int(ravel([np.array([options[v]]) for v in border], sizes)[0]) for border in (repeat.left, repeat.right)
-            )
+            left, right = ends_of(self.problem, repeat, options)
             copies: dict[tuple[int, int, int], Choice] = {}
             chosen = []
             for copy in chain.copies(repeat.count, left, right, at):

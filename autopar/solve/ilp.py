@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -14,8 +13,6 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from .arrays import Floats
-from .check import check
 from .dp import lagrangian, pool_weights, priced, window
 from .effort import EFFORT, Effort, Meter
 from .expand import expand, expanded_options
@@ -30,9 +27,10 @@ from .problem import (
     Solution,
     Tensor,
     TooWide,
+    check,
     evaluate,
 )
-from .rows import Row, tensor_rows, undominated, united
+from .rows import Floats, Row, tensor_rows, undominated, united
 
 GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4
@@ -96,7 +94,6 @@ def solve_ilp(
     Raises `Infeasible` where no choice is feasible, `TooWide` where the effort is spent before one is found.
     """
     effort = (meter or Meter()).effort
-    start = time.perf_counter()
     check(problem)
     lower = -math.inf
     bodies: list[BodyFronts] | None = None
@@ -119,13 +116,7 @@ def solve_ilp(
         lower = bound if lagrangian_bound is None else lagrangian_bound
     score = evaluate(problem, choice)
     assert math.isclose(score.objective, objective, rel_tol=1e-9, abs_tol=1e-18), (score.objective, objective)
-    return Solution(
-        choice=choice,
-        score=score,
-        lower_bound=min(lower, score.objective),
-        solver="ilp",
-        seconds_to_solve=time.perf_counter() - start,
-    )
+    return Solution(choice=choice, score=score, lower_bound=min(lower, score.objective))
 
 
 def _bodies(problem: Problem, bytes_limit: float | None, effort: Effort) -> tuple[list[BodyFronts], float | None]:

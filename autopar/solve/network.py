@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
 from .effort import EFFORT
 from .problem import Problem, Tensor, TooWide
-from .rows import Row, tensor_rows, undominated, united
+from .rows import Bools, Floats, Ints, Row, tensor_rows, undominated, united
 
 LARGE_UNION = 20_000
 """Pairs of states of two readers above which the narrowest pair of readers is united instead."""

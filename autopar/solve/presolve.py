@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
 from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Tensor
-from .rows import Row, largest_difference, tensor_rows, undominated, united
+from .rows import Bools, Floats, Ints, Row, largest_difference, tensor_rows, undominated, united
 
 COMPARED_MOST = 4096
 """Options of a variable among which those that others can replace are looked for."""

@@ -9,12 +9,68 @@ from itertools import pairwise
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
-from .chain import Powers
 from .effort import ELIMINATED_WORK, NODE_WORK, Meter
 from .elimination import Eliminated, Schedule, eliminate, schedule
 from .network import Network, network
 from .problem import Choice, Problem, Repeat, TooWide
+from .rows import Bools, Floats, Ints
+
+_BLOCK_ENTRIES = 4_000_000
+
+
+def product(first: Floats, second: Floats) -> tuple[Floats, Ints]:
+    """c[k, l, r] = min over m of first[k, l, m] + second[k, m, r], and the lowest m that attains it."""
+    prices, rows, inner = first.shape
+    columns = second.shape[2]
+    result = np.empty((prices, rows, columns))
+    middle = np.empty((prices, rows, columns), dtype=np.int64)
+    block = max(1, _BLOCK_ENTRIES // max(1, prices * inner * columns))
+    turned = second.transpose(0, 2, 1)[:, None]
+    for start in range(0, rows, block):
+        total = first[:, start : start + block, None, :] + turned
+        best = total.argmin(axis=-1)
+        middle[:, start : start + block] = best
+        result[:, start : start + block] = np.take_along_axis(total, best[..., None], axis=-1)[..., 0]
+    return result, middle
+
+
+def head_of(count: int) -> int:
+    """How a chain of `count` copies is split in two: the largest power of two below it."""
+    return 1 << ((count - 1).bit_length() - 1)
+
+
+class Powers:
+    """The min-plus powers of one square matrix [price, left, right], each price by itself, by repeated squaring: counts
+    share what they are made of, and `products` counts the matrix products made so far."""
+
+    def __init__(self, matrix: Floats) -> None:
+        self._powers: dict[int, Floats] = {1: matrix}
+        self._middles: dict[int, Ints] = {}
+
+    @property
+    def products(self) -> int:
+        return len(self._middles)
+
+    def matrix(self, count: int) -> Floats:
+        """The matrix of `count` copies in a row; count >= 1."""
+        if count not in self._powers:
+            head = head_of(count)
+            self._powers[count], self._middles[count] = product(self.matrix(head), self.matrix(count - head))
+        return self._powers[count]
+
+    def path(self, count: int, price: int, left: int, right: int) -> list[int]:
+        """The count + 1 border states of the cheapest chain of `count` copies from `left` to `right`."""
+        self.matrix(count)
+        path = [left]
+        pending = [(count, left, right)]
+        while pending:
+            length, start, end = pending.pop()
+            if length == 1:
+                path.append(end)
+                continue
+            head, middle = head_of(length), int(self._middles[length][price, start, end])
+            pending += [(length - head, middle, end), (head, start, middle)]
+        return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +176,13 @@ def _joint(repeat: Repeat, sizes: Sequence[int]) -> Joint:
     )
 
 
+def ends_of(problem: Problem, repeat: Repeat, options: Sequence[int]) -> tuple[int, int]:
+    """The states of the borders of a repeat, left and right, where its parent chose these options."""
+    sizes = [len(problem.variables[v].options) for v in repeat.left]
+    left, right = ([np.array([options[v]]) for v in border] for border in (repeat.left, repeat.right))
+    return int(ravel(left, sizes)[0]), int(ravel(right, sizes)[0])
+
+
 def border_pairs(repeat: Repeat, keep: Sequence[int]) -> tuple[dict[int, Ints], Bools]:
     """For all pairs [left state, right state] the state of each kept body variable, and whether they clash."""
     sizes = {v: len(repeat.body.variables[v].options) for v in keep}
@@ -198,10 +261,7 @@ class Pricing:
         return self._copies[key]
 
     def _chain(self, problem: Problem, repeat: Repeat, options: tuple[int, ...], price: int) -> tuple[Choice, ...]:
-        sizes = [len(problem.variables[v].options) for v in repeat.left]
-        left, right = (
-            int(ravel([np.array([options[v]]) for v in border], sizes)[0]) for border in (repeat.left, repeat.right)
-        )
+        left, right = ends_of(problem, repeat, options)
         path = self.powers(repeat).path(repeat.count, price, left, right)
         return tuple(self.copy(repeat, at, after, price) for at, after in pairwise(path))
 

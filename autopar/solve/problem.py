@@ -186,13 +186,14 @@ class Score:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """`lower_bound` bounds the objective of every feasible choice from below, so that
-    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum."""
+    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `solve` says which solver found it, and in
+    how many seconds."""
 
     choice: Choice
     score: Score
     lower_bound: float
-    solver: str
-    seconds_to_solve: float
+    solver: str = ""
+    seconds_to_solve: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -272,3 +273,18 @@ def state_of(tensor: Tensor, options: Sequence[int]) -> tuple[int, int]:
     for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True):
         wanted |= masks[options[consumer]]
     return tensor.produced[options[tensor.producer]], wanted
+
+
+def check(problem: Problem) -> None:
+    """Raise ValueError where a repeat cannot be joined to its parent."""
+    for repeat in problem.repeats:
+        if not len(repeat.left) == len(repeat.right) == len(repeat.body_left) == len(repeat.body_right):
+            raise ValueError(f"{repeat.name}: left, right, body_left and body_right must name equally many variables")
+        if repeat.count < 1:
+            raise ValueError(f"{repeat.name}: count is {repeat.count}, must be at least 1")
+        parts = (problem, problem, repeat.body, repeat.body)
+        for joined in zip(repeat.left, repeat.right, repeat.body_left, repeat.body_right, strict=True):
+            counts = [len(part.variables[v].options) for part, v in zip(parts, joined, strict=True)]
+            if len(set(counts)) > 1:
+                raise ValueError(f"{repeat.name}: joined border variables have {counts} options, must be the same ones")
+        check(repeat.body)

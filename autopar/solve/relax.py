@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .arrays import Floats, Ints
 from .effort import ELIMINATED_WORK, NODE_WORK, Meter
 from .elimination import eliminate, reduction, run, schedule, trace_back
 from .expand import expand
 from .network import network
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
+from .rows import Floats, Ints
 
 REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """How far above the bound, as a share of it, states are kept: one after the other, as long as tables are small."""

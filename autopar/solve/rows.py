@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from .arrays import Floats, Ints
 from .problem import Problem
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
 
 Row = tuple[int | None, int]
 """What one option is to one tensor: the layout it produces, if it is the producer, and the set it wants."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import REPLICATE, Layout
-from autopar.passes.space.problem import ProblemBuilder
+from autopar.passes.space.problem import Moved, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.solve.problem import Tensor
 
@@ -38,12 +38,12 @@ class FreeBuilder(ProblemBuilder):
         known = {field.name: getattr(tensor, field.name) for field in fields(Tensor)}
         return FreeTensor(**known, free=self.free[id(tensor.costs)])
 
-    def _table(self, meta: TensorMeta, produced: Any, wanted: Any, *rest: bool) -> Any:
-        table = super()._table(meta, produced, wanted, *rest)
+    def _table(self, moved: Moved, produced: Any, wanted: Any) -> Any:
+        table = super()._table(moved, produced, wanted)
         made = dict.fromkeys(produced)
         items = list(dict.fromkeys(item for of_reader in wanted for each in of_reader for item in each))
         self.free[id(table.costs)] = {
-            code: _bits(self._is_free(meta, layout, there) for there, _ in items)
+            code: _bits(self._is_free(moved.meta, layout, there) for there, _ in items)
             for code, (layout, _) in enumerate(made)
         }
         return table

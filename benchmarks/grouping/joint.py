@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solve.arrays import Bools, Floats
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem, Tensor, Variable
-from autopar.solve.rows import Row, largest_difference, tensor_rows, undominated, united
+from autopar.solve.rows import Bools, Floats, Row, largest_difference, tensor_rows, undominated, united
 
 from .free import free_of
 from .grouped import Group

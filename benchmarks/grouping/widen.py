@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.arrays import Bools, Floats, Ints
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem
-from autopar.solve.rows import Row, largest_difference, tensor_rows, united
+from autopar.solve.rows import Bools, Floats, Ints, Row, largest_difference, tensor_rows, united
 
 from .grouped import Group, Grouped, assembled
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 BranchKind = Literal["parameter", "constant"]
+"""What an operand that is no activation is made of: parameters alone, or neither (mask, cos and sin)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,29 +30,16 @@ class BlockDim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
-    """An operand of the block that is no activation (CFP Fig. 5b): `value` is a parameter or made from
-    parameters alone, or a constant (mask, cos and sin: made from neither). `reader` is the block's node
-    that takes it in and that decides how it is split, `nodes` are the operators that make it and
-    serve this block only."""
-
-    value: str
-    kind: BranchKind
-    reader: int
-    nodes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelBlock:
     """`merged` are the contractions that it grew from (one, or several that share their input),
-    `contractions` all of its forward contractions, `nodes` everything in it, branches and backward too."""
+    `contractions` all of its forward contractions, `nodes` everything in it: backward too, and what makes operands that
+    are no activations for it alone (CFP Fig. 5b)."""
 
     name: str
     merged: tuple[int, ...]
     contractions: tuple[int, ...]
     nodes: tuple[int, ...]
     dims: tuple[BlockDim, ...]
-    branches: tuple[Branch, ...]
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, self.dims))

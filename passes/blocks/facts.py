@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule, call_of
-from autopar.passes.dependency.affine import AffineMap, compose
-from autopar.passes.dependency.operators import dependency
-from autopar.passes.dependency.preservation import Preserved, preserved
-from autopar.passes.dependency.signatures import signatures
+from autopar.passes.dependency.affine import AffineMap, Preserved, compose, preserved
+from autopar.passes.dependency.operators import dependency, signatures
 
 
 class Facts:

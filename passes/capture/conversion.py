@@ -10,7 +10,8 @@ the gradient of no forward node; their module is "" and their sequence -1.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +23,6 @@ from autopar.ir.rewrite import with_own_metas
 from .captured import CaptureError
 from .draft import Draft, Drafts, identifier
 from .refusals import OfData, Unlocated, line_of_node
-from .views import FILLED, LAZY, NO_OPS, PERMUTES, RESHAPES, aten, dense, inverse, long_dims
 
 
 class Conversion(Drafts):
@@ -256,3 +256,81 @@ class Conversion(Drafts):
         filling = node.args[-1:] if op == "aten.full.default" else ()
         where = ("dtype", meta.dtype), ("device", value.device)
         self.emit(node, meta=meta, op=op, args=(meta.shape, *filling), kwargs=where)
+
+
+aten = torch.ops.aten
+
+NO_OPS = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.lift.default,
+        aten.view_as.default,
+        aten.resolve_conj.default,
+        aten.resolve_neg.default,
+    }
+)
+
+RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten._reshape_alias.default,
+        aten.view_copy.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+    }
+)
+
+PERMUTES: dict[Any, Callable[..., tuple[int, ...]]] = {
+    aten.permute.default: lambda rank, order: tuple(d % rank for d in order),
+    aten.t.default: lambda rank: tuple(reversed(range(rank))),
+    aten.numpy_T.default: lambda rank: tuple(reversed(range(rank))),
+    aten.transpose.int: lambda rank, a, b: _swapped(rank, a, b),
+    aten.swapaxes.default: lambda rank, a, b: _swapped(rank, a, b),
+    aten.swapdims.default: lambda rank, a, b: _swapped(rank, a, b),
+    aten.mT.default: lambda rank: _swapped(rank, -1, -2),
+}
+
+FILLED: dict[Any, str] = {
+    aten.new_zeros.default: "aten.zeros.default",
+    aten.new_ones.default: "aten.ones.default",
+    aten.new_full.default: "aten.full.default",
+}
+"""Ops that take dtype and device of a tensor, and read nothing of it."""
+
+LAZY: dict[Any, str] = {
+    aten._conj.default: "aten._conj_physical.default",
+    aten._neg_view.default: "aten.neg.default",
+}
+"""Views that leave a sign to whoever reads them: kernels and collectives of shards read what lies there."""
+
+
+def long_dims(x: torch.Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the dims that have a stride that means something."""
+    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+
+
+def dense(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The order in which the dims of a tensor stand in memory, of which every element is one of it; else None."""
+    strides = x.stride()
+    order = tuple(sorted(range(x.dim()), key=lambda d: (x.shape[d] != 1, -strides[d])))
+    return order if x.permute(order).is_contiguous() else None
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(d) for d in range(len(order)))
+
+
+def _swapped(rank: int, a: int, b: int) -> tuple[int, ...]:
+    order = list(range(rank))
+    if rank:
+        order[a], order[b] = order[b], order[a]
+    return tuple(order)

@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar import compat
 from autopar.compat import Recorded, RecordedInput
-from autopar.passes.segments.runs import Ints, periodic
+from autopar.passes.segments.facts import Ints, periodic
 
 logger = logging.getLogger(__name__)
 

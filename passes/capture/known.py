@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 
 from autopar import compat
 
-from .sources import line_of_model
+from .looks import line_of_model
 
 aten = torch.ops.aten
 

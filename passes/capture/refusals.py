@@ -13,7 +13,6 @@ from torch import fx, nn
 
 from autopar import compat
 
-from . import checks
 from .captured import CaptureError
 
 
@@ -89,7 +88,7 @@ def line_of_node(node: fx.Node) -> str:
 
 def _is_machinery(file: Path) -> bool:
     """Whether code is torch's, ours or Python's own."""
-    known = (str(torch.__file__), __file__, checks.__file__, compat.__file__)
+    known = (str(torch.__file__), __file__, compat.__file__)
     if any(file.is_relative_to(Path(module).parent) for module in known):
         return True
     return file.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in file.parts

@@ -14,14 +14,14 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from autopar.ir.graph import GraphOutput, JointGraph, Node, TensorMeta
+from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, TensorMeta
 from autopar.ir.rewrite import distinct, reading, with_own_metas
 from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated
 
 from .cut import Cut, CutRun
-from .order import in_order
 
 
 class Unfit(Exception):
@@ -366,3 +366,20 @@ class _Stamp:
             module=self.plan.path(node, step),
             sequence=node.sequence + step * self.plan.stride if node.sequence >= 0 else node.sequence,
         )
+
+
+Item = TypeVar("Item", GraphInput, GraphOutput)
+
+
+def in_order(graph: JointGraph, order: Sequence[str]) -> JointGraph:
+    """Inputs and outputs in the order of the whole record: those of a role stand together."""
+    rank = {target: i for i, target in enumerate(dict.fromkeys(order))}
+
+    def sorted_by(items: Sequence[Item], roles: tuple[str, ...]) -> tuple[Item, ...]:
+        first = {role: i for i, role in reversed([*enumerate(item.role for item in items)])}
+        return tuple(
+            sorted(items, key=lambda i: (first[i.role], rank.get(i.target, len(rank)) if i.role in roles else 0))
+        )
+
+    inputs = sorted_by(graph.inputs, ("parameter", "buffer"))
+    return with_own_metas(replace(graph, inputs=inputs, outputs=sorted_by(graph.outputs, ("gradient", "mutation"))))

@@ -35,14 +35,18 @@ from .looks import (
     Look,
     Reads,
     Same,
+    Streams,
+    defaults_of,
+    is_library,
+    is_library_module,
+    is_stream,
+    names_of,
     put_back_attribute,
     put_back_cell,
     put_back_class,
     put_back_mapping,
     put_back_sequence,
 )
-from .sources import defaults_of, is_library, is_library_module, names_of
-from .streams import Streams, is_stream
 
 logger = logging.getLogger(__name__)
 
@@ -71,26 +75,8 @@ _STATE = (
 
 _CACHE = type(functools.lru_cache(len))
 
-_ALWAYS = frozenset(
-    f"__{name}__"
-    for name in [
-        "call",
-        "getattr",
-        "setattr",
-        "getitem",
-        "setitem",
-        "contains",
-        "iter",
-        "next",
-        "len",
-        "bool",
-        "enter",
-        "exit",
-        "add",
-        "mul",
-        "torch_function",
-    ]
-) | {"forward"}
+_CALLED = "call getattr setattr getitem setitem contains iter next len bool enter exit add mul torch_function"
+_ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward"}
 """Methods that code calls without naming them."""
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from autopar import compat
 from autopar.ir.graph import meta_of
 from autopar.ir.tree import flatten
 
-from . import checks
 from .captured import CaptureError, Leaf, is_constant
 from .known import KnownValues, Pinned
 from .ways import Generators, OtherWays
@@ -152,11 +153,11 @@ def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[
 
     def truth(tensor: torch.Tensor) -> bool:
         frame = sys._getframe(1)
-        passing = checks.passing(frame) if compat.is_fake(tensor) else None
-        if passing is None:
+        goes_on = passing(frame) if compat.is_fake(tensor) else None
+        if goes_on is None:
             return bool(known(tensor))
         lines[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
-        return passing
+        return goes_on
 
     known = torch.Tensor.__bool__
     truth.__name__ = known.__name__
@@ -203,3 +204,55 @@ def writing_buffers(model: nn.Module, replaced: set[str]) -> Iterator[None]:
             found.add(name)
     if found:
         raise Replaced(found)
+
+
+def passing(frame: FrameType) -> bool | None:
+    """The truth value that goes on, where the code at hand in a frame asks for one and raises for the other. None
+    where it does not branch, where neither or both ways end in an exception, and where that might be caught.
+
+    A graph of static shapes has no branches. Of `if torch.any(var < 0): raise ValueError(...)` it can have the way on,
+    which every call takes that does not fail.
+    """
+    code = frame.f_code
+    instructions = {i.offset: i for i in dis.get_instructions(code)}
+    offsets = sorted(instructions)
+    # the branch itself, or the conversion to a truth value before it
+    for offset in [o for o in offsets if o >= frame.f_lasti][:2]:
+        branch = instructions[offset]
+        if branch.opname.startswith("POP_JUMP") and branch.opname.endswith(("_TRUE", "_FALSE")):
+            jumps_if = branch.opname.endswith("_TRUE")
+            jump, stay = (_only_raises(code, start) for start in (branch.argval, _next(offsets, offset)))
+            return None if jump == stay else (not jumps_if if jump else jumps_if)
+        if branch.opname != "TO_BOOL":
+            break
+    return None
+
+
+def _next(offsets: list[int], offset: int) -> int:
+    return next(o for o in offsets if o > offset)
+
+
+def _only_raises(code: CodeType, start: int) -> bool:
+    """Whether all ways from an instruction on end in an exception that this code does not catch."""
+    instructions = {i.offset: i for i in dis.get_instructions(code)}
+    offsets = sorted(instructions)
+    caught = [(entry.start, entry.end) for entry in dis.Bytecode(code).exception_entries]  # type: ignore[attr-defined]
+    seen, waiting = set(), [start]
+    while waiting:
+        offset = waiting.pop()
+        if offset in seen:
+            continue
+        seen.add(offset)
+        instruction = instructions[offset]
+        if any(first <= offset < last for first, last in caught) or offset < start:
+            return False
+        if instruction.opname.startswith(("RETURN", "YIELD", "SEND")):
+            return False
+        if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
+            continue
+        if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
+            waiting.append(instruction.argval)
+            if instruction.opname.startswith("JUMP_"):  # JUMP_FORWARD, JUMP_BACKWARD: no way on but there
+                continue
+        waiting.append(_next(offsets, offset))
+    return True

@@ -6,22 +6,19 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar import compat
-from autopar.ops.statistics import TRACED
 
-from .constants import Constants
+from .constants import Constants, Selected, Selections
 from .known import KnownValues
-from .selections import Selected, Selections
-from .windows import windows
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
@@ -194,3 +191,117 @@ def _made_inside(base: type[torch.Generator]) -> Any:
         pass
 
     return Made
+
+
+def windows(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor | None:
+    """`x.as_strided(size, stride)` of a tensor without gaps, by `unfold`, since shards have no addresses in
+    memory; None for what is no windows of it.
+
+    Two dims (count, width) whose strides are (step, 1) times that of what lies inside are windows of one dim.
+    """
+    given = all(isinstance(n, int) for n in (*size, *stride)) and len(size) == len(stride)
+    if not given or x.storage_offset() or storage_offset not in (None, 0) or not x.numel() or 0 in size:
+        return None
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 1)
+    dims = sorted((dim for dim in range(len(size)) if size[dim] > 1), key=lambda dim: -stride[dim])
+    memory = x.permute(order)
+    if not memory.is_contiguous():
+        return None
+    found = _in_order(memory, [size[dim] for dim in dims], [stride[dim] for dim in dims])
+    if found is None:
+        return None
+    back = [dims.index(dim) for dim in sorted(dims)]
+    return found.permute(back).reshape(tuple(size))
+
+
+def _in_order(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor | None:
+    """Of a contiguous tensor, with strides that fall."""
+    groups: list[tuple[int, int, int]] = []  # (length of a dim of x, width, step) or (length, 0, 0), innermost first
+    inside, dim = 1, len(size) - 1
+    while dim >= 0:
+        if stride[dim] != inside:
+            return None
+        step = stride[dim - 1] // inside if dim else 0
+        paired = 0 < step < size[dim] and stride[dim - 1] % inside == 0
+        outer = dim - 2 if paired else dim - 1
+        # the next dim outwards tells how long this one is
+        length, rest = divmod(stride[outer] if outer >= 0 else x.numel(), inside)
+        needed = (size[dim - 1] - 1) * step + size[dim] if paired else size[dim]
+        if rest or length < needed:
+            return None
+        groups.append((length, size[dim], step) if paired else (length, 0, 0))
+        inside, dim = inside * length, outer
+    if inside != x.numel() or not any(step for *_, step in groups):
+        return None
+    result, at = x.reshape([length for length, *_ in reversed(groups)]), 0
+    for _, width, step in reversed(groups):
+        if step:
+            result = result.unfold(at, width, step).movedim(-1, at + 1).narrow(at, 0, size[at])
+            at += 1
+        elif result.shape[at] != size[at]:
+            result = result.narrow(at, 0, size[at])
+        at += 1
+    return result
+
+
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """`torch.cov`, without its check that weights are not negative and its warning of too few observations."""
+    if input.dim() > 2:
+        raise ValueError(f"cov of {input.dim()} dims: give variables in rows and observations in columns")
+    observations = input.reshape(1, -1) if input.dim() < 2 else input
+    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
+    if weights is None:
+        total: Tensor | int = observations.shape[1]
+        weighted, normal = observations, max(total - correction, 0)
+    else:
+        total = weights.sum()
+        weighted = observations * weights
+        lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+        normal = (total - lost).clamp_min(0)
+    centred = observations - (weighted.sum(1) / total).unsqueeze(1)
+    other = centred if weights is None else centred * weights
+    return (torch.mm(centred, other.t().conj()) / normal).squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """`torch.corrcoef`, of the covariance above."""
+    covariance = cov(input)
+    if covariance.dim() == 0:
+        return covariance / covariance
+    variance = covariance.diagonal()
+    deviation = (variance.real if variance.is_complex() else variance).sqrt()
+    found = covariance / deviation[:, None] / deviation
+    if not found.is_complex():
+        return found.clip(-1, 1)
+    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+
+
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """`torch.bincount` of numbers below `minlength`, which others make an index error."""
+    if not minlength:
+        raise ValueError(
+            "torch.bincount without minlength is as long as the largest number says: pass minlength=n, for numbers "
+            "of 0 to n - 1"
+        )
+    if weights is None:
+        ones = torch.ones_like(input, dtype=torch.int64)
+    else:
+        ones = weights.detach() if weights.dtype is torch.float32 else weights.detach().double()
+    return ones.new_zeros(minlength).scatter_add(0, input.long(), ones)
+
+
+TRACED: Mapping[Any, Callable[..., Tensor]] = {
+    torch.cov: cov,
+    torch.Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    torch.Tensor.corrcoef: corrcoef,
+    torch.bincount: bincount,
+    torch.Tensor.bincount: bincount,
+}
+"""Functions of torch -> what is traced in their place, with static shapes: torch's own look at data on the way, to warn
+or to size the result."""

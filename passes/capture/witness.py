@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
-from .looks import Drawn, Look, Reads, Same
+from .looks import Drawn, Look, Reads, Same, is_library, line_of_model
 from .repeat import Numbering
-from .sources import is_library, line_of_model
 from .state import look
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 Every operator runs on local shapes (`values`); where a reader wants another layout than a tensor has, the route that
 the cost model priced is written out as local reshapes and collectives (`redistribution`). Copies of a repeated segment
-are made from the sites of the first one, by renaming (`copies`).
+are made from the sites of the first one, by renaming (`demand`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import output_name
 from autopar.passes.space.space import Space
 
-from .copies import Placed, placed, reacquired_roots
-from .demand import Demand
+from .demand import Demand, Placed, placed, reacquired_roots
 from .emitter import Emitter
 from .values import Values
 

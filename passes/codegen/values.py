@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta
-from autopar.ir.layout import Layout, Routed, is_routed, local_shape
+from autopar.ir.layout import Layout, Routed, is_routed, local_meta, local_shape
 from autopar.ir.rewrite import reading
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.passes.space.choices import REGATHER
@@ -18,8 +18,7 @@ from autopar.passes.space.collapse import Steps, from_root
 from autopar.passes.space.operator_layouts import splits_of
 from autopar.passes.space.space import Space, operand_layouts
 
-from .copies import Placed
-from .demand import Demand
+from .demand import Demand, Placed
 from .emitter import Emitter
 from .redistribution import Redistribution
 
@@ -43,7 +42,7 @@ class Values:
 
     def define(self, root: str, layout: Layout, phase: int, local: str) -> None:
         meta = self.demand.metas[root]
-        self.emitter.metas[local] = TensorMeta(local_shape(meta.shape, layout, self.space.mesh), meta.dtype)
+        self.emitter.metas[local] = local_meta(meta, layout, self.space.mesh)
         if is_routed(layout):
             self.emitter.uneven.add(local)
         self.there[phase][root, layout] = local

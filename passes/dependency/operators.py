@@ -7,13 +7,39 @@ element of a result depends on every element of every operand.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from autopar.ir.graph import PERMUTE, RESHAPE
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Ref, TensorMeta
 from autopar.ir.layout import Shape
 from autopar.ops.rule import Call, OpRule
 
-from .affine import AffineMap, permute, reshape
-from .expressions import Expression, add, digit, times, variable
+from .affine import AffineMap, Expression, add, digit, permute, reshape, times, variable
+
+
+def signatures(graph: JointGraph) -> tuple[int, ...]:
+    """A number for each node, equal for nodes of equal op, constants and metas: their rules, maps and fingerprints are
+    equal, whoever their operands are, and are worked out once."""
+    kinds: dict[TensorMeta, int] = {}
+    kind = {name: kinds.setdefault(meta, len(kinds)) for name, meta in graph.metas.items()}
+    known: dict[Any, int] = {}
+    labels: list[int] = []
+    for node in graph.nodes:
+        names: list[str] = []
+        constants = (constants_of(node.args, names), tuple([(k, constants_of(v, names)) for k, v in node.kwargs]))
+        metas = tuple([kind[name] for name in names]), tuple([kind[o] if o else -1 for o in node.outputs])
+        labels.append(known.setdefault((node.op, node.backward, constants, metas), len(known)))
+    return tuple(labels)
+
+
+def constants_of(value: Any, names: list[str]) -> Any:
+    """What of an argument is constant, hashable and told apart by type (1, 1.0 and True are not
+    alike to an operator); the names of its references are appended to `names`."""
+    if isinstance(value, Ref):
+        names.append(value.name)
+        return Ref
+    if isinstance(value, tuple):
+        return tuple([constants_of(item, names) for item in value])
+    return (value.__class__, repr(value) if isinstance(value, float) else value)
 
 
 def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None, ...], ...]:

@@ -25,8 +25,7 @@ from dataclasses import replace
 from autopar.ir.program import Program
 from autopar.passes.lower.bucketing.gathers import gather
 from autopar.passes.lower.bucketing.packing import BucketWriter
-from autopar.passes.lower.bucketing.reductions import reduce
-from autopar.passes.lower.bucketing.small_reductions import together
+from autopar.passes.lower.bucketing.reductions import reduce, together
 
 LIMIT_BYTES = 25 * 2**20
 

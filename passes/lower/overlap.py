@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import WAIT, Node
-from autopar.ir.program import Program
-
-from .kinds import LAYOUT
+from autopar.ir.program import LAYOUT, Program
 
 
 def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Program:

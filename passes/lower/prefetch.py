@@ -11,11 +11,10 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.cost.streams import alone_seconds, timeline
-from autopar.ir.program import Program
+from autopar.ir.program import GATHERED, Program
 
 from .adopt import stood_still
 from .bucket import LIMIT_BYTES, bucket
-from .kinds import GATHERED
 from .lowering import Adopted, Target
 from .overlap import overlap
 

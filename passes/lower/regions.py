@@ -17,7 +17,6 @@ from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, TensorMet
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, permute_layout, reshape_split
 from autopar.ir.program import RankIndex
 from autopar.ops import Call, rule_of
-from autopar.ops.accumulation import adding
 from autopar.ops.emit import expands
 from autopar.ops.rule import call_of
 
@@ -179,3 +178,17 @@ def local_call(instruction: Node, metas: Metas) -> Call:
 
 def has_rank(value: Any) -> bool:
     return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(has_rank, value)))
+
+
+ADDING = {"aten.mm.default": "aten.addmm.default", "aten.bmm.default": "aten.baddbmm.default"}
+"""A product, and the op that adds it to its first operand: a sum of products needs no pass over memory of its own."""
+
+
+def adding(op: str) -> str | None:
+    """The op that adds the same product to another first operand, or None."""
+    return op if op in ADDING.values() else ADDING.get(op)
+
+
+def factors_of(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What such an op multiplies."""
+    return args[1:] if op in ADDING.values() else args

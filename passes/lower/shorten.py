@@ -6,7 +6,6 @@ that are missing: what it leaves behind in forward and in backward, each of them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from autopar.cost.memory import Moment
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.ir.graph import Node
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.problem import Assignment
@@ -129,11 +128,11 @@ def _held(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[
     static = gradients = 0.0
     for i in program.inputs:
         if i.name in own:
-            numel = math.prod(local_shape(i.meta.shape, i.layout, program.mesh))
-            static += numel * i.meta.dtype.itemsize
+            local = local_meta(i.meta, i.layout, program.mesh)
+            static += local.bytes
             if i.target in program.trained:
-                static += optimizer.bytes(numel, i.meta.dtype)
-                gradients += numel * i.meta.dtype.itemsize
+                static += optimizer.bytes(local)
+                gradients += local.bytes
     return static, gradients
 
 

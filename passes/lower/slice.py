@@ -14,12 +14,12 @@ from collections.abc import Container, Iterator, Sequence
 
 from autopar.ir.graph import CONTIGUOUS, WAIT, Node
 from autopar.ir.layout import Split
+from autopar.ir.program import LAYOUT
 from autopar.ir.rewrite import producers, readers
 from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 
 from .adopt import InParts, Place, Way
-from .kinds import LAYOUT
 from .regions import Metas
 
 SLICES = (2, 3, 4, 8)

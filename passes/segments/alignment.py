@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import JointGraph
 
-from .facts import Facts
-from .fingerprint import fingerprint
+from .facts import Facts, fingerprint
 from .segment import Border, Repeated
 
 

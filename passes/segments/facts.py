@@ -1,15 +1,71 @@
-"""What the search asks of a joint graph again and again: labels of nodes, and whose gradient a value is."""
+"""What the search asks of a joint graph again and again: labels of nodes, the runs in which they repeat with a period,
+and whose gradient a value is."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from autopar.ir.graph import JointGraph
-from autopar.passes.dependency.signatures import signatures
+from autopar.ir.graph import JointGraph, is_view
+from autopar.ops import rule_of
+from autopar.ops.rule import call_of
+from autopar.passes.dependency.affine import AffineMap, compose, identity
+from autopar.passes.dependency.operators import dependency, signatures
 
-from .runs import Ints
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicRun:
+    """Labels in [start, stop) repeat with `period`, at least twice."""
+
+    start: int
+    stop: int
+    period: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def periodic(labels: Ints, offset: int = 0) -> list[PeriodicRun]:
+    """All maximal runs of all periods."""
+    found: list[PeriodicRun] = []
+    for period in range(1, len(labels) // 2 + 1):
+        equal = labels[:-period] == labels[period:]
+        if np.count_nonzero(equal) < period:
+            continue
+        edges = np.flatnonzero(np.diff(equal, prepend=False, append=False))
+        for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            if high - low >= period:
+                found.append(PeriodicRun(low + offset, high + period + offset, period))
+    return found
+
+
+def longest(runs: Sequence[PeriodicRun]) -> PeriodicRun | None:
+    """The run that covers most; a multiple of a period covers a little more at times, so the
+    smallest period among those that cover nearly as much."""
+    if not runs:
+        return None
+    most = max(run.length for run in runs)
+    long = [run for run in runs if run.length * 10 >= most * 9]
+    return min(long, key=lambda run: (run.period, -run.length, run.start))
+
+
+def without(intervals: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    cut = [piece for start, stop in intervals for piece in ((start, min(stop, low)), (max(start, high), stop))]
+    return sorted({(start, stop) for start, stop in cut if start < stop})
+
+
+def pieces(run: PeriodicRun, intervals: Iterable[tuple[int, int]]) -> Iterator[PeriodicRun]:
+    for start, stop in intervals:
+        piece = PeriodicRun(max(run.start, start), min(run.stop, stop), run.period)
+        if piece.length >= 2 * run.period:
+            yield piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +105,27 @@ class Facts:
             trained=trained,
             gradients={parameter: value for value, of in trained.items() for parameter in of},
         )
+
+
+def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
+    """The fine-grained dependency graph of the forward contractions among `nodes` (CFP section 4.1 and
+    Fig. 6), as a short hash: what they are, and by which affine maps each depends on the ones before
+    it. Equal for segments with the same parallel space, whatever trivial operators lie between."""
+    lines: list[str] = []
+    paths: dict[str, dict[tuple[int, AffineMap], None]] = {}
+    for i in (i for i in nodes if not graph.nodes[i].backward):
+        node, metas = graph.nodes[i], graph.metas
+        call = call_of(node, metas)
+        rule = None if is_view(node) else rule_of(call)
+        if rule is not None and rule.contraction:
+            lines.append(f"{node.op} {', '.join(map(str, call.inputs))}")
+            for operand, name in enumerate(node.inputs):
+                lines += sorted(f"{operand} from {source}: {mapping}" for source, mapping in paths.get(name, {}))
+            output = node.outputs[0]
+            paths[output] = {(len(lines), identity(metas[output].shape)): None}
+        elif any(name in paths for name in node.inputs):
+            for output, maps in zip(node.outputs, dependency(call, rule), strict=True):
+                for name, here in zip(node.inputs, maps, strict=True):
+                    for source, mapping in paths.get(name, {}) if here is not None else ():
+                        paths.setdefault(output, {})[source, compose(here, mapping)] = None
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]

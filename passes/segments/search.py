@@ -9,14 +9,16 @@ segments; here they may not, because one copy's program is stamped for all.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.ir.graph import JointGraph, is_view
+import numpy as np
 
-from .alignment import shortened
-from .cuts import divide
-from .facts import Facts
-from .runs import PeriodicRun, longest, periodic, pieces, without
+from autopar.ir.graph import JointGraph, Node, is_view
+
+from .alignment import align, shortened
+from .facts import Facts, Ints, PeriodicRun, longest, periodic, pieces, without
 from .segment import Repeated, Segments
 
 RUNS_TRIED = 24
@@ -82,3 +84,146 @@ def _clip(run: PeriodicRun, free: Iterable[tuple[int, int]], facts: Facts) -> It
         nodes = range(middle, min(middle + piece.period, piece.stop))
         if any(name not in facts.graph.producer for i in nodes for name in facts.graph.nodes[i].inputs):
             yield piece
+
+
+CUTS_TRIED = 4
+"""Cuts of one period that are tried before giving up."""
+
+BORDERS_MOST = 6
+"""The cost matrix of a copy has a dimension for each border: with many, a copy is no unit."""
+
+
+def divide(facts: Facts, run: PeriodicRun, backward_runs: Sequence[PeriodicRun]) -> Repeated | None:
+    """Cut a forward run into copies, give each its backward nodes, and verify. A period can be cut at any of its nodes:
+    two copies from the middle show what crosses; least first: number of borders, their bytes, then the outermost module
+    boundary. Backward nodes follow the values that their copy saved, in the reverse order of forward."""
+    ranked: list[tuple[tuple[float, ...], list[list[int]]]] = []
+    for forward in _cuts(facts, run):
+        path = _shared_path(facts.graph.nodes, forward[len(forward) // 2][0])
+        for copies in _with_backward(facts, forward, backward_runs):
+            first = min(len(copies) // 2, len(copies) - 2)
+            probe = align(facts, copies[first : first + 2])
+            # a misfit in the middle may be at home at an end, which `shortened` drops: tried last
+            number, size = (math.inf, 0) if isinstance(probe, int) else (len(probe.borders), _bytes(facts, probe))
+            ranked.append(((number, size, path, -len(copies), len(ranked)), copies))
+    for _, copies in sorted(ranked):
+        found = shortened(facts, copies)
+        if found is not None and len(found.borders) <= BORDERS_MOST:
+            return found
+    return None
+
+
+def _bytes(facts: Facts, found: Repeated) -> int:
+    return sum(facts.graph.metas[border.values[1]].bytes for border in found.borders)
+
+
+def _cuts(facts: Facts, run: PeriodicRun) -> Iterator[list[range]]:
+    """Forward intervals of the copies, for the rotations of the period with the least across the cut."""
+    crossing = _crossing(facts, run.start, run.stop, facts.middle)
+    ranked: list[tuple[tuple[int, ...], int]] = []
+    for rotation in range(run.period):
+        count = (run.length - rotation) // run.period
+        if count >= 2:
+            cut = run.start + rotation + run.period * (count // 2)
+            number, size = crossing[cut - run.start].tolist()
+            ranked.append(((number, size, _shared_path(facts.graph.nodes, cut), -count, rotation), count))
+    for (*_, rotation), count in sorted(ranked)[:CUTS_TRIED]:
+        start = run.start + rotation
+        yield [range(start + k * run.period, start + (k + 1) * run.period) for k in range(count)]
+
+
+def _crossing(facts: Facts, start: int, stop: int, end: int) -> Ints:
+    """For each cut before node start + c: how many values made in [start, stop) are made before it
+    and read at or after it (by nodes before `end`), and their bytes. [stop - start + 1, 2]."""
+    steps = np.zeros((stop - start + 2, 2), dtype=np.int64)
+    for i in range(start, stop):
+        for output in facts.graph.nodes[i].outputs:
+            last = max((reader for reader in facts.graph.consumers.get(output, ()) if reader < end), default=i)
+            if last > i:
+                change = (1, facts.graph.metas[output].bytes)
+                steps[i + 1 - start] += change
+                steps[min(last, stop) + 1 - start] -= change
+    return np.cumsum(steps, axis=0)[:-1]
+
+
+def _shared_path(nodes: Sequence[Node], cut: int) -> int:
+    """How many names the module paths on both sides of a cut share: least between layers."""
+    before, after = nodes[cut - 1].module.split("."), nodes[cut].module.split(".")
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))))
+
+
+def _with_backward(
+    facts: Facts, forward: Sequence[range], backward_runs: Sequence[PeriodicRun]
+) -> Iterator[list[list[int]]]:
+    """Propose copies: forward intervals, each with the interval of backward nodes that read what it
+    saved. Autograd runs backward in reverse order of forward, so copy k owns the k-th last interval."""
+    owner = {i: k for k, interval in enumerate(forward) for i in interval}
+    votes = list(_votes(facts, owner, _owned_inputs(facts, forward, owner)))
+    if not votes:
+        yield [list(interval) for interval in forward]
+        return
+    agreed = {run: _agreement(run, len(forward), votes) for run in backward_runs}
+    most = max((agree.max() for agree in agreed.values()), default=0)
+    fitting = [run for run in backward_runs if agreed[run].max() * 10 >= most * 9]
+    if not fitting:
+        return
+    run = min(fitting, key=lambda run: (run.period, run.start))
+    crossing = _crossing(facts, run.start, run.stop, len(facts.graph.nodes))
+    for top in _tops(run, len(forward), agreed[run], crossing)[:CUTS_TRIED]:
+        copies = []
+        for k, interval in enumerate(forward):
+            low, high = top - (k + 1) * run.period, top - k * run.period
+            if run.start <= low and high <= run.stop:
+                copies.append([*interval, *range(low, high)])
+        if len(copies) >= 2:
+            yield copies
+
+
+def _owned_inputs(facts: Facts, forward: Sequence[range], owner: dict[int, int]) -> dict[str, int]:
+    """The graph inputs that one copy alone reads in forward, with the copy."""
+    owned: dict[str, int] = {}
+    for k, interval in enumerate(forward):
+        for i in interval:
+            for name in facts.graph.nodes[i].inputs:
+                if name not in facts.graph.producer:
+                    owned[name] = k if owned.get(name, k) == k else -1
+    return {name: k for name, k in owned.items() if k >= 0}
+
+
+def _votes(facts: Facts, owner: dict[int, int], inputs: dict[str, int]) -> Iterator[tuple[int, int]]:
+    """(backward node, copy): the node reads a value that copy saved, or a parameter of it. Values
+    that forward nodes of other copies read too are borders and say nothing."""
+    for i in range(facts.middle, len(facts.graph.nodes)):
+        for name in facts.graph.nodes[i].inputs:
+            if name in inputs:
+                yield i, inputs[name]
+            elif name in facts.graph.producer:
+                copy = owner.get(facts.graph.producer[name])
+                readers = facts.graph.consumers[name]
+                if copy is not None and all(owner.get(reader) == copy for reader in readers if reader < facts.middle):
+                    yield i, copy
+
+
+def _agreement(run: PeriodicRun, count: int, votes: Sequence[tuple[int, int]]) -> Ints:
+    """For each end run.start + c of copy 0's backward interval, how many votes it agrees with."""
+    agree = np.zeros(run.length + count * run.period + 3, dtype=np.int64)
+    voters = np.array([vote for vote in votes if run.start <= vote[0] < run.stop], dtype=np.int64).reshape(-1, 2)
+    # end - 1 - node must lie in [copy * period, (copy + 1) * period)
+    low = voters[:, 0] + voters[:, 1] * run.period + 1 - run.start
+    np.add.at(agree, low, 1)
+    np.add.at(agree, np.minimum(low + run.period, len(agree) - 1), -1)
+    return np.cumsum(agree)
+
+
+def _tops(run: PeriodicRun, count: int, agree: Ints, crossing: Ints) -> list[int]:
+    """Ends of copy 0's backward interval, best first: fewest votes against and fewest tensors across."""
+    most = int(agree.max())
+    ranked: list[tuple[float, float, int, int]] = []
+    for end in np.flatnonzero(agree * 2 >= most).tolist():
+        cuts = [end - k * run.period for k in range(count + 1)]
+        inside = [k for k in range(count) if cuts[k] <= run.length and cuts[k + 1] >= 0]
+        if len(inside) >= 2:
+            number, size = crossing[[cuts[k] for k in inside[1:]]].mean(axis=0).tolist()
+            against = (most - int(agree[end])) / count
+            ranked.append((number + against, size, -len(inside), end + run.start))
+    return [top for *_, top in sorted(ranked)]

@@ -12,7 +12,7 @@ from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import JointGraph, TensorMeta, is_view
 from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule, call_of
-from autopar.passes.dependency.signatures import constants_of
+from autopar.passes.dependency.operators import constants_of
 from autopar.passes.segments.segment import Repeated, Segments
 
 from .collapse import Alias, Roots

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_shape, nest
+from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_meta, nest
 
 from .choices import WHOLE, SiteChoice
 from .collapse import from_root, to_root
-from .local_seconds import operator_seconds
 from .operator_layouts import operator_layouts, splits_of
-from .setting import Setting
+from .setting import Setting, operator_seconds
 from .sites import Option, Site
 
 
@@ -42,12 +39,11 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
         reads.append(root)
     seconds = size = 0.0
     if site.kind == "parameter":
-        numel, dtype = math.prod(local_shape(site.meta.shape, layout, setting.mesh)), site.meta.dtype
-        size = float(numel * dtype.itemsize)
+        local, optimizer = local_meta(site.meta, layout, setting.mesh), setting.optimizer
+        size = float(local.bytes)
         if site.reads:
-            size += numel * dtype.itemsize + setting.optimizer.bytes(numel, dtype)
-            moved = setting.optimizer.moved_bytes(numel, dtype)
-            seconds = setting.cluster.device.optimizer_seconds(setting.optimizer.name, moved)
+            size += local.bytes + optimizer.bytes(local)
+            seconds = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
 
 

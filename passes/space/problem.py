@@ -8,14 +8,14 @@ in every layout in which backward reads it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from autopar.cost.redistribute import Acquired
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
@@ -51,13 +51,25 @@ class Assignment:
         return self.recompute[repeat] if self.recompute else (False,) * len(self.copies[repeat])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    """What a `problem.Tensor` is but for its name and its variables."""
+class Moved(NamedTuple):
+    """What the price of having a tensor in several layouts depends on beside these. `kept`: forward makes it, and
+    backward reads it."""
 
-    produced: tuple[int, ...]
-    wanted: tuple[tuple[int, ...], ...]
-    costs: dict[tuple[int, int], tuple[float, float]]
+    meta: TensorMeta
+    kept: bool
+    is_parameter: bool
+    bucketed: bool
+
+
+def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:
+    """Of the site that makes a tensor, and those that read it, each with whether it does so in backward."""
+    kept = not maker.backward and any(late for _, late in readers)
+    return Moved(meta, kept, maker.kind == "parameter", is_bucketed(maker, [site for site, _ in readers]))
+
+
+def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
+    """Whether a tensor travels in a bucket: parameters and gradients do."""
+    return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
 
 
 class ProblemBuilder:
@@ -66,7 +78,8 @@ class ProblemBuilder:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.tables: dict[Any, _Table] = {}
+        self.tables: dict[Any, Tensor] = {}
+        """Tensors but for their names and variables."""
         self.joined = joined_sites(space.regions(), space.repeats)
 
     def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
@@ -163,50 +176,33 @@ class ProblemBuilder:
         result: int,
         reading: list[tuple[int, int]],
     ) -> Tensor:
-        meta = self.space.metas[root]
         site = sites[maker]
         produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
-        is_parameter = site.kind == "parameter"
-        tells_phase = is_parameter
         # a forward reader next to its backward twin: solvers take readers in this order, and what
         # stands together is eliminated together
         reading = sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
+        moved = moved_of(self.space.metas[root], site, [(sites[r], sites[r].reads[p].backward) for r, p in reading])
         positions: dict[int, list[int]] = {}
         for reader, position in reading:
             positions.setdefault(reader, []).append(position)
         wanted = tuple(
             tuple(
-                tuple((o.reads[p], tells_phase and sites[reader].reads[p].backward) for p in at)
+                tuple((o.reads[p], moved.is_parameter and sites[reader].reads[p].backward) for p in at)
                 for o in options[reader]
             )
             for reader, at in positions.items()
         )
-        kept = not site.backward and any(
-            sites[reader].reads[p].backward for reader, at in positions.items() for p in at
-        )
-        bucketed = is_bucketed(site, [sites[reader] for reader in positions])
-        key = (meta, produced, wanted, kept, is_parameter, bucketed)
+        key = (moved, produced, wanted)
         if key not in self.tables:
-            self.tables[key] = self._table(meta, produced, wanted, kept, is_parameter, bucketed)
-        table = self.tables[key]
-        return Tensor(
-            name=root,
-            producer=maker,
-            produced=table.produced,
-            consumers=tuple(positions),
-            wanted=table.wanted,
-            costs=table.costs,
-        )
+            self.tables[key] = self._table(moved, produced, wanted)
+        return replace(self.tables[key], name=root, producer=maker, consumers=tuple(positions))
 
     def _table(
         self,
-        meta: TensorMeta,
+        moved: Moved,
         produced: tuple[tuple[Layout, Policy], ...],
         wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
-        kept: bool,
-        is_parameter: bool,
-        bucketed: bool,
-    ) -> _Table:
+    ) -> Tensor:
         made: dict[tuple[Layout, Policy], int] = {}
         items: dict[tuple[Layout, bool], int] = {}
         codes = tuple(made.setdefault(p, len(made)) for p in produced)
@@ -222,52 +218,47 @@ class ProblemBuilder:
         for (layout, policy), code in made.items():
             for union in unions:
                 chosen = [by_bit[bit] for bit in range(len(by_bit)) if union >> bit & 1]
-                cost = self.cost(meta, layout, policy, chosen, kept=kept, is_parameter=is_parameter, bucketed=bucketed)
+                cost = self.cost(moved, layout, policy, chosen)
                 if cost is not None:
                     costs[code, union] = cost
-        return _Table(produced=codes, wanted=masks, costs=costs)
+        return Tensor(name="", producer=0, produced=codes, consumers=(), wanted=masks, costs=costs)
 
     def cost(
-        self,
-        meta: TensorMeta,
-        produced: Layout,
-        policy: Policy,
-        wanted: Sequence[tuple[Layout, bool]],
-        *,
-        kept: bool,
-        is_parameter: bool,
-        bucketed: bool,
+        self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
     ) -> tuple[float, float] | None:
         """Seconds and kept bytes of having a tensor in all layouts wanted; None if one cannot be had.
 
         `wanted` tells forward and backward readers apart for parameters only (that is what "regather"
-        is about). For another forward tensor that backward reads (`kept`), every layout that is
-        wanted of it counts as kept: a little more than the truth where forward alone wants one.
+        is about). For another forward tensor that backward reads, every layout that is wanted of it counts as kept: a
+        little more than the truth where forward alone wants one.
         """
-        acquire, shape, mesh = self.space.redistributor.acquire, meta.shape, self.space.mesh
-        if policy == REGATHER:
-            seconds = 0.0
-            for late in (False, True):
-                layouts = frozenset(layout for layout, phase in wanted if phase is late)
-                acquired = acquire(shape, meta.dtype, produced, layouts, bucketed)
-                if acquired is None:
-                    return None
-                seconds += sum(a.route.seconds for a in acquired)
-            return seconds, 0.0
-        layouts = frozenset(layout for layout, _ in wanted)
-        acquired = acquire(shape, meta.dtype, produced, layouts, bucketed)
-        if acquired is None:
+        phases = self.acquired(moved, produced, policy, wanted)
+        if phases is None:
             return None
-        size = 0
-        if kept:
-            held = layouts - {produced} if is_parameter else layouts
-            size = sum(math.prod(local_shape(shape, layout, mesh)) * meta.dtype.itemsize for layout in held)
-        return sum(a.route.seconds for a in acquired), float(size)
+        held = self.held_bytes(moved, produced, policy, wanted)
+        return sum(sum(item.route.seconds for item in phase) for phase in phases), float(held)
 
+    def acquired(
+        self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
+    ) -> list[tuple[Acquired, ...]] | None:
+        """How a tensor is had in all layouts wanted: at once, or, what is gathered again, in forward and in backward.
+        None if one of them cannot be had."""
+        acquire, shape, dtype = self.space.redistributor.acquire, moved.meta.shape, moved.meta.dtype
+        phases = []
+        for phase in ((False,), (True,)) if policy == REGATHER else ((False, True),):
+            layouts = frozenset(layout for layout, late in wanted if late in phase)
+            found = acquire(shape, dtype, produced, layouts, moved.bucketed)
+            if found is None:
+                return None
+            phases.append(found)
+        return phases
 
-def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
-    """Whether a tensor travels in a bucket: parameters and gradients do."""
-    return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
+    def held_bytes(self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]) -> int:
+        """What is kept for backward of a tensor; a parameter is there as it rests in any case."""
+        if not moved.kept or policy == REGATHER:
+            return 0
+        layouts = {layout for layout, _ in wanted if layout != produced or not moved.is_parameter}
+        return sum(local_meta(moved.meta, layout, self.space.mesh).bytes for layout in layouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from autopar.cluster.measurements import Measurements, level_axes
 
 from .clock import OPERATOR_SECONDS, Report
-from .collectives import ROUNDS, SIZES, collective_samples, groups_of
+from .collectives import ROUNDS, SIZES, collective_samples, groups_of, measured_together
 from .operators import measured_compute
-from .overlap import measured_together
 
 
 def measure(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.cluster.measurements import Axis, Case, Sample, axes, level_axes, quartiles
+from autopar.cluster.measurements import Axis, Case, Sample, Together, axes, level_axes, quartiles
 from autopar.runtime.collectives import (
     Pending,
     all_gather,
@@ -28,7 +28,7 @@ from autopar.runtime.collectives import (
     wait,
 )
 
-from .clock import Report, synchronize
+from .clock import Report, slowest, synchronize
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 7
@@ -161,3 +161,33 @@ _CALLS: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], Pending]] = {
     "shift": lambda x, group: shift(x, 1, group),
     "exchange": _exchange,
 }
+
+
+TOGETHER_BYTES: Mapping[str, int] = {"cpu": 1 << 22, "cuda": 1 << 28}
+"""Of the all-reduce that operators are measured under, by type of device."""
+TOGETHER_ROWS = 512
+
+
+def measured_together(axis: tuple[int, int], group: dist.ProcessGroup, rounds: int, device: torch.device) -> Together:
+    """Products beside an all-reduce that takes about half as long, all groups of the axis at once."""
+    buffer = torch.zeros(TOGETHER_BYTES[device.type] // 4, device=device)
+    a, b = (torch.randn(TOGETHER_ROWS, TOGETHER_ROWS, device=device) for _ in range(2))
+
+    def collective() -> None:
+        wait(all_reduce_in_place(buffer, "sum", group))
+
+    def both() -> None:
+        pending = all_reduce_in_place(buffer, "sum", group)
+        compute()
+        wait(pending)
+
+    one = min(slowest(lambda: torch.mm(a, b), device) for _ in range(3))
+    products = max(1, math.ceil(2 * slowest(collective, device) / one))
+
+    def compute() -> None:
+        for _ in range(products):
+            torch.mm(a, b)
+
+    rows = [[slowest(run, device) for run in (compute, collective, both)] for _ in range(rounds)]
+    computed, moved, together = map(statistics.median, zip(*rows, strict=True))
+    return Together(axis=axis, compute_seconds=computed, collective_seconds=moved, seconds=together)

@@ -6,7 +6,7 @@ a row stands depends on all the others. But the operators in between treat every
 order does not matter to them: here the sort is taken out of the graph, and the products become
 `expert_mm`, which is told the expert of every row. Rows then split as the tokens do.
 
-Each use of sorted values is proved to be of that kind, by the op's rule or by a pattern of `uses`. A sort with
+Each use of sorted values is proved to be of that kind, by the op's rule or by a pattern of `USES`. A sort with
 any other use stays as it is, and so does a lookup.
 """
 
@@ -15,10 +15,9 @@ from __future__ import annotations
 from autopar.ir.graph import JointGraph
 
 from .dispatch import Dispatch
-from .lookups import with_products_by_expert
-from .patterns import RuleOf
+from .lookups import with_products_by_expert, with_weighted_sums
+from .rewrite import RuleOf
 from .unsort import without_sorts
-from .weighted_sum import with_weighted_sums
 
 
 def in_token_order(graph: JointGraph, rule_of: RuleOf) -> JointGraph:

@@ -12,8 +12,7 @@ from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, map_references
 from autopar.ir.rewrite import reading
 from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, WANTED
 
-from .patterns import RuleOf, row_factor
-from .rewrite import Rewrite
+from .rewrite import Rewrite, RuleOf, row_factor
 
 
 class Dispatch(Rewrite):

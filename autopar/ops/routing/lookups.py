@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node
-from autopar.ops.experts import MM, MM_WEIGHT
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref, map_references
+from autopar.ops.experts import DOT, FROM, MM, MM_WEIGHT, SUM
 
-from .patterns import TURNED, put_along_rows
-from .rewrite import Rewrite
+from .rewrite import TURNED, Rewrite, only_step, put_along_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +105,38 @@ def _gradient_of_lookup(made: Rewrite, node: Node) -> bool:
     column, row = made.matrix(left, rows, a), made.matrix(right, rows, b)
     made.emit(MM_WEIGHT, (column, row, made.now(put.index), shape[0]), shape, node.name)
     return True
+
+
+def with_weighted_sums(graph: JointGraph) -> JointGraph:
+    """The graph with sum(rows * weights) over the rows of each token, and with the gradient of the weights, as one
+    operator each."""
+    made = Rewrite(graph)
+    back = {node.name for node in graph.nodes if node.op == FROM and len(graph.metas[node.name].shape) == 2}
+    for node in graph.nodes:
+        made.node = node
+        product = _product_of(graph, node, back) if node.op == "aten.sum.dim_IntList" and not node.kwargs else None
+        if product is None:
+            made.keep(node)
+        else:
+            op, args = product
+            made.emit(op, map_references(args, made.now), made.shape(node.name), node.name)
+    return made.done()
+
+
+def _product_of(graph: JointGraph, node: Node, back: Collection[str]) -> tuple[str, tuple[Any, ...]] | None:
+    """The operator, and its arguments, of which a sum is the last step."""
+    read = node.inputs[0]
+    view = only_step(graph, read, RESHAPE)
+    product = only_step(graph, view.inputs[0] if view else read, "aten.mul.Tensor")
+    if product is None or len(set(product.inputs)) != 2:
+        return None
+    rows, other = product.inputs if product.inputs[0] in back else product.inputs[::-1]
+    if rows not in back:
+        return None
+    (count, width), across, apart = graph.metas[rows].shape, graph.metas[other].shape, graph.metas[read].shape
+    if view is None and across == (count, width) and node.args[1:] in (((1,), True), ((-1,), True)):
+        return DOT, (Ref(other), Ref(rows))
+    together = view is not None and len(apart) == 3 and apart[0] * apart[1] == count and apart[2] == width
+    if together and across == (count, 1) and node.args[1:] == ((1,),):
+        return SUM, (Ref(rows), Ref(other), apart[1])
+    return None

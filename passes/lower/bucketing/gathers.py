@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.graph import WAIT, Node
-from autopar.passes.lower.kinds import GATHERED, LAYOUT
+from autopar.ir.program import GATHERED, LAYOUT
 
 from .packing import Bucket, BucketWriter
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import RESHAPE, WAIT, Node, Ref, TensorMeta
+from autopar.ir.program import GATHERED, SCATTERED
 from autopar.ir.rewrite import NodeWriter, numbered
-from autopar.passes.lower.kinds import GATHERED, SCATTERED
 
 
 @dataclass(eq=False, slots=True)
