@@ -6,8 +6,6 @@ plans makes a problem and solves it many times, and is timed as a whole; so is t
 (`autopar.planning`).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

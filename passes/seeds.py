@@ -6,8 +6,6 @@ seed of the step, the operator, and the global index, and of nothing else. As ea
 its own, copies of a repeated layer stay alike.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Ranks that decide together: what one finds wrong, all raise, so that nobody waits in a collective. And what is said
 where something fails on a rank: in which instruction, of which module, with which peers."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Collectives on process groups: each function starts one and returns its result with the handle to wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ While a profiler is active, the same source runs with each call marked by its in
 simulated traces (`autopar.report.simulation`).
 """
 
-from __future__ import annotations
-
 import builtins
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ microseconds whether each of them is still the same object, and containers hold 
 values, as capture did, and says by name which differ: the module then needs another program.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Sequence

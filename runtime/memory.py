@@ -1,7 +1,5 @@
 """The memory that a training step takes on this rank: the most bytes of tensors that are alive at once."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

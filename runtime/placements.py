@@ -1,7 +1,5 @@
 """Layouts as `torch.distributed.tensor` placements, and a rank's slice of a whole tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Plans by what is measured: by the ranks of a mesh, or by this process alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ instruction. On one device alone there are no peers: collectives are stood in fo
 shapes, and only what the device itself does is believed.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

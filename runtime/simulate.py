@@ -1,7 +1,5 @@
 """A program on all ranks of a mesh in one process, in lock step."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The command line. It reads options, calls the library and prints."""
 
-from __future__ import annotations
-
 import typer
 
 from . import machines, plans, profiles

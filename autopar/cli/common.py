@@ -1,8 +1,6 @@
 """What commands have in common, the options of those about models and plans, and the model that one
 names: module:callable, or hf:ConfigClass."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -7,8 +7,6 @@ levels, or a part of one, are not fitted: what is predicted for them says how fa
 (`check`). What was measured of each axis is kept beside them, and prices those that a mesh has.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

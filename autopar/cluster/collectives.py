@@ -6,8 +6,6 @@ recursive doubling and halving); Sanders, Speck, Träff 2009 (two trees); ATP Eq
 MeshSlice 3.2.2 (its printed formula has a misplaced parenthesis: t_launch + (P - 1) (t_sync + shard / bw) is meant).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

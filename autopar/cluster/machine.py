@@ -6,8 +6,6 @@ caller gives). An axis may span several levels or share one with others; `Cluste
 groups get of each level. `library` has the clusters and reads files, `collectives` prices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Parts of torch that do what they do in another way while a model is exported, which a graph can hold."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager

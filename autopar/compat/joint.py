@@ -1,7 +1,5 @@
 """The joint graph of forward and backward, from a recorded forward, and what torch notes on its nodes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The forward of a step, recorded operator by operator."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Which versions of torch are served."""
 
-from __future__ import annotations
-
 import torch
 
 SERVED = ("2.11", "2.12", "2.13")

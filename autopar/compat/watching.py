@@ -1,7 +1,5 @@
 """Modes that watch a trace, hooks, and generators of random numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

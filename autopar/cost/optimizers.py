@@ -1,7 +1,5 @@
 """Optimizers: what each keeps of a parameter, and what a step of it moves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

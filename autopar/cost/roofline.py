@@ -1,7 +1,5 @@
 """What a rank's own operators take: a roofline of arithmetic and memory, on local shapes, or what was measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ there, and the others go on (Ghodsi et al. 2011, dominant resource fairness; of 
 Rates change when a task starts or ends, and only then.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence

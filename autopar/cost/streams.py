@@ -7,8 +7,6 @@ links do (`collectives`), and longer while another axis uses the same links, ope
 of what they run on (`simulator`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple

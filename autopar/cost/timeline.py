@@ -4,8 +4,6 @@ Every rank runs the same program on equal shares, so one rank stands for all. It
 operators and one for each mesh axis (`streams` makes it).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

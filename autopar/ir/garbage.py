@@ -1,7 +1,5 @@
 """Capture and planning make many objects and few cycles of them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

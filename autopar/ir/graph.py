@@ -5,8 +5,6 @@ This is the value that capture makes and every later step reads. It is ours, and
 printable and stampable.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

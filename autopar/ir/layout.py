@@ -17,8 +17,6 @@ A `Layout` is a tuple with one placement for each mesh axis. All periods are glo
 named tuples, since planning hashes them millions of times.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -4,8 +4,6 @@ Every rank runs the same program; what differs is its coordinate in the mesh. A 
 with one instruction and is finished by a `collective.wait`, so that passes can move the two apart.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ nested loops of lengths `box`, each of which steps by `strides` through the whol
 order, from index `base` on. Without them an operator makes the whole tensor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """What all passes share that write graphs and programs: names that are free, nodes under other names, who makes and
 reads a value, and what nobody needs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

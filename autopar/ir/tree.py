@@ -3,8 +3,6 @@
 Containers are those that `torch.utils._pytree` knows, and any dataclass, registered or not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

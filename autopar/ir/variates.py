@@ -5,8 +5,6 @@ method for generating gamma variables, 2000), where the i-th attempt of an eleme
 is a function of the key, the element's global index and its parameter alone, as in `autopar.randomness`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A tree: the core bridge and a bridge for each child that is not a rank lie in on
 has a namespace of its own. A link is a veth pair with a token bucket at both ends.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """One rank of `autopar.lab.run`: python -m autopar.lab.rank CALL RESULT, both files of JSON."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

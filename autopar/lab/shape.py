@@ -1,7 +1,5 @@
 """The shape of a lab: how many children each level has, and how fast the link of a child is."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ SPEC is one line of JSON: {"network": what `launch.Network` holds, "commands": [
 ...], "prefix": bool, "grace_seconds": ...}, with a command and an environment for each rank.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

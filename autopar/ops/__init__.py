@@ -1,7 +1,5 @@
 """What operators' dims mean, and how an op runs on shards."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

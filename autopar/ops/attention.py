@@ -6,8 +6,6 @@ mask, which it writes out. Keys and values are split with queries whole: each ra
 parts are weighted by their sums of exponentials.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

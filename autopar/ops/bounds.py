@@ -4,8 +4,6 @@ A rank that holds a part of a dim takes an index of no part of it for another ra
 so be ignored by all, where one device raises IndexError: whoever splits an indexed dim checks the indices first.
 """
 
-from __future__ import annotations
-
 import torch
 
 from autopar.ir.graph import Ref

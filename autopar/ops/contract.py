@@ -9,8 +9,6 @@ Of operators that nothing is known of, every operand is made contiguous, except 
 pointwise: these read strides. `benchmarks/strides.py` shows which kernels of the table do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

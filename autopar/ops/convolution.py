@@ -5,8 +5,6 @@ input, it is the other way round. Beyond the ends rows are zeros, as the padding
 rows that an uneven shard lacks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

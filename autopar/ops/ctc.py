@@ -2,8 +2,6 @@
 static shapes cannot hold; these do not, and backward makes the table again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

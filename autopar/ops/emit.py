@@ -4,8 +4,6 @@ An expansion (say, a softmax whose class dim is split) is written by the op tabl
 Costs, codegen and the oracle run the same expansion, so that what is priced and proved is what is run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

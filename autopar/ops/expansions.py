@@ -4,8 +4,6 @@ An expansion is called instead of the op when a factor that says `expands` is sp
 local values and returns the local results, in the op's order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

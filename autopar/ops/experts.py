@@ -10,8 +10,6 @@ wants is small; every rank of the axis reads it whole, and knows from it how man
 each other one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Each function takes what the table's line says and returns the function from a call to its rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ the rows [s i - p, s i - p + d (k - 1)], so that a shard of the coarse rows need
 d (k - 1) - p - s + 1 after them: its halo, which the neighbours have.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping

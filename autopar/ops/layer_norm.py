@@ -4,8 +4,6 @@ A split of rows costs nothing. A split of what is normalised costs one all-reduc
 forward, and one backward: what 2D tensor parallelism does between its products.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

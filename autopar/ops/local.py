@@ -1,7 +1,5 @@
 """Arguments for local shapes: sizes, offsets and counts that an op takes as numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -2,8 +2,6 @@
 that a collective finds what all ranks of its group put in. The numbers are right, the timing says nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses: their rules, and negative log-likelihood with the classes or the tokens split."""
 
-from __future__ import annotations
-
 import torch
 
 from autopar.ir.graph import Ref

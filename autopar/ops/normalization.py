@@ -4,8 +4,6 @@ A split that cuts what a statistic is over (batch and spatial dims; of group nor
 all-reduce of 2 numbers a statistic forward and one backward; a split of channels or groups costs nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ in this process, in lock step where an expansion holds collectives. Shards lie i
 (`laid_out`), since nothing says how they do in a program.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

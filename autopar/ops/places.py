@@ -6,8 +6,6 @@ the source is not gathered. What writes: each rank drops what is for other ranks
 split what is added: every rank adds its part, and one of them the tensor that it is added to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

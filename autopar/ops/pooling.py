@@ -1,8 +1,6 @@
 """Pools: batch and channels are split freely, spatial dims where windows keep step with rows, with the edges exchanged
 where windows overlap."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ each as operators of `autopar.randomness`, which read a key, and as pointwise AT
 be split, and nothing is communicated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -2,8 +2,6 @@
 each rank reduces what it has, and small all-reduces without the reduced dims combine it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

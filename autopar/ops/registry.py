@@ -4,8 +4,6 @@ What the dims of an operator mean is a fact about that operator, the same for ev
 of the flow (segments, blocks, space, codegen, the oracle) must be told the same. So it is no argument of a plan.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

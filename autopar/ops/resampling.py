@@ -1,7 +1,5 @@
 """Up- and downsampling by whole factors, and shuffled pixels: rows are split."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ that does not carry a split factor is `Partial` if the op reduces over it, else 
 factors; only the table names ops.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

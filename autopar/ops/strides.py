@@ -6,8 +6,6 @@ dim. On one device these operands come from kernels that make them contiguous. O
 permuted first. `contract` has how this is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -11,8 +11,6 @@ Operands stand for the tensor arguments of the op's schema, in its order; those 
 give drop out. A dim of size 1 carries nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Where a part is split with the whole, its offset and its length are multiples of the factor's size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 

@@ -4,8 +4,6 @@ Where a window does not fall on the shards of a split dim, a few places are look
 what is put back is made by each rank for its own places: it knows which of them are meant.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,8 +1,6 @@
 """The best decisions with parameters at rest in given layouts: what another mode of a module, or a checkpoint, starts
 from."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 

@@ -5,8 +5,6 @@ it, and hands its answer back by a pipe. The answer is what this process would h
 itself where there is no core to spare.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

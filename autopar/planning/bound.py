@@ -16,8 +16,6 @@ Nested splits can leave the dim that they started in (a batch of 8 split by 64 r
 sequence); what such an option reads and makes there is `ANY` layout, from and to which all is free.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ cheapest plan there are others to look at: what a second search finds with most 
 what presets leave.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ shell; one that names a module means all that lies in it. `S(d)` on a parameter:
 the axis, and so for an input. `R`: whole on that axis, and no operator of the module is split along it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cost modes: what a plan is the least of."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ after axis until nothing improves. All joint options that the descents ended wit
 as one problem.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

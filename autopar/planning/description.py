@@ -1,7 +1,5 @@
 """Assignments as plans, which people read and edit, and plans as assignments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """What callers give, looked at before anything is done with it: one ValueError says what is wrong, and what to give."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real

@@ -5,8 +5,6 @@ of memory are tried, a pool of what they lead to is solved under limits on the s
 again in backward, until the peak fits. Peaks are estimated, and that of the answer is looked at.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ and the best few of these thoroughly. (Bounds of several axes are too far below 
 longer than a descent.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar

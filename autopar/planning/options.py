@@ -1,7 +1,5 @@
 """What each site may do: the joint options of all axes that constraints leave, and where a descent starts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The request: what a plan is asked to be, as one value from the verbs down to the solves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ a proved optimum, wider ones to within a percent (`solve.relax`); the whole is n
 against a lower bound of the whole (`bound`).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

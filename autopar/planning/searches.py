@@ -1,7 +1,5 @@
 """The searches of one space: with pins and a limit, with other prices, and within presets."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

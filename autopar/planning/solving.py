@@ -1,7 +1,5 @@
 """Exact solves over allowed options: the problem is built, solved, and read back as an assignment."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

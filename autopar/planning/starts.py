@@ -5,8 +5,6 @@ A descent frees one axis at a time, so what an axis does while the others are st
 say what a model splits without communication, layer after layer, before anything was solved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from autopar.ir.layout import Split

@@ -4,8 +4,6 @@ The exact figures are those of the assignment's program: its timeline, and its p
 fewer copies of each segment, in which nothing runs in parts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The writer: the programs that assignments are, as they run and as they are measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations
 from typing import Any, TypeVar

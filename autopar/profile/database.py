@@ -6,8 +6,6 @@ program by machine, links of all axes and `structure` (the program without names
 are in it). Several processes may read and write at once; what was written is there after a crash.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Comparisons and timelines as figures. Needs matplotlib: `pip install 'autopar[figure]'`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from autopar.cost.timeline import COMPUTE, Timeline

@@ -1,7 +1,5 @@
 """The verb `simulate`: a plan of a model on a cluster, run in time by one rank's events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

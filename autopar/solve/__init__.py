@@ -1,7 +1,5 @@
 """Solvers: functions from a `Problem` to a `Solution`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 tables carry a leading axis of prices, so that a sweep over prices costs little more than one price.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -1,7 +1,5 @@
 """The factor graph of a problem: nodes (variables, classes of options, accumulators) and tables over them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

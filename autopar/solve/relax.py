@@ -8,8 +8,6 @@ optimum of the whole as soon as it lies no further above the bound than the stat
 that lie on the bound are too many, node after node takes the state that costs least beside those taken before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -3,8 +3,6 @@
 Options with the same rows for all tensors differ in their own costs only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

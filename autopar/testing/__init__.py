@@ -11,8 +11,6 @@ lock step with the others. What is compared with is eager PyTorch of a copy of t
 step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

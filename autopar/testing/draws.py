@@ -5,8 +5,6 @@ generator. While `Draws` is active, the k-th random operator that eager runs tak
 captured graph takes, so that masks are the same and everything else can be compared.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The first operator at which a program departs from the captured graph."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

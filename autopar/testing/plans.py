@@ -1,7 +1,5 @@
 """Random points of a search space, for what is claimed of every plan."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

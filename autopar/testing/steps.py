@@ -1,7 +1,5 @@
 """What steps make, by eager and by a program on simulated ranks, and how far two of them are apart."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

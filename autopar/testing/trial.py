@@ -1,7 +1,5 @@
 """A model that is tried: captured once, run by eager once, and compared with as many programs as are asked for."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a graph's ParallelBlocks are, and what stands beside them: free groups and shared input branches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

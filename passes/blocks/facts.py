@@ -2,8 +2,6 @@
 activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from autopar.ir.graph import JointGraph, is_view

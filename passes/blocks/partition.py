@@ -4,8 +4,6 @@ Blocks claim forward operators (`Growth`). Input branches join their only reader
 module, and backward operators join their forward's group.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """What capture knows about a step: its graph, its leaves, and how a call is bound to them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ gradient it computes. The adds by which autograd accumulates the gradients of a 
 the gradient of no forward node; their module is "" and their sequence -1.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ same form that only their own period reads. What autograd makes of equal lists i
 differentiate the ends of a run. `stamp` checks the rest in the graph that comes out.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Nodes under construction: what a node of fx is called in our graph, and the order in which nodes stand."""
 
-from __future__ import annotations
-
 import keyword
 import re
 from collections.abc import Sequence

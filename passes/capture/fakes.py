@@ -1,7 +1,5 @@
 """A copy of the model whose tensors are fakes, which share no memory with it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """What a trace that ended says to the person: the cause, the line of the model, and what to do."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 import traceback

@@ -6,8 +6,6 @@ the first one left behind in Python has a number of its own in the second, unles
 then it is the same in each step (a cached table of sines).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ often as periods were taken out. Names of tensors and modules are read off the w
 in the record belongs to the module, and reads the tensors, that stand there.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence

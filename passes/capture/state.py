@@ -12,8 +12,6 @@ name; data attributes of the classes; the global generators of `random` and nump
 library are taken as they are, and so is what files, clocks and other processes tell.
 """
 
-from __future__ import annotations
-
 import collections
 import contextvars
 import enum

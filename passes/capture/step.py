@@ -1,7 +1,5 @@
 """The step that is traced: the model from flat tensors to flat tensors, everything but the loss detached."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import logging

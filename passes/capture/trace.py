@@ -6,8 +6,6 @@ The model is traced as a copy whose tensors are fakes, so that a model of any si
 on a laptop, and the user's own model is only read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence

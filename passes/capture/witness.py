@@ -10,8 +10,6 @@ another wrote, and the graph is the step too. Otherwise what was kept is refused
 it was before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The emitter: instructions of both halves as they are written, under names that are nowhere taken."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the cost model priced is written out as local reshapes and collectives (`redistr
 are made from the sites of the first one, by renaming (`demand`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from autopar.ir.layout import REPLICATE, Layout

@@ -1,7 +1,5 @@
 """Redistribution: one step of a route as local reshapes, permutes and one collective along dim 0."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Where a reader wants another layout than a tensor has, the route that the cost m
 where it is read; what is recomputed in backward is made when backward first reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

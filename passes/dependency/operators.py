@@ -4,8 +4,6 @@ A rule gives the factors that dims carry (CFP Table 1: element-wise, broadcast, 
 element of a result depends on every element of every operand.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -17,8 +17,6 @@ Four kinds of collectives are told apart:
 - all others stay where they are, and are waited for just before their first reader.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ Where every operator of the stretch acts on a dim index by index (its rule has a
 that dim are chains that do not wait for each other. The result is laid side by side again at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 
 from autopar.ir.graph import Node

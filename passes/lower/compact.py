@@ -3,8 +3,6 @@
 A view holds all the memory of its base: a slice of a mask that every rank makes whole would keep the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ It is looked at on a program of few copies of each layer, so that what is found 
 then written in all programs of the same operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args

@@ -8,8 +8,6 @@ no more of them move than the collective takes, the last ones first: what is put
 with it the reductions that it leads to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ The parts of a region (`regions`) are software-pipelined: part s + 1 is one stag
 the start of a collective. `slice.py` and `chunk.py` say which stretches; this file says how they are written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

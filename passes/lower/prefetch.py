@@ -6,8 +6,6 @@ simulated step is as short as with any. (What backward gathers again, or keeps, 
 plan: Par4D IV-D.)
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from autopar.cost.streams import alone_seconds, timeline

@@ -7,8 +7,6 @@ dim is summed over, the parts add up (`Partial`). Period = size are parts of con
 takes every so many-th block, which is MeshSlice's blocked slicing (Algorithm 2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Of each run of copies that decide alike, a few are kept (`KEPT`, or what is aske
 that are missing: what it leaves behind in forward and in backward, each of them leaves too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

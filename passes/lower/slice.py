@@ -8,8 +8,6 @@ summed over they are added up, and both operands are cut alike: where their shar
 (blocked slicing, Algorithm 2). S = 1 is Collective, the program as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 
 from autopar.ir.graph import CONTIGUOUS, WAIT, Node

@@ -4,8 +4,6 @@ An operand is made at one position of the own copy, or crosses a border from the
 or is an input of the copy's own. Copies at either end that do not fit are dropped.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

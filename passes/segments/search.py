@@ -7,8 +7,6 @@ alone decides, and shortens or refuses a run that does not fit. CFP lets trivial
 segments; here they may not, because one copy's program is stamped for all.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence

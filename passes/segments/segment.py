@@ -1,7 +1,5 @@
 """What a segment is: copies of one layer, what crosses between them, and what is each copy's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 Copies = tuple[tuple[int, ...], ...]

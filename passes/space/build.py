@@ -1,7 +1,5 @@
 """Building the space: the sites of a graph, region by region, and then the choices of each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ root. A view moves no data and makes no decision, so it is no site of the search
 its root to layouts of what is read (`layout.reshape_split`), and codegen runs it where it is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Operator layouts: how an operator's operands and results lie under a choice, by its rule."""
 
-from __future__ import annotations
-
 import math
 
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Routed, Shape, Split, is_legal, nest

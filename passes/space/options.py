@@ -1,7 +1,5 @@
 """Options: what a choice means at a site, or None where it is not legal."""
 
-from __future__ import annotations
-
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_meta, nest
 

@@ -4,8 +4,6 @@ They are found by a fixpoint: every factor of every contraction and every dim of
 and digits travel along the operators and views that preserve them (CFP Eq. 2).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the collectives in it, from the borders, parameters and inputs that are there. R
 functions of a key and of global indices.
 """
 
-from __future__ import annotations
-
 from .sites import Region
 
 

@@ -1,8 +1,6 @@
 """The setting of a search space: what options are judged by, what was worked out for them, and what a rank's share of
 an operator takes under a choice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

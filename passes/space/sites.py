@@ -5,8 +5,6 @@ A choice for every mesh axis is an *option* of a site: it fixes the layout in wh
 each result, and the seconds of the local work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -3,8 +3,6 @@
 All ranks call these functions together.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Seconds of calls: of one rank's, and of what all ranks begin together."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -4,8 +4,6 @@ Everything is measured in rounds, each of which runs every case, in another orde
 disturbs all cases alike; medians are taken over all runs of a case.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

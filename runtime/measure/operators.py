@@ -1,7 +1,5 @@
 """Operators: what arithmetic takes on every rank at the same time, with operands as far away as those of a program."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The library of clusters: those of the files beside this one, and what was registered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path

@@ -4,8 +4,6 @@ is from.
 `docs/clusters.md` explains the keys, `KEYS` below is what is checked.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A cluster as the text of a TOML file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 

@@ -10,8 +10,6 @@ Each use of sorted values is proved to be of that kind, by the op's rule or by a
 any other use stays as it is, and so does a lookup.
 """
 
-from __future__ import annotations
-
 from autopar.ir.graph import JointGraph
 
 from .dispatch import Dispatch

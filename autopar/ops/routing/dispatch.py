@@ -4,8 +4,6 @@ Rows set out where they are multiplied by expert, and come back where something 
 one by one in between is done where they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, map_references

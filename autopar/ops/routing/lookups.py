@@ -1,7 +1,5 @@
 """Weights looked up for every row: `weight[ids]`, multiplied with one vector a row, is a product by expert."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any

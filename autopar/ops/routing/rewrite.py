@@ -1,7 +1,5 @@
 """A graph rewritten node by node: values that equal others, operators in the place of a node, and no dead code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Takes sorts of rows by expert out of the graph, which leaves the rows in the order of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any

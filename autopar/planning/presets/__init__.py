@@ -21,8 +21,6 @@ three of papers take the axes with a name of `GRID_AXIS_NAMES`, or the last two 
 `DATA_AXIS_NAMES` are; "z", or without any such name the third last, is z. All other axes are data parallel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One mesh axis at a time: data parallel and Megatron."""
 
-from __future__ import annotations
-
 import math
 
 from autopar.ir.layout import Split

@@ -1,7 +1,5 @@
 """What presets know of a model: where batch, sequence, classes and heads travel in it, and which values are weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ On an axis that is alone, or has a mesh of one rank beside it, the same rules ar
 to a site comes in tiers: where nothing of the first is legal (a dim is too short, or not even), the next is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 

@@ -4,8 +4,6 @@ At most `ahead_bytes` are in flight that are not yet used. Over two mesh axes, w
 while the bucket before it is computed with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from autopar.ir.graph import WAIT, Node

@@ -3,8 +3,6 @@
 What comes back is taken apart again; values are the same bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A bucket starts as soon as it is full. It is finished at the end, or, where a se
 bucket has been started.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
