@@ -295,14 +295,19 @@ def test_another_step_draws_other_numbers(name: str) -> None:
     assert not torch.allclose(one, other)
 
 
+@functools.cache
+def gpt2_with_dropout(rate: float) -> Planner:
+    made = dropping(models.gpt2(resid_pdrop=rate, embd_pdrop=rate))
+    return Planner(made.model, {"dp": 2, "tp": 2}, made.args, made.kwargs)
+
+
 @pytest.mark.parametrize("solver", PRESETS)
 def test_drawing_needs_no_communication(solver: str) -> None:
     """As many bytes as without dropout: masks are made in parts, where they are needed."""
     pytest.importorskip("transformers")
     sent, drawn = [], 0
     for rate in (0.0, 0.1):
-        made = dropping(models.gpt2(resid_pdrop=rate, embd_pdrop=rate))
-        planned = Planner(made.model, {"dp": 2, "tp": 2}, made.args, made.kwargs)
+        planned = gpt2_with_dropout(rate)
         program = planned.program(planned.plan(solver=solver, cost="serial"))
         sent.append(sum(size for _, _, size in program.collectives()))
         drawn = sum("box" in dict(i.kwargs) for i in program.forward if i.op == "autopar.dropout.default")

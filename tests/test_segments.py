@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length).reshape(batch, length) % 64
 
 
+@cache
 def llama(layers: int) -> JointGraph:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
@@ -93,6 +95,7 @@ def llama(layers: int) -> JointGraph:
     return capture(transformers.LlamaForCausalLM(config), (), batch).graph
 
 
+@cache
 def gpt2() -> JointGraph:
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=32, use_cache=False,
