@@ -150,17 +150,11 @@ def _numbers(text: str) -> list[float]:
     return [float(word.strip(".,;:()")) for word in text.split() if word.strip(".,;:()").replace(".", "").isdigit()]
 
 
-@functools.cache
-def llama(layers: int) -> Planner:
-    torch.manual_seed(0)
-    return Planner(models.llama(layers), {"a": 4}, (), models.tokens(0)[1])
-
-
 @pytest.mark.parametrize("solver", ["ilp", "dp"])
 def test_the_solvers_objective_is_the_accounts(solver: str) -> None:
     """At every depth: what is decided for a layer counts once for each of its copies."""
-    for layers in (3, 6):
-        made = llama(layers)
+    for name in ("llama tied", "llama of 4 layers"):
+        made = planner(name, {"a": 4})
         found = Search(made.space, solver, None, logging.getLogger("autopar").info).run()
         promised = account(made.space, found.assignment)
         assert promised.seconds == pytest.approx(found.score.seconds, rel=1e-9)
