@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up, then lints, checks types and runs all tests; fails if any of them does. Arguments go to pytest, which
-# runs as four processes, which wait for ranks much of the time; tests that start ranks start them themselves.
+# runs as three processes for two cores: some wait, for links and clocks; those that start ranks start them themselves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
@@ -10,15 +10,19 @@ failed=""
 echo "== ruff"
 "$bin/ruff" check . || failed+=" ruff"
 
-echo "== mypy"
-# The three folders are one package; mypy sees it only where they lie as one.
+# The three folders are one package; mypy sees it only where they lie as one. It takes one core, while tests run.
 rm -rf build/typing
 mkdir -p build/typing/autopar
 ln -s "$PWD"/autopar/* "$PWD/passes" "$PWD/runtime" build/typing/autopar/
-(cd build/typing && "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar) || failed+=" mypy"
+(cd build/typing && "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar) \
+    > build/mypy.log 2>&1 & mypy=$!
 
 echo "== pytest"
-"$bin/python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
+"$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
+
+echo "== mypy"
+wait "$mypy" || failed+=" mypy"
+cat build/mypy.log
 
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2

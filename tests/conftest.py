@@ -51,7 +51,11 @@ class Tally(logging.Handler):
             terminalreporter.write_line(f"oracle: {len(self.instances)} rules, {total} instances, {self.bad} bad")
 
 
-LONGEST = ("test_models.py", "test_parity.py", "test_stamp.py", "test_ops.py", "test_convolution.py", "test_experts.py")
+LONGEST = (
+    *("test_parity.py", "test_stamp.py", "test_models.py", "test_examples.py", "test_ops.py", "test_golden.py"),
+    *("test_lab.py", "test_generated.py", "test_experts.py", "test_convolution.py", "test_calibration.py"),
+    *("test_random.py", "test_modes.py", "test_ways.py", "test_precision.py", "test_pinned.py", "test_promises.py"),
+)
 """Files that begin first, so that no worker is left with one of them at the end."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -52,17 +53,21 @@ def collectives(program: Program) -> Collectives:
 
 
 def planned(
-    model: nn.Module,
-    x: torch.Tensor,
-    mesh: Mapping[str, int],
-    preset: str,
-    cluster: str,
-    constraints: Constraints | None = None,
+    model: nn.Module, x: torch.Tensor, mesh: Mapping[str, int], preset: str, cluster: str
 ) -> tuple[Planner, Program]:
     """A model's program under a preset."""
     planner = Planner(model, mesh, (x,), cluster=cluster)
-    plan = planner.plan(solver=preset, constraints=constraints)
+    plan = planner.plan(solver=preset)
     return planner, codegen(planner.space, planner.assignment(plan))
+
+
+@cache
+def layers(count: int, batch: int, length: int, hidden: int, heads: int) -> Planner:
+    """So many layers in bfloat16, captured once."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer(hidden, heads) for _ in range(count))).to(torch.bfloat16)
+        x = torch.zeros(batch, length, hidden, dtype=torch.bfloat16)
+    return Planner(model, {"a": 1}, (x,))
 
 
 def of_one_layer(
@@ -78,11 +83,10 @@ def of_one_layer(
 ) -> Collectives:
     """What the program of four layers has more than that of three, in bfloat16."""
     found = []
-    for layers in (3, 4):
-        with torch.device("meta"):
-            model = nn.Sequential(*(Layer(hidden, heads) for _ in range(layers))).to(torch.bfloat16)
-            x = torch.zeros(batch, length, hidden, dtype=torch.bfloat16)
-        found.append(collectives(planned(model, x, mesh, preset, cluster, constraints)[1]))
+    for count in (3, 4):
+        planner = layers(count, batch, length, hidden, heads).on(mesh, cluster)
+        plan = planner.plan(solver=preset, constraints=constraints)
+        found.append(collectives(codegen(planner.space, planner.assignment(plan))))
     less, more = found
     more.subtract(less)
     assert all(count >= 0 for count in more.values()), "the layers of the two are not the same"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers as hf
@@ -16,13 +15,9 @@ import architectures  # noqa: E402
 import tiny  # noqa: E402
 
 
-@pytest.mark.parametrize(
-    "default",
-    [hf.LlamaConfig(), hf.CLIPConfig(), hf.T5Config(), hf.SwinConfig(), hf.Gemma3TextConfig(), hf.WhisperConfig()],
-    ids=lambda config: config.model_type,
-)
-def test_a_configuration_is_small_in_all_its_parts(default: Any) -> None:
-    small = tiny.Shrinking(rules=tiny.SCALES[0]).config(default)
+@pytest.mark.parametrize("of", ["Llama", "CLIP", "T5", "Swin", "Gemma3Text", "Whisper"])
+def test_a_configuration_is_small_in_all_its_parts(of: str) -> None:
+    small = tiny.Shrinking(rules=tiny.SCALES[0]).config(getattr(hf, f"{of}Config")())
     for config in (small, *(getattr(small, name) for name in small.sub_configs)):
         sizes = {name: value for name, value in vars(config).items() if type(value) is int}
         for name in ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"):

@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from models import Case, assert_same, case, eager, simulated
-from ranks import outcomes
+from ranks import outcomes, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -450,42 +450,39 @@ def test_ranks_with_different_weights() -> None:
     assert "the ranks have different values for 'weight'" in everywhere(with_different_models)
 
 
-def called_with(*args: Any, **kwargs: Any) -> None:
+IDS, LABELS = models.tokens(0)[1].values()
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"input_ids": IDS[:4], "labels": LABELS}, "input kwargs.input_ids is int64[4, 8]"),
+    "dtype": ({"input_ids": IDS, "labels": LABELS.int()}, "input kwargs.labels is int32[8, 8]"),
+    "missing": ({"input_ids": IDS}, "kwargs.labels"),
+    "extra": ({"input_ids": IDS, "labels": LABELS, "attention_mask": torch.ones(8, 8)}, "kwargs.attention_mask"),
+    "no tensor": ({"input_ids": IDS, "labels": 3}, "input kwargs.labels is 3"),
+    "device": ({"input_ids": IDS, "labels": LABELS.to("meta")}, "kwargs.labels"),
+}
+
+
+def calls() -> dict[str, str]:
+    """What this rank is told at each of the calls of one module, and at one with other data on each rank."""
     made = case("gpt2")
     module = autopar.parallelize(made.model, axes(), kwargs=made.kwargs, solver="ddp")
-    module(*args, **kwargs)
+    given = {name: kwargs for name, (kwargs, _) in CALLS.items()}
+    given["data"] = models.tokens(torch.distributed.get_rank())[1]
+    return {name: refused(module, **kwargs) for name, kwargs in given.items()}
 
 
-IDS, LABELS = models.tokens(0)[1].values()
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    return run(RANKS, calls)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"input_ids": IDS[:4], "labels": LABELS}, "input kwargs.input_ids is int64[4, 8]"),
-        ({"input_ids": IDS, "labels": LABELS.int()}, "input kwargs.labels is int32[8, 8]"),
-        ({"input_ids": IDS}, "kwargs.labels"),
-        ({"input_ids": IDS, "labels": LABELS, "attention_mask": torch.ones(8, 8)}, "kwargs.attention_mask"),
-        ({"input_ids": IDS, "labels": 3}, "input kwargs.labels is 3"),
-        ({"input_ids": IDS, "labels": LABELS.to("meta")}, "kwargs.labels"),
-    ],
-    ids=["shape", "dtype", "missing", "extra", "no tensor", "device"],
-)
-def test_a_call_with_other_inputs(kwargs: dict[str, Any], message: str) -> None:
-    assert message in everywhere(_called, kwargs)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_with_other_inputs(told: list[dict[str, str]], call: str) -> None:
+    (message,) = {on_rank[call] for on_rank in told}
+    assert CALLS[call][1] in message
 
 
-def _called(kwargs: dict[str, Any]) -> None:
-    called_with(**kwargs)
-
-
-def called_with_other_data_on_each_rank() -> None:
-    args, kwargs = models.tokens(torch.distributed.get_rank())
-    called_with(*args, **kwargs)
-
-
-def test_ranks_with_different_batches() -> None:
-    message = everywhere(called_with_other_data_on_each_rank)
+def test_ranks_with_different_batches(told: list[dict[str, str]]) -> None:
+    (message,) = {on_rank["data"] for on_rank in told}
     assert "differs between ranks" in message and "DTensor" in message
 
 

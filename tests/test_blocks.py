@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length).reshape(batch, length) % 64
 
 
+@cache
 def llama(batch: int = 4, layers: int = 2) -> JointGraph:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=8,
@@ -39,6 +41,7 @@ def llama(batch: int = 4, layers: int = 2) -> JointGraph:
     return capture(transformers.LlamaForCausalLM(config), (), inputs).graph
 
 
+@cache
 def gpt2() -> JointGraph:
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False,
@@ -78,6 +81,7 @@ def test_gpt2_projects_q_k_and_v_at_once(merge: bool) -> None:
     assert of_layer(found, "transformer.h.1") == ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
 
 
+@cache
 def bert() -> JointGraph:
     """Attention written with separate contractions: q @ k, and @ v."""
     config = transformers.BertConfig(

@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,11 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@cache
+def captured() -> Planner:
+    return Planner(llama(), {"dp": 1}, kwargs=batch())
+
+
 def bytes_by_kind(program: Program) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for kind, axis, size in program.collectives():
@@ -216,7 +222,7 @@ def assert_same(one: Simulated, other: Simulated) -> None:
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=["4", "2x2"])
 def test_models_compute_the_same_bit_for_bit_with_the_same_bytes(mesh: dict[str, int]) -> None:
     model, inputs = llama(), batch()
-    planner = Planner(model, mesh, kwargs=inputs)
+    planner = captured().on(mesh, None)
     given = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     given.update(planner.captured.constants)
     for preset in PRESETS:
@@ -230,7 +236,7 @@ def test_models_compute_the_same_bit_for_bit_with_the_same_bytes(mesh: dict[str,
 
 
 def test_data_parallel_gradients_are_one_collective() -> None:
-    planner = Planner(llama(), {"dp": 4}, kwargs=batch())
+    planner = captured().on({"dp": 4}, None)
     found = planner.program(planner.plan(solver="ddp"))
     assert sum(i.collective is not None for i in found.backward) == 1
     sharded = planner.program(planner.plan(solver="fsdp"))
@@ -239,7 +245,7 @@ def test_data_parallel_gradients_are_one_collective() -> None:
 
 def test_reductions_over_two_axes_travel_in_buckets_one_stage_behind_the_other() -> None:
     """Shards of bucket n cross the nodes while bucket n + 1 is scattered within; what is gathered comes last."""
-    planner = Planner(llama(), {"dp": 2, "tp": 2}, kwargs=batch(), cluster=LAB)
+    planner = captured().on({"dp": 2, "tp": 2}, LAB)
     plan = planner.plan(solver="ddp")
     plain = codegen(planner.space, planner.assignment(plan))
     found = bucket(plain, limit_bytes=8_000, alone_bytes=6_000)
@@ -253,7 +259,7 @@ def test_reductions_over_two_axes_travel_in_buckets_one_stage_behind_the_other()
 
 def test_gathers_over_two_axes_do_not_wait_for_all_of_the_first() -> None:
     """A bucket of the second axis holds what comes of one of the first, and starts among the layers before its own."""
-    planner = Planner(llama(), {"dp": 2, "tp": 2}, kwargs=batch(), cluster=LAB)
+    planner = captured().on({"dp": 2, "tp": 2}, LAB)
     plan = planner.plan(solver="fsdp")
     found = bucket(codegen(planner.space, planner.assignment(plan)), (8_000, 2**20)).forward
     first, second = (

@@ -154,9 +154,22 @@ def case(name: str) -> Case:
     return CASES[name]()
 
 
+def facts(model: nn.Module) -> dict[str, tuple[int, int, torch.Tensor]]:
+    """Identity, version and values of each tensor of a model."""
+    return {key: (id(t), t._version, t.detach().clone()) for key, t in model.state_dict(keep_vars=True).items()}
+
+
 @pytest.fixture(scope="module")
-def captured(case: Case) -> Captured:
-    return case.capture()
+def before(case: Case) -> tuple[dict[str, tuple[int, int, torch.Tensor]], torch.Tensor]:
+    """Of the model and of torch's generator, before the capture."""
+    return facts(case.model), torch.get_rng_state()
+
+
+@pytest.fixture(scope="module")
+def captured(case: Case, before: tuple[Any, torch.Tensor]) -> Captured:
+    made = case.capture()
+    assert torch.equal(torch.get_rng_state(), before[1])
+    return made
 
 
 def test_equals_eager(case: Case, captured: Captured) -> None:
@@ -229,18 +242,13 @@ def test_is_the_same_each_time_and_on_meta(name: str, case: Case, captured: Capt
     assert again.graph.nodes == captured.graph.nodes  # which compares what is not printed, too
 
 
-def test_leaves_the_model_alone(name: str) -> None:
-    case = CASES[name]()
-    before = {key: (id(t), t._version, t.detach().clone()) for key, t in case.model.state_dict(keep_vars=True).items()}
-    state = torch.get_rng_state()
-    case.capture()
+def test_leaves_the_model_alone(case: Case, before: tuple[Any, torch.Tensor], captured: Captured) -> None:
     for key, tensor in case.model.state_dict(keep_vars=True).items():
-        identity, version, values = before[key]
+        identity, version, values = before[0][key]
         assert id(tensor) == identity and tensor._version == version and torch.equal(tensor, values)
         assert tensor.grad is None
         assert not compat.is_fake(tensor)
     assert case.model.training
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_leaves_the_model_alone_when_it_fails() -> None:

@@ -378,12 +378,18 @@ def mesh_id(mesh: dict[str, int]) -> str:
 
 
 @functools.cache
-def _planner(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
+def _captured(name: str) -> Planner:
     model, batch = example(name)
-    return Planner(model, dict(axes), (), batch)
+    return Planner(model, {"a": 1}, (), batch)
+
+
+@functools.cache
+def _planner(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
+    return _captured(name).on(dict(axes), None)
 
 
 def planner(name: str, mesh: dict[str, int]) -> Planner:
+    """Each model is captured once."""
     return _planner(name, tuple(mesh.items()))
 
 

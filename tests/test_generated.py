@@ -30,7 +30,7 @@ def failures(spec: Spec, number: int, meshes: int) -> list[Outcome]:
 def test_a_sample_of_each_family(family: str) -> None:
     @seed(17)
     @settings(
-        max_examples=4,
+        max_examples=3,
         database=None,
         deadline=None,
         phases=[Phase.generate, Phase.shrink],

@@ -106,6 +106,10 @@ def said() -> dict[str, Any]:
     return {name: os.environ[name] for name in names} | {"sum": total.item(), "threads": torch.get_num_threads()}
 
 
+def said_and_sent(size: int) -> tuple[dict[str, Any], float]:
+    return said(), seconds_of_a_message(size)
+
+
 def seconds_of_a_message(size: int) -> float:
     """Of `size` bytes from rank 0 to the last, as the last one sees it."""
     message = torch.zeros(size, dtype=torch.uint8)
@@ -131,10 +135,15 @@ def waits() -> None:
     time.sleep(1000)
 
 
+@pytest.fixture(scope="module")
+def slow() -> list[tuple[dict[str, Any], float]]:
+    """What the ranks of one lab were told, and how long they took for 4 MB."""
+    return lab.run(lab.nodes(2, 1, "80mbit", "6gbit"), said_and_sent, 4_000_000, timeout_seconds=200.0)
+
+
 @needs_lab
-def test_ranks_are_told_who_they_are_and_reach_each_other() -> None:
-    found = lab.run(lab.nodes(2, 1, "1gbit", "1gbit"), said, timeout_seconds=200.0)
-    assert found == [
+def test_ranks_are_told_who_they_are_and_reach_each_other(slow: list[tuple[dict[str, Any], float]]) -> None:
+    assert [told for told, _ in slow] == [
         {
             "RANK": str(rank),
             "LOCAL_RANK": "0",
@@ -150,10 +159,8 @@ def test_ranks_are_told_who_they_are_and_reach_each_other() -> None:
 
 
 @needs_lab
-def test_links_are_as_slow_as_they_are_told_to_be() -> None:
-    size = 4_000_000
-    slow = lab.run(lab.nodes(2, 1, "80mbit", "6gbit"), seconds_of_a_message, size, timeout_seconds=200.0)
-    assert slow[-1] > 0.36  # 0.4 s at 10 MB/s, if nothing else is in the way
+def test_links_are_as_slow_as_they_are_told_to_be(slow: list[tuple[dict[str, Any], float]]) -> None:
+    assert slow[-1][1] > 0.36  # 0.4 s at 10 MB/s, if nothing else is in the way
 
 
 @needs_lab
@@ -203,34 +210,36 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
 
 
 @needs_lab
-@pytest.mark.parametrize("victim", ["lab", "supervisor", "rank"])
-def test_nothing_is_left_after_a_kill(victim: str) -> None:
-    """Of ranks, of children that left their rank's session, and of the network; two labs live at once."""
+def test_nothing_is_left_after_a_kill() -> None:
+    """Of the lab, of its supervisor or of a rank: of ranks, of children that left their rank's session, and of the
+    network. Four labs live at once, one is killed after the other, and the last one is ended."""
     token = f"300.{os.getpid()}"  # a number of seconds that no other process sleeps
     script = f"readlink /proc/self/ns/net; setsid sleep {token}1 & sleep {token}2 & echo ready; wait"
-    process, other = (_lab(["--nodes", "2", "--ranks", "1", "--", "sh", "-c", script]) for _ in range(2))
+    labs = [_lab(["--nodes", "2", "--ranks", "1", "--", "sh", "-c", script]) for _ in range(4)]
     try:
-        lines = _read_until(process, "ready", 2) + _read_until(other, "ready", 2)
+        lines = [line for process in labs for line in _read_until(process, "ready", 2)]
         namespaces = {line.split()[-1] for line in lines if "net:[" in line}
-        assert len(namespaces) == 4
-        assert _soon(lambda: len(_sleeping(token)) == 8)
+        assert len(namespaces) == 8
+        assert _soon(lambda: len(_sleeping(token)) == 16)
         assert namespaces <= _network_namespaces()
-        if victim == "lab":
-            process.kill()
-        else:
-            supervisor = _children(process.pid)[0]
-            os.kill(supervisor if victim == "supervisor" else _children(_children(supervisor)[0])[0], signal.SIGKILL)
-        process.wait(timeout=200)
-        assert process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-        assert _soon(lambda: len(_sleeping(token)) == 4)
-        assert _soon(lambda: len(namespaces & _network_namespaces()) == 2)
-        other.terminate()
-        other.wait(timeout=200)
+        for victim, process, left in zip(("lab", "supervisor", "rank"), labs, (3, 2, 1), strict=False):
+            if victim == "lab":
+                process.kill()
+            else:
+                (supervisor, *_) = _children(process.pid)
+                killed = supervisor if victim == "supervisor" else _children(_children(supervisor)[0])[0]
+                os.kill(killed, signal.SIGKILL)
+            process.wait(timeout=200)
+            assert process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), victim
+            assert _soon(lambda left=left: len(_sleeping(token)) == 4 * left), victim
+            assert _soon(lambda left=left: len(namespaces & _network_namespaces()) == 2 * left), victim
+        labs[-1].terminate()
+        labs[-1].wait(timeout=200)
         assert _soon(lambda: not _sleeping(token) and not namespaces & _network_namespaces())
     finally:
-        for lab_process in (process, other):
-            lab_process.kill()
-            lab_process.communicate()
+        for process in labs:
+            process.kill()
+            process.communicate()
 
 
 def _lab(arguments: list[str]) -> subprocess.Popen[str]:

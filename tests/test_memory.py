@@ -153,6 +153,9 @@ def case(name: str) -> models.Case:
     return models.Case(model=made, batch=partial(models.tokens, batch=8, sequence=32, vocabulary=128))
 
 
+planner_of = models.planners(case)
+
+
 def measured(asked: list[tuple[str, str, str]]) -> list[tuple[int, Peak]]:
     """For each (model, solver, optimizer), what this rank reaches, and what is predicted."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
@@ -177,8 +180,7 @@ def test_real_ranks_reach_the_predicted_peak() -> None:
 
 def test_a_limit_bounds_the_peak_and_smaller_buckets_are_taken_first() -> None:
     """The gathers of all parameters at once take much of the memory of FSDP."""
-    made = case("llama")
-    planner = Planner(made.model, {"a": 4}, made.args, made.kwargs)
+    planner = planner_of("llama", {"a": 4})
     free = planner.plan(solver="fsdp")
     tight = planner.plan(solver="fsdp", memory_limit_bytes=0.95 * free.bytes)
     assert tight.bytes <= 0.95 * free.bytes < free.bytes
@@ -188,8 +190,7 @@ def test_a_limit_bounds_the_peak_and_smaller_buckets_are_taken_first() -> None:
 
 
 def test_the_smallest_that_is_named_does() -> None:
-    made = case("llama")
-    planner = Planner(made.model, {"a": 4}, made.args, made.kwargs)
+    planner = planner_of("llama", {"a": 4})
     with pytest.raises(Infeasible, match="give more memory, more ranks or a smaller batch") as caught:
         planner.plan(cost="serial", memory_limit_bytes=1)
     smallest = caught.value.smallest_bytes

@@ -57,7 +57,7 @@ def test_every_plan(name: str, presets: Sequence[str]) -> None:
 
 
 def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:
-    made = zoo.case(name)
+    made = zoo.case(name, layers=1)
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     module = autopar.parallelize(made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)
     return on_ranks(module, made)
@@ -69,6 +69,6 @@ def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:
     ids=["T5", "ViT", "Mamba"],
 )
 def test_a_step_on_real_ranks(name: str, mesh: dict[str, int], solver: str) -> None:
-    expected = eager(zoo.case(name))
+    expected = eager(zoo.case(name, layers=1))
     for found in ranks.run(math.prod(mesh.values()), step_on_ranks, name, mesh, solver):
         assert_same(found, expected)

@@ -78,8 +78,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
+def captured(training: bool, gradients: bool) -> Planner:
+    with torch.set_grad_enabled(gradients):
+        return Planner(model().train(training), {"a": 1}, (batch(0),), loss_fn=loss_of)
+
+
+@functools.cache
 def trained(axes: tuple[tuple[str, int], ...]) -> Planner:
-    return Planner(model(), dict(axes), (batch(0),), loss_fn=loss_of)
+    return captured(True, True).on(dict(axes), None)
+
+
+@functools.cache
+def evaluated(axes: tuple[tuple[str, int], ...], gradients: bool) -> Planner:
+    return captured(False, gradients).on(dict(axes), None)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -91,21 +102,20 @@ def test_an_evaluation_with_parameters_where_they_are(mesh: dict[str, int], solv
     at_rest: dict[str, Layout] = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     if solver != "ddp":
         assert any(not isinstance(p, Replicate) for layout in at_rest.values() for p in layout)
-    evaluated = model().eval()
-    with torch.set_grad_enabled(gradients):
-        other = Planner(evaluated, mesh, (batch(0),), loss_fn=loss_of)
+    other = evaluated(tuple(mesh.items()), gradients)
     made = other.writer.written(other.assignment_at(at_rest))
     assert bool(made.backward) == gradients
     for i in made.inputs:
         assert i.role != "parameter" or i.layout == at_rest[i.target]
-    held = {**dict(evaluated.named_parameters()), **dict(evaluated.named_buffers())}
+    eager = model().eval()
+    held = {**dict(eager.named_parameters()), **dict(eager.named_buffers())}
     found = simulate_step(made, held, {"args.0": batch(1)})
-    loss = loss_of(evaluated(batch(1)))
+    loss = loss_of(eager(batch(1)))
     assert_close(found.outputs["output"], loss, "loss")
     assert not found.mutations and len(found.gradients) == (len(at_rest) - 2 if gradients else 0)
     if gradients:
         loss.backward()
-        for name, parameter in evaluated.named_parameters():
+        for name, parameter in eager.named_parameters():
             if parameter.grad is not None:
                 assert_close(found.gradients[name], parameter.grad, name)
 
@@ -119,21 +129,20 @@ def test_copies_of_a_layer_in_different_places() -> None:
             number = int(i.target.split(".")[1]) if i.target.startswith("layers") else 0
             if i.role == "parameter" and chosen(number):
                 at_rest[i.target] = i.layout
-    evaluated = model().eval()
-    with torch.no_grad():
-        other = Planner(evaluated, {"a": 4}, (batch(0),), loss_fn=loss_of)
+    other = evaluated((("a", 4),), False)
     assert other.space.repeats
     made = other.writer.written(other.assignment_at(at_rest))
     assert {i.target: i.layout for i in made.inputs if i.role == "parameter"}.items() <= at_rest.items()
-    held = {**dict(evaluated.named_parameters()), **dict(evaluated.named_buffers())}
+    eager = model().eval()
+    held = {**dict(eager.named_parameters()), **dict(eager.named_buffers())}
     found = simulate_step(made, held, {"args.0": batch(1)})
-    assert_close(found.outputs["output"], loss_of(evaluated(batch(1))), "loss")
+    assert_close(found.outputs["output"], loss_of(eager(batch(1))), "loss")
 
 
 def test_a_layout_that_a_parameter_cannot_have() -> None:
     planner = trained((("a", 4),))
     with pytest.raises(ValueError, match=r"parameter head\.bias cannot be .*S\(0%2\) at rest"):
-        Planner(model().eval(), {"a": 4}, (batch(0),), loss_fn=loss_of).assignment_at(
+        evaluated((("a", 4),), True).assignment_at(
             {**{name: (Replicate(),) for name in planner.captured.graph.parameters}, "head.bias": (Split(0, 2),)}
         )
 

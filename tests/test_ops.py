@@ -13,10 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import Tally
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -1266,11 +1268,21 @@ def test_a_rule_whose_results_want_different_padding(monkeypatch: pytest.MonkeyP
 
 
 def test_the_suite_says_what_the_oracle_tried() -> None:
-    """Of all workers together."""
     rules = [f"{__file__}::test_rule_of_every_op[aten.{name}.default]" for name in ("neg", "mv")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *rules]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *rules]
     output = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
     assert re.search(r"^oracle: 2 rules, [1-9]\d+ instances, 0 bad$", output, re.MULTILINE), output
+
+
+def test_what_the_oracle_tried_is_that_of_all_workers_together() -> None:
+    printing = Tally()
+    for instances in ({"aten.neg.default": 2}, {"aten.neg.default": 3, "aten.mv.default": 1}):
+        worker, session = Tally(), SimpleNamespace(config=SimpleNamespace(workeroutput={}))
+        worker.instances.update(instances)
+        worker.bad = 1
+        worker.pytest_sessionfinish(session)  # type: ignore[arg-type]
+        printing.pytest_testnodedown(session.config)
+    assert printing.instances == {"aten.neg.default": 5, "aten.mv.default": 1} and printing.bad == 2
 
 
 def test_the_oracle_refuses_ops_without_a_rule() -> None:

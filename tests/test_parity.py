@@ -13,7 +13,6 @@ import models
 import plans
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from models import CASES, assert_close, assert_same, case, eager, on_ranks, simulated, whole
 from pairwise import pairwise
@@ -386,19 +385,16 @@ def test_a_world_of_one_rank(name: str) -> None:
 
 def two_modules() -> list[float]:
     """Two plans in one process: the second does not disturb the first."""
-    mesh = axes({"dp": 2, "tp": 2})
-    assert dist.get_world_size() == 4
-    losses = []
-    made = case("llama")
-    first = autopar.parallelize(made.model, mesh, kwargs=made.kwargs, solver="megatron")
-    losses.append(float(first(**made.kwargs).loss))
-    second = autopar.parallelize(made.model, axes({"a": 4}), kwargs=made.kwargs, solver="fsdp")
-    losses.append(float(second(**made.kwargs).loss))
-    losses.append(float(first(**made.kwargs).loss))
+    made = case("mlp with loss_fn")
+    first = parallel(made, {"dp": 2, "tp": 2}, "megatron")
+    losses = [float(first(*made.args))]
+    second = parallel(made, {"a": 4}, "fsdp")
+    losses.append(float(second(*made.args)))
+    losses.append(float(first(*made.args)))
     return losses
 
 
 def test_two_parallel_modules_in_one_process() -> None:
-    expected = next(v for v in reference("llama").outputs.values() if v.dim() == 0)
+    (expected,) = reference("mlp with loss_fn").outputs.values()
     for losses in run(4, two_modules):
         assert losses == pytest.approx([float(expected)] * 3, rel=1e-5)

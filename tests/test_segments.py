@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length).reshape(batch, length) % 64
 
 
+@cache
 def llama(layers: int) -> JointGraph:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
@@ -93,6 +95,7 @@ def llama(layers: int) -> JointGraph:
     return capture(transformers.LlamaForCausalLM(config), (), batch).graph
 
 
+@cache
 def gpt2() -> JointGraph:
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=32, use_cache=False,
@@ -144,7 +147,7 @@ def chain(*modules: nn.Module) -> JointGraph:
     return capture(Chain(*modules), (torch.randn(4, 8, requires_grad=True),), {}).graph
 
 
-@pytest.mark.parametrize("layers", [2, 3, 4, 6])
+@pytest.mark.parametrize("layers", [2, 3, 6])
 def test_llama_layers_repeat_with_the_residual_and_its_gradient_between_them(layers: int) -> None:
     graph = llama(layers)
     found = segments(graph)
@@ -296,14 +299,14 @@ def test_copies_of_a_layer_have_one_fingerprint() -> None:
 
 def test_layers_that_alternate_in_what_they_share_repeat_in_pairs() -> None:
     config = transformers.Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=32, sliding_window=4, use_cache=False)  # fmt: skip
     batch = {"input_ids": tokens(2, 8), "labels": tokens(2, 8)}
     graph = capture(transformers.Gemma2ForCausalLM(config), (), batch).graph
     found = segments(graph)
     check(graph, found)
     (repeated,) = found.repeats
-    assert repeated.count == 3 and len(repeated.borders) == 2
+    assert repeated.count == 2 and len(repeated.borders) == 2
     assert len(repeated.shared) == 4, "cos, sin, and the masks of full and of sliding attention"
 
 

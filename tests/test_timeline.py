@@ -203,8 +203,7 @@ def test_the_parts_are_those_that_the_search_prices(preset: str, mesh: dict[str,
     level = replace(local.levels[0], latency_seconds=0.0)
     device = replace(local.device, seconds_per_op=0.0)
     cluster = replace(local, levels=(level,), device=device)
-    case = models.case("gpt2")
-    planner = Planner(case.model, mesh, case.args, case.kwargs, loss_fn=case.loss_fn, cluster=cluster)
+    planner = captured("gpt2").on(mesh, cluster)
     try:
         plan = planner.plan(solver=preset)
     except ValueError as error:

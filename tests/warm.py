@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import pytest  # noqa: F401
 import torch
 import torch.distributed.tensor
 
