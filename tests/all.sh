@@ -16,6 +16,7 @@ mkdir -p build/typing/autopar
 ln -s "$PWD"/autopar/* "$PWD/passes" "$PWD/runtime" build/typing/autopar/
 (cd build/typing && "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar) \
     > build/mypy.log 2>&1 & mypy=$!
+trap 'kill "$mypy" 2> /dev/null || true' EXIT
 
 echo "== pytest"
 "$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
