@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from autopar.cost.memory import Peak
 from autopar.ir.graph import JointGraph
@@ -163,7 +163,7 @@ class Plan:
                 without_rule=dict(data["without_rule"]),
                 constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
                 memory_limit_bytes=_limit(data.get("memory_limit_bytes")),
-                **{f.name: PLAIN[f.type](data[f.name], f.name) for f in fields(Plan) if f.type in PLAIN},
+                **{n: PLAIN[kind](data[n], n) for n, kind in get_type_hints(Plan).items() if kind in PLAIN},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
@@ -255,7 +255,7 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-PLAIN: Mapping[Any, Callable[[Any, str], Any]] = {"str": _text, "int": _count, "float": _number}
+PLAIN: Mapping[Any, Callable[[Any, str], Any]] = {str: _text, int: _count, float: _number}
 """Type of a plan's field -> what reads it: of others, `Plan.from_json` reads each as it is."""
 
 

@@ -13,9 +13,9 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from autopar.cluster.links import Link
 
@@ -93,7 +93,7 @@ TABLES: Mapping[str, tuple[type[Row], tuple[str, ...]]] = {
 }
 """Table -> what a row is, and the columns that it is found by."""
 
-TYPES = {"str": "TEXT", "float": "REAL", "int": "INTEGER", "bool": "INTEGER"}
+TYPES = {str: "TEXT", float: "REAL", int: "INTEGER", bool: "INTEGER"}
 
 
 def default_path() -> Path:
@@ -149,7 +149,7 @@ class Profiles:
             )
         connection.execute("BEGIN IMMEDIATE")
         for name, (row, key) in TABLES.items():
-            columns = ", ".join(f"{f.name} {TYPES[str(f.type)]} NOT NULL" for f in fields(row))
+            columns = ", ".join(f"{n} {TYPES[kind]} NOT NULL" for n, kind in get_type_hints(row).items())
             connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({', '.join(key)}))")
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -188,14 +188,14 @@ class Profiles:
     def rows(self, table: str, **where: Any) -> list[Any]:
         """Rows of a table with these values, in the order of their keys."""
         kind, key = TABLES[table]
-        names = [f.name for f in fields(kind)]
+        types = get_type_hints(kind)
         condition = " AND ".join(f"{column} = ?" for column in where) or "1"
-        query = f"SELECT {', '.join(names)} FROM {table} WHERE {condition} ORDER BY {', '.join(key)}"
+        query = f"SELECT {', '.join(types)} FROM {table} WHERE {condition} ORDER BY {', '.join(key)}"
         with self._connected() as connection:
             found = connection.execute(query, tuple(where.values())).fetchall()
-        flags = {f.name for f in fields(kind) if str(f.type) == "bool"}
         make: Callable[..., Row] = kind
-        return [make(**{n: bool(v) if n in flags else v for n, v in zip(names, row, strict=True)}) for row in found]
+        # SQLite has no truth values
+        return [make(**{n: types[n](v) for n, v in zip(types, row, strict=True)}) for row in found]
 
     def machines(self) -> dict[str, dict[str, int]]:
         """How many rows each machine has in each table."""
