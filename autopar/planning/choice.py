@@ -52,46 +52,26 @@ class Choice:
             search.bounding(bounded) as bound,
             beside(lambda: list(looked_for), worthwhile=search.is_large) as others,
         ):
-            found: Found = self.flow.timed("search", self._within, search, cheapest)
+            found: Found = self.flow.timed("search", self._within, search)
             found = replace(found, lower_bound=max(found.lower_bound, self.flow.timed("bound", bound)))
             plan = self.flow.timed("describe", self.describe, found, request)
             plan = self._shorter(found, plan, self.flow.timed("others", others), request)
         return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
 
-    def _within(self, search: Search, cheapest: Solved) -> Found:
-        """What a search finds under its limit, if it has one: with the largest buckets, or with smaller ones, that
-        leave more memory to all else and hide less, whichever makes the shorter step. (What a preset says is kept, and
-        smaller buckets are taken first.)"""
+    def _within(self, search: Search) -> Found:
+        """What a search finds under its limit, if it has one: with the largest buckets, or, where nothing fits beside
+        those, with smaller ones, which leave more memory to all else and hide less."""
         limit = search.bytes_limit
         if limit is None:
-            return search.within(None, sure=False)
-        largest, any_size = self.steps.peaks_of(limit, BUCKETS[:1]), self.steps.peaks_of(limit)
-
-        def parted() -> Found | None:
-            try:
-                return search.within(any_size, sure=False)
-            except Infeasible:  # by what is estimated alone
-                return None
-
+            return search.within(None)
         try:
-            whole = search.within(largest, sure=False)
-            free = whole.assignment == cheapest.assignment
-            with beside(parted, worthwhile=search.is_large and not free) as found:
-                if largest[0](whole.assignment) > limit:
-                    whole = search.within(largest, sure=True)
-                other = None if whole.assignment == cheapest.assignment else found()
+            found = search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
         except Infeasible as error:
             logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
             self.steps.forget()
-            return search.within(any_size, sure=True)
+            return search.within(self.steps.peaks_of(limit))
         self.steps.peaks = {key: known for key, known in self.steps.peaks.items() if known[-1].bytes <= limit}
-        if other is not None and other.assignment != whole.assignment:
-            quick = self.steps.estimated_seconds(other.assignment, limit) < self.steps.estimated_seconds(
-                whole.assignment, limit
-            )
-            if quick and self.steps.peak(other.assignment, limit)[1].bytes <= limit:
-                return other
-        return whole
+        return found
 
     def _shorter(self, found: Found, plan: Plan, others: Sequence[tuple[str, Found]], request: Request) -> Plan:
         """The plan, or one of the others with a shorter step on its timeline."""

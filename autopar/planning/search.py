@@ -151,11 +151,11 @@ class Search:
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound
 
-    def within(self, peaks: tuple[Peaks, Peaks] | None, *, sure: bool) -> Found:
+    def within(self, peaks: tuple[Peaks, Peaks] | None) -> Found:
         """The best that keeps the limit, if there is one, with such peaks, from the cheapest that was found. Raises
         `Infeasible` as `run`."""
         started = time.perf_counter()
-        return self._found(self._limited(peaks, sure=sure), started)
+        return self._found(self._limited(peaks, sure=True), started)
 
     def _limited(self, peaks: tuple[Peaks, Peaks] | None, *, sure: bool) -> Solved:
         assert self.cheapest is not None
