@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up, then lints, checks types and runs all tests; fails if any of them does. Arguments go to pytest, which
-# runs as four processes for two cores: some wait, for links and clocks; those that start ranks start them themselves.
+# runs as three processes for two cores: some wait, for links and clocks; those that start ranks start them themselves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
@@ -19,7 +19,7 @@ ln -s "$PWD"/autopar/* "$PWD/passes" "$PWD/runtime" build/typing/autopar/
 trap 'kill "$mypy" 2> /dev/null || true' EXIT
 
 echo "== pytest"
-"$bin/python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
+"$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed+=" pytest"
 
 echo "== mypy"
 wait "$mypy" || failed+=" mypy"

@@ -24,8 +24,8 @@ class Unlocated(OfData):
 
 def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
     """What a trace that ended says to the person. `unread` are the values that Python asked for, and were not known."""
-    decides = compat.decides_by_data(error)
-    if decides or compat.leaves_numbers(error):
+    decides, sizes = compat.decides_by_data(error), compat.leaves_numbers(error)
+    if decides or sizes:
         told = unread_refusal(model, unread[-1:] if decides else unread)
         if told is not None:
             return told
@@ -36,7 +36,13 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
             f"{known}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{line_raised(error)}. A "
             f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
         )
-    return CaptureError(f"{known}: {error}{line_raised(error)}")
+    if sizes:
+        return CaptureError(
+            f"{known}: a size in it depends on data{line_raised(error)}, such as how many elements a mask picks. "
+            f"Compute with all elements and a mask, or pass the size as a Python constant"
+        )
+    reason, _, _ = str(error).partition("\n\n")  # what follows is torch's own state
+    return CaptureError(f"{known}: {reason}{line_raised(error)}")
 
 
 def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
