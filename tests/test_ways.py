@@ -283,6 +283,7 @@ LISTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "numbers": lambda h: torch.tensor([h.detach().sum(), h.detach().max()], dtype=h.dtype).sum(),
     "mixed": lambda h: torch.tensor([[h[0, 0], 1.5], (h.mean(), 2)], dtype=torch.float64).prod(),
     "as a tensor": lambda h: torch.as_tensor([h.sum()]).squeeze(),
+    "constants by name": lambda h: torch.tensor(data=[1.5, 2.0], dtype=h.dtype).sum() + h.new_tensor(data=3.0),
     "new": lambda h: h.new_tensor([h.sum(), True]).sum(),
 }
 

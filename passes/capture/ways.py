@@ -26,6 +26,9 @@ _DATA: Any = torch.Tensor.data
 _SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 """Functions whose gradient may be sparse, and the place of the argument that says so."""
 
+_LISTS: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.Tensor.new_tensor: 1}
+"""Functions that make tensors of lists, and the place of the list."""
+
 
 class OtherWays(TorchFunctionMode):
     """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
@@ -81,10 +84,13 @@ class OtherWays(TorchFunctionMode):
         number = self.constants.read(func, args, kwargs)
         if number is not NotImplemented:
             return number
-        if func in (torch.tensor, torch.as_tensor) and _is_list_of_fakes(args[0]):
-            return _stacked(*args, **kwargs)
-        if func is torch.Tensor.new_tensor and _is_list_of_fakes(args[1]):
-            return _stacked(args[1], **{"dtype": args[0].dtype, "device": args[0].device, **kwargs})
+        if (place := _LISTS.get(func)) is not None:
+            named = {**kwargs}
+            args = (*args, named.pop("data")) if "data" in named else args  # export looks for it there
+            if _is_list_of_fakes(args[place]):
+                own = {"dtype": args[0].dtype, "device": args[0].device} if place else {}
+                return _stacked(*args[place:], **{**own, **named})
+            return func(*args, **named)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         return func(*args, **kwargs)
