@@ -8,12 +8,12 @@ import heapq
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from .effort import EFFORT, Effort
+from .effort import EFFORT, NODE_WORK, Effort, Meter
 from .problem import TooWide
 from .rows import Floats, Ints
 
@@ -30,21 +30,26 @@ HOPELESS_ENTRIES = 500_000_000
 """Nor where one makes more: others are better by small factors."""
 
 
-def elimination_order(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int]) -> list[int]:
-    """The best of a few greedy min-fill orders, by the total size of their tables. Deterministic."""
+def elimination_order(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int], effort: Effort = EFFORT
+) -> tuple[list[int] | None, int]:
+    """The best of a few greedy min-fill orders, by the total size of their tables, and how many were tried. None where
+    each needs a table, or all its tables together, with more entries than the effort allows. Deterministic."""
     generator = random.Random(0)
     even = [1.0] * len(sizes)
-    best: tuple[float, list[int]] | None = None
+    fewest, best, tried = math.inf, None, 0
     for attempt in range(len(FILL_WEIGHTS) + RANDOM_ORDERS):
         disturbed = attempt >= len(FILL_WEIGHTS)
         factors = [1 + 0.6 * generator.random() for _ in sizes] if disturbed else even
-        found = greedy_order(sizes, scopes, keep, FILL_WEIGHTS[attempt % len(FILL_WEIGHTS)], factors)
-        if best is None or found[0] < best[0]:
-            best = found
-        if best[0] < EASY_ENTRIES or best[0] > HOPELESS_ENTRIES:
+        most = min(fewest, effort.elimination_entries)
+        share = FILL_WEIGHTS[attempt % len(FILL_WEIGHTS)]
+        entries, order = greedy_order(sizes, scopes, keep, share, factors, table=effort.table_entries, total=most)
+        tried += 1
+        if order is not None and entries < fewest:
+            fewest, best = entries, order
+        if min(entries, fewest) > HOPELESS_ENTRIES or fewest < EASY_ENTRIES:
             break
-    assert best is not None
-    return best[1]
+    return best, tried
 
 
 def greedy_order(
@@ -53,11 +58,14 @@ def greedy_order(
     keep: set[int],
     share: float,
     factors: Sequence[float],
+    *,
     most: float = math.inf,
-) -> tuple[float, list[int]]:
-    """Total entries of all tables, and the order: the node first whose elimination joins the least
-    that was not joined before (weighted by sizes, and by `factors`). Nodes whose tables would have more than
-    `most` entries are passed over."""
+    table: float = math.inf,
+    total: float = math.inf,
+) -> tuple[float, list[int] | None]:
+    """Entries of all tables, and the order: the node first whose elimination joins the least that was not joined before
+    (weighted by sizes, and by `factors`). Nodes whose tables would have more than `most` entries are passed over; a
+    table of more than `table` entries, or more than `total` in all, ends it without an order."""
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for node in scope:
@@ -81,7 +89,7 @@ def greedy_order(
     keys = {node: key(node) for node in range(len(sizes)) if node not in keep}
     heap = [(value, node) for node, value in keys.items()]
     heapq.heapify(heap)
-    total, order = 0.0, []
+    entries, order = 0.0, []
     while heap:
         value, node = heapq.heappop(heap)
         if keys.get(node) != value:
@@ -90,20 +98,24 @@ def greedy_order(
         if weight(node) > math.log2(most):
             continue
         order.append(node)
-        total += 2 ** weight(node)
+        made = round(2 ** weight(node))
+        entries += made
+        if made > table or entries > total:
+            return entries, None
         neighbours = near[node]
         touched = set(neighbours)
         for other in neighbours:
+            joins = neighbours - near[other] - {other}
             near[other] |= neighbours
             near[other] -= {node, other}
-        for other in neighbours:
-            touched |= near[other]
+            for joined in joins:  # whatever is near both has less to fill
+                touched |= near[other] & near[joined]
         for other in sorted(touched & keys.keys()):
             changed = key(other)
             if changed != keys[other]:
                 keys[other] = changed
                 heapq.heappush(heap, (changed, other))
-    return total, order
+    return entries, order
 
 
 SLICE_ENTRIES = 4_000_000
@@ -138,33 +150,48 @@ class Schedule:
 
 
 def schedule(
-    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], keep: tuple[int, ...], effort: Effort = EFFORT
+    sizes: tuple[int, ...],
+    scopes: tuple[tuple[int, ...], ...],
+    keep: tuple[int, ...],
+    meter: Meter | None = None,
+    table_entries: int | None = None,
 ) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node makes, all but `keep`.
 
-    Raises `TooWide` where a table, or all of them together, would have more entries than the effort allows.
+    Raises `TooWide` where a table, or all of them together, would have more entries than the effort of the `meter`
+    allows, or than `table_entries`, and where the meter has no work left for orders.
     """
-    found = _schedule(sizes, scopes, tuple(sorted(set(keep))))
-    if found.largest > effort.table_entries:
+    meter = meter or Meter()
+    effort = meter.effort if table_entries is None else replace(meter.effort, table_entries=table_entries)
+    kept = tuple(sorted(set(keep)))
+    work = NODE_WORK * len(sizes)
+    if not meter.takes(work):
+        raise TooWide("no work is left to look for an order of elimination")
+    plan, tried = _schedule(sizes, scopes, kept, effort)
+    if not meter.takes(work * (tried - 1)) or plan is None:
         raise TooWide(
-            f"elimination would need a table of {found.largest} entries, more than {effort.table_entries}: "
-            "use the ilp solver, or give the variables fewer options"
+            f"elimination would need a table of more than {effort.table_entries} entries, or more than "
+            f"{effort.elimination_entries:.0f} in all tables: use the ilp solver, or give the variables fewer options"
         )
-    if found.entries > effort.elimination_entries:
-        raise TooWide(
-            f"elimination would need tables of {found.entries} entries in all, more than "
-            f"{effort.elimination_entries:.0f}: use the ilp solver, or give the variables fewer options"
-        )
-    return found
+    return plan
 
 
 @lru_cache(maxsize=256)
-def _schedule(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...]) -> Schedule:
-    steps, live, largest = _steps(sizes, scopes, elimination_order(sizes, scopes, set(kept)))
-    largest = max(largest, math.prod(sizes[n] for n in kept))
+def _schedule(
+    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...], effort: Effort
+) -> tuple[Schedule | None, int]:
+    """The schedule, if there is one, and how many orders were tried."""
+    joint = math.prod(sizes[n] for n in kept)
+    if joint > effort.table_entries:
+        return None, 1
+    order, tried = elimination_order(sizes, scopes, set(kept), effort)
+    if order is None:
+        return None, tried
+    steps, live, largest = _steps(sizes, scopes, order)
     rest = tuple((table, *_aligned(scope, kept, sizes)) for table, scope in sorted(live.items()))
     entries = sum(math.prod(sizes[n] for n in (step.node, *step.scope)) for step in steps)
-    return Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=largest, entries=entries)
+    found = Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=max(largest, joint), entries=entries)
+    return found, tried
 
 
 def reduction(
@@ -172,7 +199,8 @@ def reduction(
 ) -> tuple[tuple[EliminationStep, ...], dict[int, tuple[int, ...]]]:
     """Steps that eliminate nodes as long as tables have at most so many entries, and the tables that are left:
     their places among those given and made, with their scopes."""
-    _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * len(sizes), most)
+    _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * len(sizes), most=most)
+    assert order is not None
     steps, live, _ = _steps(sizes, scopes, order)
     return steps, live
 

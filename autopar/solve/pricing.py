@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .effort import ELIMINATED_WORK, NODE_WORK, Meter
+from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import Eliminated, Schedule, eliminate, schedule
 from .network import Network, network
 from .problem import Choice, Problem, Repeat, TooWide
@@ -117,7 +117,7 @@ class Library:
         )
         joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
         scopes = (*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints))
-        plan = schedule(factors.sizes, scopes, keep, self.meter.effort)
+        plan = schedule(factors.sizes, scopes, keep, self.meter)
         return Compiled(problem=problem, network=factors, schedule=plan, repeats=joints)
 
     def network(self, problem: Problem, borders: Collection[int] = ()) -> Network:
@@ -220,8 +220,8 @@ class Pricing:
         compiled = self.library.compiled(problem, keep)
         key = (id(problem), compiled.schedule.keep)
         if key not in self._eliminated:
-            entries, steps = compiled.schedule.entries, len(compiled.schedule.steps)
-            if not self.library.meter.takes(ELIMINATED_WORK * entries * len(self.weights) + NODE_WORK * steps):
+            entries, visits = compiled.schedule.entries, sum(len(step.inputs) for step in compiled.schedule.steps)
+            if not self.library.meter.takes(ELIMINATED_WORK * entries * len(self.weights) + VISIT_WORK * visits):
                 raise TooWide(f"elimination would make {entries} entries, and the search's budget is spent")
             tables = [table.priced(self.weights) for table in compiled.network.tables]
             for joint in compiled.repeats:

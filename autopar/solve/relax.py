@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .effort import ELIMINATED_WORK, NODE_WORK, Meter
+from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import eliminate, reduction, run, schedule, trace_back
 from .expand import expand
 from .network import network
@@ -48,6 +48,7 @@ class _Along:
         )
         self._row = joined, states, after
         self._rows = table.reshape(before // joined, joined * states * after)
+        self._state = np.broadcast_to(np.arange(states)[:, None], self._row).reshape(-1)
 
     def least(self) -> Floats:
         """The minimum of each state."""
@@ -61,7 +62,7 @@ class _Along:
         if self._is_long:
             self._whole += costs[:, None]
         else:
-            self._rows += np.broadcast_to(costs[:, None], self._row).reshape(-1)
+            self._rows += costs[self._state]
 
 
 class Relaxation:
@@ -101,11 +102,12 @@ class Relaxation:
         """Nodes that stand in tables: the others have nothing to hand on."""
         self._left = self.meter.effort.message_entries
         self._sweep_entries = 2 * sum(table.size * table.ndim for table in self.tables)
+        self._sweep_work = self._sweep_entries + 2 * VISIT_WORK * sum(table.ndim for table in self.tables)
 
     def may_sweep(self) -> bool:
         """Whether the budget has another sweep, which then is taken from it."""
         self._left -= self._sweep_entries
-        return self._left >= 0 and self.meter.takes(self._sweep_entries)
+        return self._left >= 0 and self.meter.takes(self._sweep_work)
 
     def sweep(self) -> None:
         """Through the nodes and back: each takes what its tables must cost anyway, and hands it on."""
@@ -228,7 +230,8 @@ def _near(
 ) -> Iterator[tuple[float, float, Ints]]:
     """The optima among states nearer and less near to the bound: how near, what they cost (infinite where nothing
     joins), and their states [node, 1]."""
-    bound, effort = relaxation.bound(), relaxation.meter.effort
+    bound, meter = relaxation.bound(), relaxation.meter
+    narrow = meter.effort.message_narrow_entries
     excesses = [relaxation.excess(node) for node in range(len(relaxation.nodes))]
     for reach in REACHES:
         kept = [np.flatnonzero(excess <= reach * abs(bound)) for excess in excesses]
@@ -236,11 +239,10 @@ def _near(
             continue  # the tables do not agree yet on any state of some node
         parts = [_restricted(nodes, costs, kept) for nodes, costs in tables]
         try:
-            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), (), effort)
+            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), (), meter, narrow)
         except TooWide:
             return
-        work = ELIMINATED_WORK * plan.entries + NODE_WORK * len(plan.steps)
-        if plan.largest > effort.message_narrow_entries or not relaxation.meter.takes(work):
+        if not meter.takes(ELIMINATED_WORK * plan.entries + VISIT_WORK * len(tables)):
             return
         result = eliminate(plan, [costs[None] for _, costs in parts], 1)
         states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
