@@ -15,12 +15,12 @@ from autopar.passes.space.space import Space
 from .account import account, parameter_layouts
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .request import Request
-from .search import Found
+from .search import SearchResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a plan is of: the model, the mesh and the cluster, and the optimizer whose states count."""
+    """What plans are for: the model, the mesh and the cluster, and the optimizer whose states count."""
 
     model: str
     mesh: Mapping[str, int]
@@ -34,7 +34,7 @@ class Subject:
 
     def described(
         self,
-        found: Found,
+        result: SearchResult,
         request: Request,
         *,
         bucket_bytes: int,
@@ -42,9 +42,8 @@ class Subject:
         seconds: float,
         exposed_seconds: float,
     ) -> Plan:
-        """The plan that an assignment is, as the answer to a request: its step takes so many seconds and so much
-        memory."""
-        space, assignment = self.space, found.assignment
+        """The result of a search as the plan that answers a request, with the seconds and the memory of its step."""
+        space, assignment = self.space, result.assignment
         return Plan(
             model=self.model,
             graph=self.graph,
@@ -79,9 +78,9 @@ class Subject:
             bucket_bytes=bucket_bytes,
             seconds=seconds,
             exposed_seconds=exposed_seconds,
-            objective_seconds=found.score.objective,
-            lower_bound_seconds=found.lower_bound,
-            solve_seconds=found.seconds,
+            objective_seconds=result.score.objective,
+            lower_bound_seconds=result.lower_bound,
+            solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
         )
 
@@ -98,7 +97,7 @@ class Subject:
             )
 
     def assignment(self, plan: Plan) -> Assignment:
-        """A plan's decisions. Raises ValueError for a site that is missing, unknown or cannot do as told."""
+        """A plan's decisions. Raises ValueError for a missing or unknown site, and for a choice that a site lacks."""
         self.check(plan)
         space = self.space
         if [s.name for s in plan.segments] != [r.name for r in space.repeats]:
@@ -140,7 +139,7 @@ class Subject:
 
 
 def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:
-    """Whether a choice has a part for each axis that the site offers there, and for a parameter a policy."""
+    """Whether the site offers each axis's part of a choice, and the choice has a policy if it is a parameter's."""
     return (
         len(choice.axes) == len(space.mesh)
         and all(part in site.choices[ranks] for part, ranks in zip(choice.axes, space.mesh, strict=True))

@@ -1,12 +1,12 @@
 """Presets: the plans that people write by hand, and those of papers, as restrictions of the search space.
 
-A preset says, for every site, which of its options it may take; the solver picks among what is left,
-so a preset is never a second implementation of anything.
+A preset says which options each site may take, and the solver picks among them. So a preset is never a second
+implementation of anything.
 
 - `ddp`: every operator that can split the batch does; parameters are replicated.
 - `fsdp`: the same, with parameters sharded at rest, gathered before use, and again in backward.
-- `megatron`: every contraction with a weight splits a dim of it, attention its heads, embedding and
-  head the vocabulary; the residual stream is replicated.
+- `megatron`: every contraction with a weight splits a dim of it, attention its heads, embedding and head the
+  vocabulary; the residual stream is replicated.
 - `megatron_sp`: the same, with norms and residual stream split by sequence.
 - `atp` (ATP 3.2): on two axes, every product with a weight splits its rows on one and its columns on the other,
   row-first or column-first; what is between products is split by features on one of them, attention by heads on both.
@@ -50,8 +50,8 @@ GridRule = Callable[[Context, Site, tuple[int, ...]], Tiers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What a site may choose on the axes of each role, and what becomes of gathered parameters: they are kept for
-    backward (`KEEP`), or gathered again (`REGATHER`)."""
+    """What a site may choose on the axes of each role, and whether backward keeps gathered parameters (`KEEP`) or
+    gathers them again (`REGATHER`)."""
 
     name: str
     data: AxisRule = data
@@ -85,8 +85,8 @@ PRESETS = Table(
 
 
 def register_preset(preset: Preset, *, replace: bool = False) -> None:
-    """Adds a preset, which `solver=` then names; the default plan is never slower than its plan. Raises ValueError for
-    what is no preset, and for a name that is taken."""
+    """Adds a preset for `solver=` to name; the default plan is never slower than its plan. Raises ValueError for an
+    invalid preset, and for a name that is taken."""
     PRESETS.add(preset, replace=replace)
 
 
@@ -103,20 +103,20 @@ def allowed_by(preset: Preset, space: Space, blocks: Blocks) -> Allowed:
     allowed: dict[str, list[SiteChoice]] = {}
     for site_name, site in context.sites.items():
         policies = preset.policies if site.kind == "parameter" else NO_POLICY
-        found: list[SiteChoice] = []
+        choices: list[SiteChoice] = []
         for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, preset.grid, grid)):
             every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
-            found = [SiteChoice(axes, policy) for choices in every for axes in choices for policy in policies]
-            found = [c for c in found if all(space.option(at, c) is not None for at in joined[site_name])]
-            if not all(any(on_axis.is_partial for on_axis in c.axes) for c in found):
+            choices = [SiteChoice(axes, policy) for merged in every for axes in merged for policy in policies]
+            choices = [c for c in choices if all(space.option(at, c) is not None for at in joined[site_name])]
+            if not all(any(on_axis.is_partial for on_axis in c.axes) for c in choices):
                 break
-        allowed[site_name] = found
+        allowed[site_name] = choices
     return allowed
 
 
 def _lines(context: Context, site: Site, rules: Mapping[int, AxisRule]) -> list[dict[int, AxisChoices]]:
-    """What is allowed on axes that are looked at one by one; and, for a dim that is split unevenly and so may not be
-    seen through a view, the same or whole."""
+    """What the rules allow on each axis; and, for a dim with an uneven split, which may not pass through a view, the
+    same or replicated."""
     first = {axis: rule(context, site, axis) for axis, rule in rules.items()}
     return [first, {axis: tuple(dict.fromkeys((*choices, WHOLE))) for axis, choices in first.items()}]
 
@@ -127,7 +127,7 @@ def _grid(context: Context, site: Site, rule: GridRule | None, axes: tuple[int, 
 
 
 def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[AxisChoices]:
-    """Choices for all axes of the mesh; those of one rank are whole."""
+    """Choices for all axes of the mesh; on axes of one rank, replicated."""
     return list(
         product(*((joint[axis],) if axis in joint else lines.get(axis, (WHOLE,)) for axis in range(len(space.mesh))))
     )
