@@ -78,16 +78,13 @@ def network(shape: Shape) -> Network:
         if child.is_rank:
             number = len(rank_ip)
             hub_ip.append(f"link add {down} type veth peer name {INTERFACE} netns {{{number}}}")
-            rank_ip.append(
-                "\n".join(
-                    [
-                        "link set lo up",
-                        f"addr add {address(number)}/24 dev {INTERFACE} noprefixroute",
-                        f"{_up(INTERFACE)} gso_max_size {SEGMENT_BYTES}",
-                        f"route add {address(0)[:-1]}0/24 dev {INTERFACE} initcwnd {WINDOW} initrwnd {WINDOW}",
-                    ]
-                )
-            )
+            lines = [
+                "link set lo up",
+                f"addr add {address(number)}/24 dev {INTERFACE} noprefixroute",
+                f"{_up(INTERFACE)} gso_max_size {SEGMENT_BYTES}",
+                f"route add {address(0)[:-1]}0/24 dev {INTERFACE} initcwnd {WINDOW} initrwnd {WINDOW}",
+            ]
+            rank_ip.append("\n".join(lines))
             rank_tc.append(_bucket(INTERFACE, child.bytes_per_second))
         else:
             up = f"u{inner}"

@@ -101,15 +101,15 @@ def check_part(cluster: Cluster, sizes: tuple[int, ...]) -> None:
         )
 
 
-def divisor(cluster: Cluster, flops_per_second: float, dtype: str = "bfloat16", itemsize: int = 4) -> float:
+def divisor(cluster: Cluster, flops_per_second: float, dtype: str = "bfloat16") -> float:
     """The divisor of a cluster's rates that keeps the ratio between an operator's arithmetic and the transfer of its
-    operands: here with ranks of `flops_per_second` and elements of `itemsize` bytes, there with elements of `dtype`.
-    Raises ValueError for a dtype that the cluster has no rate of."""
+    operands: here with ranks of `flops_per_second` in float32, there with elements of `dtype`. Raises
+    ValueError for a dtype that the cluster has no rate of."""
     rates = cluster.device.flops_per_second
     if dtype not in rates or dtype not in _ITEMSIZES:
         raise ValueError(f"cluster {cluster.name} has no rate for {dtype}; it has {', '.join(rates)}")
     there = rates[dtype] * cluster.device.efficiency[-1][1]
-    return there / flops_per_second * _ITEMSIZES[dtype] / itemsize
+    return there / flops_per_second * _ITEMSIZES[dtype] / _ITEMSIZES["float32"]
 
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -92,7 +92,7 @@ class Choice:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
-            nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit, in_parts=False)
+            nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit)
             if nearly * (1 - self.effort.unsure) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autopar.cost.memory import Peak
-from autopar.cost.optimizers import Optimizer
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.choices import SiteChoice, parse_choice
 from autopar.passes.space.problem import Assignment, Decisions
@@ -18,15 +17,16 @@ from .request import Request
 from .search import SearchResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
-    """What plans are for: the model, the mesh and the cluster, and the optimizer whose states count."""
+    """What plans are for: the model, and its space on a mesh of a cluster."""
 
     model: str
-    mesh: Mapping[str, int]
-    cluster: str
-    optimizer: Optimizer
     space: Space
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(zip(self.space.axes, self.space.mesh, strict=True))
 
     @property
     def graph(self) -> str:
@@ -47,8 +47,8 @@ class Subject:
         return Plan(
             model=self.model,
             graph=self.graph,
-            mesh=dict(self.mesh),
-            cluster=self.cluster,
+            mesh=self.mesh,
+            cluster=space.cluster.name,
             solver=request.solver,
             cost=request.cost,
             memory_limit_bytes=request.memory_limit_bytes,
@@ -72,7 +72,7 @@ class Subject:
                 if site.kind == "input" and site.meta is not None
                 if (option := space.option(site, assignment.rest[site.name])) is not None
             },
-            optimizer=self.optimizer.name,
+            optimizer=space.optimizer.name,
             account=account(space, assignment),
             peak=peak,
             bucket_bytes=bucket_bytes,
@@ -87,9 +87,7 @@ class Subject:
     def check(self, plan: Plan) -> None:
         """Raises ValueError where a plan is for another mesh or another model."""
         if list(plan.mesh.items()) != list(self.mesh.items()):
-            raise ValueError(
-                f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {dict(self.mesh)}: plan again for it"
-            )
+            raise ValueError(f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {self.mesh}: plan again for it")
         if plan.graph != self.graph:
             raise ValueError(
                 f"the plan is for another model or other input shapes ({plan.model}, graph {plan.graph}); this is "

@@ -11,7 +11,6 @@ from torch import nn
 
 from autopar.solve import SOLVERS
 
-from .costs import COSTS
 from .presets import PRESETS
 
 WIDE_AXES_MOST = 5
@@ -54,10 +53,6 @@ def check_mesh(mesh_shape: Any) -> None:
 def check_solver(solver: Any) -> None:
     if not isinstance(solver, str) or (solver not in SOLVERS and solver not in PRESETS):
         raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
-
-
-def check_cost(cost: Any) -> None:
-    COSTS.named(cost)
 
 
 def check_limit(memory_limit_bytes: Any) -> None:

@@ -117,33 +117,18 @@ class Planner:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph = self.captured.graph
         self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
-        self.writer = Writer(self.space, self.cluster, self.memory, self.seconds)
+        self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
         self._gather()
 
     def _gather(self) -> None:
         """Sets what plans in the space at its prices."""
         self.steps = Steps(
-            self.space,
-            self.cluster,
-            self.writer,
-            self.operators,
-            self.optimizer,
-            self.kind_of_device,
-            self.memory,
-            self.seconds,
-            self.effort,
-            self.costs,
+            self.space, self.writer, self.operators, self.kind_of_device, self.memory, self.effort, self.costs
         )
         self.searches = Searches(self.space, self.steps, self.effort)
         self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
-        self.subject = Subject(
-            model=self.model_name,
-            mesh=self.mesh,
-            cluster=self.cluster.name,
-            optimizer=self.optimizer,
-            space=self.space,
-        )
+        self.subject = Subject(self.model_name, self.space)
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:
@@ -276,10 +261,7 @@ class Planner:
             return timeline(program, self.cluster, self.operators)
 
     def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
-        """The best decisions with parameters in these layouts, by name; those not named are replicated.
-
-        Raises ValueError for a layout that a parameter cannot have.
-        """
+        """`best_at_rest` in this planner's space."""
         return best_at_rest(self.space, at_rest)
 
 

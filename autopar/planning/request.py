@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from autopar.solve import SOLVERS
 
 from .constraints import Constraints
-from .given import check_constraints, check_cost, check_limit, check_solver
+from .costs import COSTS
+from .given import check_constraints, check_limit, check_solver
 from .presets import PRESETS
 
 
@@ -25,7 +26,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
-        check_cost(self.cost)
+        COSTS.named(self.cost)
         check_limit(self.memory_limit_bytes)
         check_constraints(self.constraints)
 

@@ -30,7 +30,7 @@ class Searches:
         self.space, self.steps, self.effort = space, steps, effort
         self.presets: dict[Preset, Allowed] = {}
         """Preset -> the options that it leaves."""
-        self.blocks: Callable[[], Blocks] = cache(partial(steps.flow.run, BLOCKS, space.graph, max(space.mesh)))
+        self.blocks: Callable[[], Blocks] = cache(partial(steps.writer.flow.run, BLOCKS, space.graph, max(space.mesh)))
 
     def search(
         self,

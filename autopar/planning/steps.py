@@ -8,12 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments, peak
-from autopar.cost.optimizers import Optimizer
 from autopar.cost.streams import TimelineCache, timeline
-from autopar.passes import Flow
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
@@ -34,13 +31,10 @@ class Steps:
     """Steps of the assignments of one space. `costs` are measured ones, if prices are measured."""
 
     space: Space
-    cluster: Cluster
     writer: Writer
     operators: TimelineCache
-    optimizer: Optimizer
     kind_of_device: str
     memory: liveness.PlacementCache
-    flow: Flow
     effort: Effort
     costs: Costs | None = None
     peaks: dict[Assignment, tuple[int, Peak]] = field(default_factory=dict)
@@ -54,7 +48,7 @@ class Steps:
         """Functions from an assignment to its peak with such buckets: exact, and estimated."""
         return (
             lambda assignment: self.peak(assignment, limit, buckets)[1].bytes,
-            lambda assignment: self.flow.timed("estimate", self._estimate, assignment, limit, buckets),
+            lambda assignment: self.writer.flow.timed("estimate", self._estimate, assignment, limit, buckets),
         )
 
     def peak(
@@ -63,7 +57,7 @@ class Steps:
         """The largest buckets with which an assignment's program keeps the limit (else those with which it needs the
         least), and a rank's peak during a training step with them."""
         if assignment not in self.peaks:
-            peaks = self.flow.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes, buckets)))
+            peaks = self.writer.flow.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes, buckets)))
             fits = memory_limit_bytes is None or peaks[-1][1].bytes <= memory_limit_bytes
             self.peaks[assignment] = peaks[-1] if fits else min(peaks, key=lambda item: item[1].bytes)
         return self.peaks[assignment]
@@ -80,9 +74,8 @@ class Steps:
             return
         for size in buckets:
             bucketed = self.writer.unsplit(assignment, size, KEPT)
-            peak_bytes = short.most(
-                moments(bucketed, self.optimizer, self.kind_of_device, self.memory), bucketed, self.optimizer
-            )
+            during = moments(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
+            peak_bytes = short.most(during, bucketed, self.space.optimizer)
             yield peak_bytes
             if self._is_settled(peak_bytes, size, limit):
                 return
@@ -93,35 +86,31 @@ class Steps:
         tried = [] if limit is None else list(self._estimates(assignment, limit, buckets))
         for size in buckets[max(0, len(tried) - 1) :]:
             bucketed = self.writer.written(assignment, size)
-            of_rank = peak(bucketed, self.optimizer, self.kind_of_device, self.memory)
+            of_rank = peak(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
             yield size, of_rank
             if self._is_settled(of_rank.bytes, size, limit):
                 return
 
-    def estimated_seconds(self, assignment: Assignment, limit: float | None, *, in_parts: bool = True) -> float:
-        """An estimate of `limited_seconds` from the program of fewer copies, if there is one."""
+    def estimated_seconds(self, assignment: Assignment, limit: float | None) -> float:
+        """The seconds of an assignment's step, estimated from the program of fewer copies with collectives unsplit. If
+        there is none, they are exact, and infinite if the peak is over the limit."""
         short = shortened(self.writer.space, assignment)
         if short is None:
-            return self.limited_seconds(assignment, limit)
+            bucket_bytes = BUCKETS[0]
+            if limit is not None:
+                bucket_bytes, of_rank = self.peak(assignment, limit)
+                if of_rank.bytes > limit:
+                    return math.inf
+            return self.seconds(assignment, bucket_bytes)[0]
         tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
         bucket_bytes = BUCKETS[tried - 1]
-        write = self.writer.written if in_parts else self.writer.unsplit
-        program = write(assignment, bucket_bytes, KEPT)
-        step = short.seconds(timeline(program, self.cluster, self.operators), program)
+        program = self.writer.unsplit(assignment, bucket_bytes, KEPT)
+        step = short.seconds(timeline(program, self.space.cluster, self.operators), program)
         return step * self._correction(assignment, bucket_bytes) + account(self.space, assignment).optimizer_seconds
-
-    def limited_seconds(self, assignment: Assignment, limit: float | None) -> float:
-        """The seconds of an assignment's step by its timeline; infinity if its peak is over the limit."""
-        bucket_bytes = BUCKETS[0]
-        if limit is not None:
-            bucket_bytes, of_rank = self.peak(assignment, limit)
-            if of_rank.bytes > limit:
-                return math.inf
-        return self.seconds(assignment, bucket_bytes)[0]
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""
-        step = timeline(self.writer.written(assignment, bucket_bytes), self.cluster, self.operators)
+        step = timeline(self.writer.written(assignment, bucket_bytes), self.space.cluster, self.operators)
         ratio = self._correction(assignment, bucket_bytes)
         updating = account(self.space, assignment).optimizer_seconds
         return step.seconds * ratio + updating, step.exposed_seconds * ratio
@@ -131,7 +120,7 @@ class Steps:
         if self.costs is None or not self.costs.with_links:
             return 1.0
         segment = self.writer.segment_program(assignment, bucket_bytes)
-        return self.costs.correction(segment, self.cluster, self.operators)
+        return self.costs.correction(segment, self.space.cluster, self.operators)
 
     def _is_settled(self, peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:
         """Whether smaller buckets are unnecessary, or would not suffice."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations
 from typing import Any, TypeVar
 
-from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
@@ -40,8 +39,8 @@ class Writer:
     """Writes programs in a space, whose prices decide how values are redistributed and programs lowered. A planner that
     prices the same plans otherwise (by measurements) shares the writer, so that it prices the program that runs."""
 
-    def __init__(self, space: Space, cluster: Cluster, memory: liveness.PlacementCache, flow: Flow) -> None:
-        self.space, self.cluster, self.flow = space, cluster, flow
+    def __init__(self, space: Space, memory: liveness.PlacementCache, flow: Flow) -> None:
+        self.space, self.flow = space, flow
         self.operators = TimelineCache(made=memory)
         """What timelines share about operators on the cluster; `memory` says how results lie on any cluster."""
         self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
@@ -99,7 +98,7 @@ class Writer:
 
     def _target(self, bucket_bytes: int) -> Target:
         sizes = tuple(self.space.redistributor.bucket_bytes)
-        return Target(cluster=self.cluster, known=self.operators, axis_bytes=sizes, limit_bytes=bucket_bytes)
+        return Target(cluster=self.space.cluster, known=self.operators, axis_bytes=sizes, limit_bytes=bucket_bytes)
 
     def _first(self, assignment: Assignment, bucket_bytes: int) -> Taken:
         """The adopted lowerings of those that come first, which say, for example, how early to gather parameters."""

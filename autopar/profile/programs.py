@@ -288,20 +288,19 @@ class Costs:
         self, program: Program, measurement: Measurement, optimizer: str, optimizer_bytes: int, about: Mapping[str, str]
     ) -> ProgramRow:
         """Records a measurement; operators and collectives first, since they give the program's `composed_seconds`."""
-        rows: list[Any] = list(_operator_rows(program, measurement, self.machine))
-        links = self.cluster.links(program.mesh)
-        for case, seconds in measurement.collectives.items():
-            rows.append(
-                CollectiveRow(
-                    machine=self.machine,
-                    links=links_key([links[case.axis]]),
-                    kind=case.kind,
-                    bytes=case.bytes,
-                    seconds=seconds,
-                    runs=len(measurement.steps),
-                )
+        links, runs = self.cluster.links(program.mesh), len(measurement.steps)
+        collectives = (
+            CollectiveRow(
+                machine=self.machine,
+                links=links_key([links[case.axis]]),
+                kind=case.kind,
+                bytes=case.bytes,
+                seconds=seconds,
+                runs=runs,
             )
-        self.profiles.add(rows)
+            for case, seconds in measurement.collectives.items()
+        )
+        self.profiles.add([*_operator_rows(program, measurement, self.machine), *collectives])
         waiting = math.fsum(
             seconds
             for instruction, seconds in zip(_instructions(program), measurement.durations, strict=True)
@@ -315,7 +314,7 @@ class Costs:
             seconds=statistics.median(measurement.steps),
             composed_seconds=timeline(program, self.also(program).measured(program.mesh)).seconds,
             spread=(high - low) / 2,
-            runs=len(measurement.steps),
+            runs=runs,
             abandoned=measurement.abandoned,
             compute_seconds=math.fsum(measurement.durations) - waiting,
             waiting_seconds=waiting,

@@ -25,7 +25,10 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    _save(figure, path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the figure cannot be written to {path}: {error}") from error
 
 
 def _seconds(plan: Plan, part: str) -> float:

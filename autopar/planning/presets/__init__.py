@@ -104,7 +104,9 @@ def allowed_by(preset: Preset, space: Space, blocks: Blocks) -> Allowed:
     for site_name, site in context.sites.items():
         policies = preset.policies if site.kind == "parameter" else NO_POLICY
         choices: list[SiteChoice] = []
-        for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, preset.grid, grid)):
+        tiers = preset.grid(context, site, grid) if preset.grid is not None and grid else []
+        tiers = [*tiers, [(WHOLE,) * len(grid)]]
+        for on_lines, on_grid in product(_lines(context, site, rules), tiers):
             every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
             choices = [SiteChoice(axes, policy) for merged in every for axes in merged for policy in policies]
             choices = [c for c in choices if all(space.option(at, c) is not None for at in joined[site_name])]
@@ -119,11 +121,6 @@ def _lines(context: Context, site: Site, rules: Mapping[int, AxisRule]) -> list[
     same or replicated."""
     first = {axis: rule(context, site, axis) for axis, rule in rules.items()}
     return [first, {axis: tuple(dict.fromkeys((*choices, WHOLE))) for axis, choices in first.items()}]
-
-
-def _grid(context: Context, site: Site, rule: GridRule | None, axes: tuple[int, ...]) -> Tiers:
-    tiers = rule(context, site, axes) if rule is not None and axes else []
-    return [*tiers, [(WHOLE,) * len(axes)]]
 
 
 def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[AxisChoices]:

@@ -126,11 +126,7 @@ class Context:
     def parameters_of(self, site: Site) -> list[int]:
         """Operands of an operator that are parameters of two dims or more."""
         makers = [self.sites.get(read.alias.root) for read in site.reads]
-        return [
-            position
-            for position, maker in enumerate(makers)
-            if maker is not None and maker.kind == "parameter" and maker.meta and len(maker.meta.shape) > 1
-        ]
+        return [position for position, maker in enumerate(makers) if maker is not None and _is_matrix(maker)]
 
     def weights_of(self, site: Site) -> list[int]:
         """Operands of an operator that are such parameters, or casts of them."""
@@ -142,7 +138,7 @@ class Context:
             return False
         if maker.kind == "op":
             return _keeps_shape(maker) and len(maker.reads) == 1 and self._is_weight(maker.reads[0].alias.root)
-        return maker.kind == "parameter" and maker.meta is not None and len(maker.meta.shape) > 1
+        return _is_matrix(maker)
 
     @cached_property
     def making(self) -> dict[str, Site]:
@@ -153,8 +149,7 @@ class Context:
     def weight_gradients(self) -> frozenset[str]:
         """Roots that are gradients of parameters of two dims or more, or that add up or cast to one."""
         gradients: set[str] = set()
-        parameters = (s for s in self.sites.values() if s.kind == "parameter" and s.meta and len(s.meta.shape) > 1)
-        waiting = [read.alias.root for site in parameters for read in site.reads]
+        waiting = [read.alias.root for site in self.sites.values() if _is_matrix(site) for read in site.reads]
         while waiting:
             root = waiting.pop()
             maker = self.making.get(root)
@@ -198,6 +193,11 @@ class Context:
     def in_block(self, site: Site) -> bool:
         index = self.space.graph.producer.get(site.name)
         return index is not None and isinstance(self.blocks.home.get(index), ParallelBlock)
+
+
+def _is_matrix(site: Site) -> bool:
+    """Whether a site is a parameter of two dims or more."""
+    return site.kind == "parameter" and site.meta is not None and len(site.meta.shape) > 1
 
 
 def _has_sequence(meta: TensorMeta) -> bool:
