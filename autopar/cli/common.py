@@ -104,7 +104,7 @@ Settings = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
 Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
 Dtype = Annotated[str, typer.Option(help="Of the model.")]
-Cost = Annotated[str, typer.Option(help=f"What is least: {', '.join(COSTS)}.")]
+Cost = Annotated[str, typer.Option(help=f"What the plan minimizes: {', '.join(COSTS)}.")]
 Limit = Annotated[str | None, typer.Option("--memory-limit", help="Of a rank, such as 40GB.")]
 Pins = Annotated[
     list[str] | None,

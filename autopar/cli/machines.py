@@ -123,7 +123,7 @@ def _number(text: str, option: str) -> float:
 def calibrate_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="The cluster file to write.")] = None,
     check_file: Annotated[
-        str | None, typer.Option("--check", help="Say what this cluster predicts of what is measured; fit nothing.")
+        str | None, typer.Option("--check", help="Compare measurements with this cluster's predictions; fit nothing.")
     ] = None,
     levels: Annotated[
         str | None, typer.Option(help="Sizes of levels from the outermost in; nodes and their ranks if not given.")
@@ -131,10 +131,10 @@ def calibrate_command(
     name: Annotated[str | None, typer.Option(help="Of the cluster; the file's if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 7,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
-    save: Annotated[Path | None, typer.Option(help="Where to write what was measured, as JSON.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Where to write the measurements, as JSON.")] = None,
     read: Annotated[Path | None, typer.Option(help="Measure nothing: read what --save wrote.")] = None,
 ) -> None:
-    """Measure this machine, and write a cluster file that says what it reaches.
+    """Measure this machine, and write a cluster file with the rates that it reaches.
 
     Every rank runs it: autopar lab --nodes 2 --ranks 2 -- autopar calibrate --out lab.toml, or
     torchrun --no-python --nproc-per-node 4 autopar calibrate --out local.toml
@@ -202,7 +202,7 @@ def _cell(row: Row) -> str:
 
 
 def _summary(rows: list[Row]) -> str:
-    """How good the predictions are, by what they are for."""
+    """The errors of predictions, by axes and sizes."""
     lines = []
     for fitted, small in itertools.product((True, False), (True, False)):
         errors = [abs(row.error) for row in rows if row.fitted == fitted and (row.bytes < SMALL_BYTES) == small]

@@ -145,7 +145,7 @@ def simulate_command(
     figure: Annotated[Path | None, typer.Option(help="Where to draw the timeline, such as step.svg.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """What a step of a plan takes on a cluster, when each operator and collective runs, and what hides.
+    """Show how long a step takes on a cluster, when each operator and collective runs, and what overlap hides.
 
     Example: autopar simulate hf:LlamaConfig --mesh dp=8,tp=8 --cluster dgx-h100 --dtype bfloat16 --trace step.json
     """

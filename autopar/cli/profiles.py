@@ -25,7 +25,7 @@ File = Annotated[Path | None, typer.Option("--profiles", help="The database; the
 
 def add(app: typer.Typer) -> None:
     app.command("profile", rich_help_panel="Profiled costs")(profile_command)
-    group = typer.Typer(no_args_is_help=True, help="The profile database: what was measured.")
+    group = typer.Typer(no_args_is_help=True, help="The profile database.")
     for name, command in (
         ("list", list_command),
         ("show", show_command),
@@ -54,7 +54,7 @@ def profile_command(
     profiles: File = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
 ) -> None:
-    """Measure the segments of a model ahead of time, and plan by what was measured.
+    """Measure the segments of a model ahead of time, and plan by these measurements.
 
     Every rank runs it: torchrun --no-python --nproc-per-node 4 autopar profile hf:LlamaConfig --mesh dp=2,tp=2. Started
     alone, it measures operators on this device and leaves links to the cluster (cost hybrid).
@@ -149,12 +149,12 @@ def import_command(
 
 @common.reports_bad_input
 def prune_command(
-    machine: Annotated[str | None, typer.Option(help="What was measured on machines with this in their name.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Measurements on machines with this in their name.")] = None,
     older_than: Annotated[float | None, typer.Option(help="Segment programs of more than so many days ago.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that there is.")] = False,
     profiles: File = None,
 ) -> None:
-    """Remove what is no longer wanted."""
+    """Remove old measurements."""
     if not everything and machine is None and older_than is None:
         raise ValueError("nothing to do: give --machine TEXT, --older-than DAYS, or --all")
     common.notes().print(f"removed {_opened(profiles).prune(machine=machine, older_than_days=older_than)} rows")

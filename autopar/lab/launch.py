@@ -55,7 +55,7 @@ class Network:
     rank_ip: tuple[str, ...]
     rank_tc: tuple[str, ...]
     rank_settings: Mapping[str, str]
-    """Paths under /proc/sys, and what is written there."""
+    """Path under /proc/sys -> the value to write there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ def flat(ranks: int, link: str | float) -> Shape:
 
 
 def rate(text: str | float) -> float:
-    """Bytes a second. Raises ValueError for what is neither a number nor a text such as "400mbit"."""
+    """Bytes a second. Raises ValueError for a text that is no rate such as "400mbit"."""
     if not isinstance(text, str):
         return float(text)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?bit)(?:/s)?", text.strip().lower())

@@ -1,4 +1,4 @@
-"""Account: what an assignment costs, item by item.
+"""The account: the cost of an assignment, item by item.
 
 The sum of the items is the solver's objective; the collectives listed are those that codegen writes.
 """
@@ -62,7 +62,7 @@ class Account:
 
 
 def account(space: Space, assignment: Assignment) -> Account:
-    """What the objective is made of."""
+    """The items of an assignment's objective."""
     return _tally(space, assignment).account()
 
 
@@ -101,7 +101,7 @@ class _Tally:
         self.space, self.builder = space, ProblemBuilder(space)
         self.compute = self.copies = self.communication = self.optimizer = 0.0
         self.waited = 0.0
-        """Seconds of collectives of activations in forward."""
+        """Seconds that operators wait for activations in forward."""
         self.parameters = self.gradients = self.states = self.activations = 0
         self.kinds: dict[tuple[str, str], list[float]] = {}
 

@@ -8,8 +8,8 @@ not split. The sum over axes, plus the work when everything is split, is below e
 - a site's seconds s(x) under joint option x are at least min s + c * sum over axes of p_a(x_a), where
   p_a(o) is the least that choice o on axis a adds, and c <= 1 is the largest factor for which this
   holds for every x (it is computed, not assumed);
-- what an acquisition does on axis a leads from the layout made to each layout wanted, so it costs at
-  least the dearest of those routes on axis a alone, with the fewest bytes.
+- an acquisition on axis a leads from the produced layout to each wanted layout, so it costs at least
+  the dearest of those routes on axis a alone, with the fewest bytes.
 
 The second point needs that an axis's part of a joint layout is the layout that it would choose alone.
 Nested splits can leave the dim that they started in (a batch of 8 split by 64 runs into the

@@ -115,7 +115,7 @@ class Candidates:
             if len(done) > 1:  # the first prediction rests on no measurement
                 self.off = max(self.off, 1 - seconds[key] / predicted)
             logger.info(
-                "%s plan: predicted %.1f ms, composed of what was measured %.1f ms; segment program %.1f ms in %d runs",
+                "%s plan: predicted %.1f ms, composed of measurements %.1f ms; segment program %.1f ms in %d runs",
                 done[key].plan.solver, predicted * 1e3, seconds[key] * 1e3, row.seconds * 1e3, row.runs,
             )  # fmt: skip
         best_of_all = done[min(done, key=seconds.__getitem__)]

@@ -74,7 +74,7 @@ def _parsed(space: Space, pattern: str, axis: str, text: str) -> _Constraint:
 
 
 def _names(space: Space, region: Region, site: Site) -> Iterator[str]:
-    """What a person may call a site: a name for each copy of a repeated layer."""
+    """The names of a site: one for each copy of a repeated layer."""
     if site.kind in ("op", "input"):
         repeat = next((r for r, body in zip(space.repeats, space.bodies, strict=True) if body is region), None)
         if repeat is None or site.node is None:

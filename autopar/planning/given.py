@@ -91,7 +91,7 @@ def check_profiles(profiles: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value with its type, cut where it is long."""
+    """A value with its type, cut if it is long."""
     if value is None:
         return "None"
     if isinstance(value, torch.Tensor):

@@ -44,7 +44,7 @@ def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
     for decisions in chain([assignment.rest], *assignment.copies):
         for name, choice in decisions.items():
             choices.setdefault(name, {})[choice] = None
-    # what is allowed at one end of a run is allowed at the other
+    # both ends of a run allow the same choices
     for joined in dict.fromkeys(joined_borders(space.repeats).values()):
         union = dict.fromkeys(choice for name in joined for choice in choices.get(name, ()))
         choices.update({name: dict(union) for name in joined})

@@ -75,7 +75,7 @@ class Plan:
     exposed_seconds: float
     """The communication that nothing hides."""
     objective_seconds: float
-    """What the solver minimised: the account's seconds, as if nothing overlapped."""
+    """The solver's objective: the account's seconds, as if nothing overlapped."""
     lower_bound_seconds: float
     solve_seconds: float
     without_rule: Mapping[str, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises ValueError where the file is no plan."""
+        """Raises ValueError if the file is no plan."""
         if not isinstance(path, (str, Path)):
             raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
         try:
@@ -127,7 +127,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: Any, source: str = "the plan") -> Plan:
-        """Raises ValueError where a field is missing or not what it should be."""
+        """Raises ValueError if a field is missing or invalid."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             given = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"{source} is no plan of format {FORMAT} (found {given!r}): make it with Plan.save")

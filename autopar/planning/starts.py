@@ -2,7 +2,7 @@
 fastest.
 
 A descent frees one axis at a time, so its end depends on what the first axes choose while the others are still
-replicated. Blocks say, before any solve, what a model splits without communication, layer after layer.
+replicated. Before any solve, blocks show what a model splits without communication, layer after layer.
 """
 
 from collections.abc import Sequence

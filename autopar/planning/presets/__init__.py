@@ -9,7 +9,7 @@ implementation of anything.
   vocabulary; the residual stream is replicated.
 - `megatron_sp`: the same, with norms and residual stream split by sequence.
 - `atp` (ATP 3.2): on two axes, every product with a weight splits its rows on one and its columns on the other,
-  row-first or column-first; what is between products is split by features on one of them, attention by heads on both.
+  row-first or column-first; values between products are split by features on one of them, attention by heads on both.
 - `par4d` (Par4D III): the same on axes x and y, attention by heads on one of them; on an axis z batch and
   weights at rest are split, which are gathered before use, and kept for backward or gathered again.
 - `meshslice` (MeshSlice 2.3): on two axes, rows and columns, all matrices are split both ways at rest, activations by
@@ -164,7 +164,7 @@ def _tensor_axis(space: Space) -> int:
 
 
 def _grid_axes(space: Space, name: str) -> tuple[int, ...]:
-    """The one or two axes on which products are split. Raises ValueError where there is none, or too many."""
+    """The one or two axes that split products. Raises ValueError if there is none, or too many."""
     wide = _wide(space)
     named = [axis for axis in wide if space.axes[axis] in GRID_AXIS_NAMES]
     if len(named) > 2:

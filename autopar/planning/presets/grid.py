@@ -22,7 +22,7 @@ Tiers = list[list[Joint]]
 
 def tensor(context: Context, site: Site, axes: Axes, *, scatters_heads: bool) -> Tiers:
     """2D tensor parallelism: every product with a weight splits its rows on one axis and its columns on the other
-    (row-first or column-first), and what is between products is split on one axis and replicated on the other.
+    (row-first or column-first), and values between products are split on one axis and replicated on the other.
     `scatters_heads`: attention splits its heads on both."""
     if site.kind == "op":
         return _tensor_op(context, site, axes, scatters_heads)
@@ -68,7 +68,7 @@ def _with_weight(site: Site, every: list[Joint], axes: int) -> Tiers:
 
 def stationary(context: Context, site: Site, axes: Axes) -> Tiers:
     """2D products of matrices that are all split both ways, rows of activations (the batch) on one axis and columns on
-    the other: what an operator's two axes split says which of its three matrices stays, and which are gathered or
+    the other. The factors that an operator splits decide which of its three matrices stays, and which are gathered or
     scattered."""
     if site.kind == "op":
         return _stationary_op(context, site, axes)
