@@ -120,7 +120,8 @@ class _Lab:
         self.spec = spec
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.ended: dict[int, int] = {}
-        self.failed: tuple[int, int] | None = None
+        self.failed: int | None = None
+        """The exit code of the rank that failed first."""
         self.ending = False
         self.kill_at: float | None = None
         self.selector = selectors.DefaultSelector()
@@ -138,9 +139,7 @@ class _Lab:
             self._start(rank, namespace)
         self.selector.register(sys.stdin.buffer, selectors.EVENT_READ, None)
         self._watch()
-        if self.failed is not None:
-            return exit_status(self.failed[1])
-        return 0
+        return 0 if self.failed is None else exit_status(self.failed)
 
     def _new_namespace(self) -> int:
         _call("unshare", NEW_NETWORK)
@@ -242,7 +241,7 @@ class _Lab:
         self.ranks[rank].returncode = code
         if code == 0 or self.failed is not None:
             return
-        self.failed = (rank, code)
+        self.failed = code
         how = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         if not self.ending:
             others = len(self.ranks) - len(self.ended)

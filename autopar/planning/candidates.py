@@ -124,10 +124,15 @@ class Candidates:
         plan = self.phases.timed("compose", lambda: planner.profiled(self.costs).again(best_of_all.plan))
         return replace(plan, cost=self.request.cost), summary
 
-    def _candidate(self, plan: Plan) -> Candidate:
-        planner = self.planner
-        program = planner.writer.written(planner.assignment(plan), plan.bucket_bytes)
-        return Candidate(plan=plan, program=program, key=structure(program))
+    def _candidates(self, plans: Iterable[Plan]) -> list[Candidate]:
+        """Those of the plans that keep the memory limit."""
+        planner, limit = self.planner, self.request.memory_limit_bytes
+        candidates = []
+        for plan in plans:
+            if limit is None or plan.bytes <= limit:
+                program = planner.writer.written(planner.assignment(plan), plan.bucket_bytes)
+                candidates.append(Candidate(plan=plan, program=program, key=structure(program)))
+        return candidates
 
     def _first(self) -> list[Candidate]:
         """The solver's plan, and the presets'."""
@@ -139,18 +144,14 @@ class Candidates:
                 if name == asked:
                     raise
                 logger.info("%s is no candidate: %s", name, error)
-        return [self._candidate(plan) for plan in plans if self._fits(plan)]
+        return self._candidates(plans)
 
     def _nearby(self, start: Candidate) -> list[Candidate]:
         """The solver's plans from there, at the measured prices."""
         if self.request.preset:
             return []
         plans = self.planner.profiled(self.costs).nearby(start.plan, replace(self.request, cost="analytical"))
-        return [self._candidate(plan) for plan in plans if self._fits(plan)]
-
-    def _fits(self, plan: Plan) -> bool:
-        limit = self.request.memory_limit_bytes
-        return limit is None or plan.bytes <= limit
+        return self._candidates(plans)
 
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Key of a candidate -> the seconds of its step, at the measured prices."""
