@@ -44,28 +44,34 @@ def plan(
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
 
-    `mesh_shape` maps axis names to sizes, outermost first; a number of devices, or "auto" for all that the cluster has,
-    lets the mesh be chosen too (`plan.mesh`). `args` and `kwargs` are the global example inputs (real, meta or fake;
-    values are read only where forward's Python reads them); the model may be on meta. `solver` is "dp" (dynamic
-    programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp", "megatron",
-    "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`). `cost` is "serial", the cheapest plan
-    as if nothing overlapped, or "analytical": that one, the cheapest with most of what travels in buckets hidden, or
-    that of a preset, whichever has the shortest step on its timeline (`autopar.cost.timeline`), or "volume", the plan
-    with the fewest bytes on links as Alpa counts them (`autopar.planning.costs`), or "hybrid", as "analytical" with
-    operators measured on this device, and kept in the database `profiles` (a file; the user's own if not given; see
-    docs/profiling.md). `cluster` is a name or a `Cluster`; `memory_limit_bytes` bounds the predicted peak of what a
-    rank holds during a training step, of which the states of the `optimizer` are a part: "adamw", "adamw_fp32" (float32
-    moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of bytes per element of a
-    parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an axis:
-    `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
+    `mesh_shape` maps axis names to sizes, outermost first. For a number of devices, or "auto" for all of the cluster,
+    autopar chooses the mesh too (`plan.mesh`). `args` and `kwargs` are the global example inputs (real, meta or fake;
+    values are read only where forward's Python reads them); the model may be on meta. `cluster` is a name or a
+    `Cluster`.
+
+    `solver` is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel),
+    "fsdp", "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`).
+
+    `cost` is one of
+    - "serial": the cheapest plan as if nothing overlapped;
+    - "analytical": that plan, the cheapest with most of the traffic in buckets hidden, or that of a preset, whichever
+      has the shortest step on its timeline (`autopar.cost.timeline`);
+    - "volume": the plan with the fewest bytes on links as Alpa counts them (`autopar.planning.costs`);
+    - "hybrid": as "analytical", with operators measured on this device, and recorded in the database `profiles` (a
+      file; the user's own if not given; see docs/profiling.md).
+
+    `memory_limit_bytes` bounds the predicted peak of a rank's memory during a training step. It includes the states of
+    the `optimizer`: "adamw", "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "sgd",
+    "sgd_momentum", or a number of bytes per element of a parameter. `constraints` pins placements of parameters and
+    inputs, and keeps modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see
+    `autopar.planning.constraints`).
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
     request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+    planner = partial(Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles)
     if isinstance(mesh_shape, Mapping):
-        return Planner(
-            model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, profiles=profiles
-        ).planned(request)
+        return planner(mesh_shape, cluster=cluster).planned(request)
     machine = named_cluster(cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
@@ -75,9 +81,7 @@ def plan(
             f"larger cluster"
         )
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
-    return Planner(
-        model, candidates[0], args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer, profiles=profiles
-    ).over(candidates, request)
+    return planner(candidates[0], cluster=machine).over(candidates, request)
 
 
 def compare(
@@ -95,12 +99,12 @@ def compare(
     constraints: Constraints | None = None,
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
-    """Plans of several solvers and presets side by side, on one mesh and cluster or each of several; the model is
+    """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
     captured once.
 
-    Arguments as for `plan`; `solvers` are "dp" and all presets if not given. A solver that finds nothing (no plan keeps
-    the limit, a preset that does not fit the batch) has its error in the place of a plan. `report` is told the part
-    that is done, and what is next.
+    Arguments as for `plan`; `solvers` are "dp" and all presets if not given. A solver without a plan (no plan keeps the
+    limit, a preset does not fit the batch) has its error in the place of a plan. `report` gets the part that is done,
+    and what is next.
     """
     solvers = ("dp", *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
@@ -111,7 +115,7 @@ def compare(
     ]
     shape: Any = mesh_shape
     if not isinstance(shape, (Mapping, Sequence)) or isinstance(shape, str):
-        check_mesh(shape)  # one mesh, that is none
+        check_mesh(shape)  # which raises: this is no mesh
     meshes = [mesh_shape] if isinstance(mesh_shape, Mapping) else list(mesh_shape)
     several = isinstance(cluster, Sequence) and not isinstance(cluster, str)
     clusters: list[str | Cluster | None] = list(cluster) if several else [cluster]  # type: ignore[arg-type, list-item]
@@ -159,29 +163,29 @@ def parallelize(
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
-    To be called by every rank of the mesh, with the same model and the same global example inputs.
-    The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then write the same
-    program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the
-    first one chooses, as far as the database `profiles` does not know them (docs/profiling.md). A model on meta must be
-    given values with `materialize` before its first step.
+    Every rank of the mesh calls it, with the same model and the same global example inputs. The first rank plans
+    (unless a `plan` is given) and the others receive the plan; all ranks then write the same program. Arguments as for
+    `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the first one chooses, except for
+    those in the database `profiles` (docs/profiling.md). `materialize` must give a model on meta its values before the
+    first step.
 
-    Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and gets the plain tensors
-    that the model gives on one device, for code that computes a metric or a loss with plain labels.
+    Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and returns the plain
+    tensors of the model on one device, for code that computes a metric or a loss with plain labels.
 
     The first `verify` calls, and the backward of each, also run in one process: every rank gathers parameters and
-    buffers, runs the model whole, and compares outputs, buffers and gradients. Where they differ by more than 1e-9
+    buffers, runs the model on one device, and compares outputs, buffers and gradients. If they differ by more than 1e-9
     (float64), 1e-3 (float32), 2e-2 (float16) or 1e-1 (bfloat16) of a tensor's largest element, all ranks raise a
-    ValueError that names the first such tensor and the operator and module that make it (the narrowest dtype of the
-    step counts; integers must be equal, all but 1% of an output's elements). Every rank needs the memory and the time
-    of one device for that. With random operators the captured graph is what runs in one process, with the same
-    numbers, instead of the model's Python.
+    ValueError that names the first such tensor and the operator and module that compute it (the narrowest dtype of the
+    step counts; integers must be equal, except for 1% of an output's elements). Every rank needs the memory and the
+    time of one device for that. A model with random operators runs as its captured graph in that process, with the same
+    random numbers, instead of as Python.
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
-            f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, as init_device_mesh makes it; autopar.plan "
-            f"plans without one"
+            f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, such as init_device_mesh returns; "
+            f"autopar.plan plans without one"
         )
     error: ValueError | None = None
     planner = None
@@ -189,7 +193,6 @@ def parallelize(
         request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
-        device_type = mesh.device_type
         planner = Planner(
             model,
             mesh_of(mesh),
@@ -198,15 +201,15 @@ def parallelize(
             loss_fn=loss_fn,
             cluster=cluster,
             optimizer=optimizer,
-            device_type=device_type,
+            device_type=mesh.device_type,
             profiles=profiles,
         )
         if plan is not None:
             planner.check(plan)
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
-    except ValueError as found:
-        error = found
+    except ValueError as raised:
+        error = raised
     raise_together(error, mesh)
     assert planner is not None
     given = None if plan is None else plan.digest
@@ -218,8 +221,8 @@ def parallelize(
     program = None
     try:
         program = planner.program(plan)
-    except ValueError as found:
-        error = found
+    except ValueError as raised:
+        error = raised
     raise_together(error, mesh)
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}

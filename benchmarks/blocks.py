@@ -53,8 +53,8 @@ def measure(planner: Planner) -> Row:
         return descent.descend(start, order, purse=descent.purse(descent.effort.descents / 2))
 
     starts: dict[str, Callable[[], Solved]] = {
-        "whole, slow first": lambda: descend(options.whole(), axes),
-        "whole, fast first": lambda: descend(options.whole(), axes[::-1]),
+        "whole, slow first": lambda: descend(options.replicated(), axes),
+        "whole, fast first": lambda: descend(options.replicated(), axes[::-1]),
         "batch": lambda: descend(options.batch(without=-1), axes),
         "blocks": lambda: descend(by_blocks(options, found, axes[-1][0]), axes[::-1]),
     }

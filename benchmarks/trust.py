@@ -133,7 +133,7 @@ def predictions(cell: Cell, file: str, found: Mapping[str, Any], folder: Path) -
 
     torch.set_num_threads(1)
     first = Planner(model_of(cell), MESHES[0], (), batch_of(cell), cluster=file, optimizer="sgd")
-    bench, rough = bench_alone("cpu", first.known, "sgd"), nominal(cell)
+    bench, rough = bench_alone("cpu", first.example_values, "sgd"), nominal(cell)
 
     def costs(file: str, machine: str, *, with_links: bool) -> Costs:
         profiles = Profiles(str(folder / file))
@@ -195,7 +195,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
                 seen.add(structure(segment))
                 key = f"{name} on {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
                 plans[key] = planner, device_mesh, plan
-    machine = bench_of(meshes[0][1], first.known, "sgd").machine
+    machine = bench_of(meshes[0][1], first.example_values, "sgd").machine
     programs = {
         key: planner.writer.segment_program(planner.assignment(plan), plan.bucket_bytes)
         for key, (planner, _, plan) in plans.items()
@@ -209,7 +209,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
             costs = Costs(profiles=Profiles(path), machine=machine, cluster=planner.cluster, with_links=True)
             cases = () if number else on_first_rank(partial(costs.unmeasured, programs[key]), device_mesh)
             order = Order(program=programs[key], cases=cases, runs=RUNS, warm_ups=WARM_UPS)
-            sittings[key].append(bench_of(device_mesh, first.known, "sgd").measured(order))
+            sittings[key].append(bench_of(device_mesh, first.example_values, "sgd").measured(order))
             if dist.get_rank() == 0:
                 found = _together(sittings[key])
                 about = dict(model=plan.model, mesh=str(plan.mesh), label=plan.solver, fingerprint="")

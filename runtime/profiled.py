@@ -32,9 +32,9 @@ def profiled(
     """
     optimizer = planner.optimizer.name
     bench = (
-        bench_alone(planner.kind_of_device, planner.known, optimizer)
+        bench_alone(planner.kind_of_device, planner.example_values, optimizer)
         if mesh is None
-        else bench_of(mesh, planner.known, optimizer)
+        else bench_of(mesh, planner.example_values, optimizer)
     )
 
     def search(measure: Measure) -> tuple[Plan, Profiled]:

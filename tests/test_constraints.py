@@ -101,7 +101,7 @@ def test_presets_and_limits_keep_constraints() -> None:
         ({"model.embed.weight": {"tp": "R"}}, r"'model.embed.weight': tp=R names nothing.*model.embed_tokens.weight"),
         ({"model.layers.*.mlp.act_fn": {"tp": "S(0)"}}, r"S\(0\) names nothing: parameters and inputs are called"),
         ({HEAD: {"pp": "R"}}, r"about mesh axis 'pp', and the mesh has dp, tp"),
-        ({HEAD: {"tp": "shard"}}, r"tp='shard' is no placement: give R \(whole\) or S\(d\)"),
+        ({HEAD: {"tp": "shard"}}, r"tp='shard' is no placement: give R \(replicated\) or S\(d\)"),
         ({HEAD: {"tp": "S(2)"}}, r"lm_head.weight of shape \(64, 32\) can be split along S\(0\), S\(1\) on 2 ranks"),
         ({HEAD: {"tp": "R"}, "lm_head": {"tp": "S(0)"}}, r"'lm_head.weight': tp=R and 'lm_head': tp=S\(0\) contradict"),
         ({"model.layers.0": {"tp": "R"}}, r"names 1 of 2 copies of a repeated layer .* name all of them"),

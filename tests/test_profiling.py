@@ -278,7 +278,7 @@ def test_hybrid_costs_are_measured_once_on_one_device(tmp_path: Path) -> None:
 
     planner, plan, told = found()
     assert plan.cost == "hybrid"
-    assert told.measured >= 1 and told.known == 0
+    assert told.measured >= 1 and told.recorded == 0
     machine = next(iter(Profiles(path).machines()))
     costs = Costs(profiles=Profiles(path), machine=machine, cluster=planner.cluster, with_links=False)
     # the plan's step is made of measured operators, and of the cluster's links
@@ -288,7 +288,7 @@ def test_hybrid_costs_are_measured_once_on_one_device(tmp_path: Path) -> None:
         assert event.stream != "compute" or any(key.startswith(event.op + " ") for key in keys)
     # another run, of another process maybe, measures nothing
     _, again, known = found()
-    assert (known.measured, known.known) == (0, told.measured + told.known)
+    assert (known.measured, known.recorded) == (0, told.measured + told.recorded)
     assert again.decisions == plan.decisions
 
 

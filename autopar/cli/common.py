@@ -1,5 +1,5 @@
-"""What commands have in common, the options of those about models and plans, and the model that one
-names: module:callable, or hf:ConfigClass."""
+"""What commands share: their options, their output, and the model that an argument names (module:callable, or
+hf:ConfigClass)."""
 
 import functools
 import importlib
@@ -30,7 +30,7 @@ BAD_INPUT = 2
 
 
 def out() -> Console:
-    """Standard output; as wide as it takes where that is no terminal."""
+    """Standard output, 200 columns wide unless it is a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=200)
 
@@ -41,7 +41,7 @@ def notes() -> Console:
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
-    """A command whose ValueErrors are one line on standard error, and exit status 2."""
+    """The command, with each ValueError as one line on standard error and exit status 2."""
 
     @functools.wraps(command)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -58,17 +58,17 @@ def fail(what: object) -> NoReturn:
     raise typer.Exit(BAD_INPUT)
 
 
-def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+def integers(text: str, option: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{option} is {text!r}: give whole numbers with commas between, such as 2,2")
+        raise ValueError(f"{option} is {text!r}: give integers with commas between, such as 2,2")
     return tuple(int(part) for part in parts)
 
 
 @contextmanager
 def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
-    """A bar on standard error for what is long: call it with the part that is done and what is being done. In place
-    of the bar, where that is no terminal, a line for every tenth."""
+    """Yields a function of the part that is done and the current work, which draws a bar on standard error; a line for
+    every tenth if that is no terminal."""
     console = notes()
     if not enabled:
         yield lambda part, what: None
@@ -83,12 +83,12 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
             task = bar.add_task("", total=1.0)
             yield lambda part, what: bar.update(task, completed=part, description=what)
     else:
-        told = -1
+        tenths = -1
 
         def tell(part: float, what: str) -> None:
-            nonlocal told
-            if int(part * 10) > told:
-                told = int(part * 10)
+            nonlocal tenths
+            if int(part * 10) > tenths:
+                tenths = int(part * 10)
                 console.print(f"{part:4.0%} {what}", markup=False)
 
         yield tell
@@ -104,7 +104,7 @@ Settings = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
 Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
 Dtype = Annotated[str, typer.Option(help="Of the model.")]
-Cost = Annotated[str, typer.Option(help=f"What is least: {', '.join(COSTS)}.")]
+Cost = Annotated[str, typer.Option(help=f"What the plan minimizes: {', '.join(COSTS)}.")]
 Limit = Annotated[str | None, typer.Option("--memory-limit", help="Of a rank, such as 40GB.")]
 Pins = Annotated[
     list[str] | None,
@@ -117,43 +117,43 @@ Kept = Annotated[
     typer.Option("--optimizer", help=f"Whose states count: {', '.join(OPTIMIZERS)}; or bytes per element."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
-KNOWN = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
+SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
 
 
 def mesh_shape(text: str) -> dict[str, int]:
-    """Of "dp=2,tp=4"."""
-    found: dict[str, int] = {}
+    """Parses "dp=2,tp=4"."""
+    shape: dict[str, int] = {}
     for axis in text.split(","):
         name, equals, size = (part.strip() for part in axis.partition("="))
-        if not equals or not size.isdecimal() or name in found:
+        if not equals or not size.isdecimal() or name in shape:
             raise ValueError(f"--mesh is {text!r}: write each axis once, with its size, such as dp=2,tp=4")
-        found[name] = int(size)
-    return found
+        shape[name] = int(size)
+    return shape
 
 
 def constraints(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Of "lm_head.weight:tp=S(0)", each."""
-    found: dict[str, dict[str, str]] = {}
+    """Parses texts such as "lm_head.weight:tp=S(0)"."""
+    placements: dict[str, dict[str, str]] = {}
     for text in texts:
         match = re.fullmatch(r"([^:=]+):(\w+)=(.+)", text)
         if match is None:
             raise ValueError(f"--pin is {text!r}: write NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0)")
         name, axis, placement = match.groups()
-        if found.setdefault(name, {}).setdefault(axis, placement) != placement:
+        if placements.setdefault(name, {}).setdefault(axis, placement) != placement:
             raise ValueError(
-                f"--pin {text!r} contradicts {axis}={found[name][axis]} for the same name: give one of them"
+                f"--pin {text!r} contradicts {axis}={placements[name][axis]} for the same name: give one of them"
             )
-    return found
+    return placements
 
 
 def byte_count(text: str | None) -> float | None:
-    """Of "40GB" or "40GiB"."""
+    """Parses "40GB" or "40GiB"."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in UNITS:
         raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB")
-    count: float = float(found[1]) * UNITS[found[2]]
+    count: float = float(match[1]) * UNITS[match[2]]
     return count
 
 
@@ -168,11 +168,11 @@ HEADS = (
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
 )
-"""The head that a configuration of Hugging Face gets is the first that it has: masked before causal, since
-encoders have both."""
+"""A configuration of Hugging Face gets the first of these heads that it has: masked before causal, since encoders have
+both."""
 
 IMAGE_SIZE = 224
-"""Of models that take any, as ImageNet's are cut."""
+"""The size that ImageNet's images are cut to, for models that take any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +188,9 @@ class Loaded:
 def load(
     spec: str, settings: Mapping[str, Any], *, batch: int, sequence: int, dtype: str, device: str = "meta"
 ) -> Loaded:
-    """What `spec` names; a model of Hugging Face is made on `device`.
+    """The model that `spec` names; one of Hugging Face is built on `device`.
 
-    Raises ValueError where it names nothing, or what it names makes no model."""
+    Raises ValueError if it names nothing, or nothing that builds a model."""
     module, colon, name = spec.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"model {spec!r}: write module:callable, such as train:build, or hf:LlamaConfig")
@@ -203,17 +203,17 @@ def load(
 
 
 def parsed(settings: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE texts; a value is JSON, or else a text."""
-    found: dict[str, Any] = {}
+    """Parses KEY=VALUE texts; a value is JSON, or else a text."""
+    values: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.isidentifier():
             raise ValueError(f"--set has {setting!r}: write KEY=VALUE, such as hidden_size=1024")
         try:
-            found[key] = json.loads(value)
+            values[key] = json.loads(value)
         except json.JSONDecodeError:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def _hugging_face(
@@ -245,7 +245,7 @@ def _hugging_face(
             size = size if isinstance(size, list | tuple) else (size, size)
             pixels = torch.zeros(batch, config.num_channels, *size, dtype=dtype)
             return Loaded(model=model, kwargs={"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)})
-    # real ones: where programs are measured, routers send tokens where they would
+    # real tokens, since routers send them to experts by their values when programs are measured
     tokens = torch.randint(
         config.get_text_config().vocab_size, (batch, sequence), generator=torch.Generator().manual_seed(0)
     )
@@ -269,11 +269,11 @@ def _called(
         inspect.signature(make).bind(**given)
     except TypeError as error:
         raise ValueError(f"{module}:{name}{inspect.signature(make)}: {error}; give arguments with --set") from error
-    made = make(**given)
-    parts = made if isinstance(made, tuple) else (made,)
+    result = make(**given)
+    parts = result if isinstance(result, tuple) else (result,)
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         raise ValueError(
-            f"{module}:{name} returned {type(made).__name__}: return (model, inputs) or (model, inputs, loss_fn), "
+            f"{module}:{name} returned {type(result).__name__}: return (model, inputs) or (model, inputs, loss_fn), "
             "where inputs are the global example inputs, a tuple of positional or a dict of named ones"
         )
     model, inputs, loss_fn = (*parts, None)[:3]

@@ -26,7 +26,7 @@ from autopar.planning.plan import bytes_text, seconds_text
 from autopar.runtime.measure import measured_here
 from autopar.runtime.measure.operators import matmul_flops_per_second
 
-from .common import notes, out, progress, reports_bad_input, whole_numbers
+from .common import integers, notes, out, progress, reports_bad_input
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
@@ -66,7 +66,7 @@ def lab_command(
 ) -> None:
     """Run a command on the ranks of a cluster that this machine pretends to be.
 
-    Each rank has a network namespace of its own, behind links as slow as they are told to be. Needs
+    Each rank has a network namespace of its own, behind links as slow as the options say. Needs
     root, ip and tc. Example: autopar lab --nodes 2 --ranks 2 -- python train.py
     """
     shape = _shape(nodes, ranks, inter, intra, levels)
@@ -80,33 +80,33 @@ def lab_command(
 
 def _shape(nodes: int, ranks: int, inter: str, intra: str, levels: str | None) -> lab.Shape:
     if levels is not None:
-        made = []
+        links = []
         for level in levels.split(","):
-            size, colon, link = level.partition(":")
+            size, colon, rate = level.partition(":")
             if not colon or not size.strip().isdecimal():
                 raise ValueError(f"--levels has {level!r}: write SIZE:RATE for each level, such as 2:400mbit,2:6gbit")
-            made.append(lab.Links(size=int(size), bytes_per_second=lab.rate(link)))
-        return lab.Shape(tuple(made))
+            links.append(lab.Links(size=int(size), bytes_per_second=lab.rate(rate)))
+        return lab.Shape(tuple(links))
     return lab.flat(ranks, intra) if nodes == 1 else lab.nodes(nodes, ranks, inter, intra)
 
 
-def _emulated(cluster: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
-    found = named_cluster(cluster)
+def _emulated(name: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
+    cluster = named_cluster(name)
     if sizes is not None:
-        parts = whole_numbers(sizes, "--sizes")
-    elif found.devices <= 8:
-        parts = tuple(level.size for level in found.levels)
+        parts = integers(sizes, "--sizes")
+    elif cluster.devices <= 8:
+        parts = tuple(level.size for level in cluster.levels)
     else:
-        names = ", ".join(f"{level.name} ({level.size})" for level in found.levels)
-        raise ValueError(f"cluster {found.name} has {found.devices} devices: say with --sizes how many of {names}")
+        names = ", ".join(f"{level.name} ({level.size})" for level in cluster.levels)
+        raise ValueError(f"cluster {cluster.name} has {cluster.devices} devices: say with --sizes how many of {names}")
     if scale != "auto":
-        return lab.part_of(found, parts, _number(scale, "--scale"))
-    lab.check_part(found, parts)
+        return lab.part_of(cluster, parts, _number(scale, "--scale"))
+    lab.check_part(cluster, parts)
     flat = lab.flat(math.prod(parts), "10gbit")
     here = statistics.median(lab.run(flat, matmul_flops_per_second, threads=threads, timeout_seconds=120.0))
-    divisor = lab.divisor(found, here, dtype)
+    divisor = lab.divisor(cluster, here, dtype)
     notes().print(f"{here / 1e9:.3g} GFLOP/s a rank here: rates divided by {divisor:.4g}")
-    return lab.part_of(found, parts, divisor)
+    return lab.part_of(cluster, parts, divisor)
 
 
 def _number(text: str, option: str) -> float:
@@ -123,7 +123,7 @@ def _number(text: str, option: str) -> float:
 def calibrate_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="The cluster file to write.")] = None,
     check_file: Annotated[
-        str | None, typer.Option("--check", help="Say what this cluster predicts of what is measured; fit nothing.")
+        str | None, typer.Option("--check", help="Compare measurements with this cluster's predictions; fit nothing.")
     ] = None,
     levels: Annotated[
         str | None, typer.Option(help="Sizes of levels from the outermost in; nodes and their ranks if not given.")
@@ -131,41 +131,41 @@ def calibrate_command(
     name: Annotated[str | None, typer.Option(help="Of the cluster; the file's if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 7,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
-    save: Annotated[Path | None, typer.Option(help="Where to write what was measured, as JSON.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Where to write the measurements, as JSON.")] = None,
     read: Annotated[Path | None, typer.Option(help="Measure nothing: read what --save wrote.")] = None,
 ) -> None:
-    """Measure this machine, and write a cluster file that says what it reaches.
+    """Measure this machine, and write a cluster file with the rates that it reaches.
 
     Every rank runs it: autopar lab --nodes 2 --ranks 2 -- autopar calibrate --out lab.toml, or
     torchrun --no-python --nproc-per-node 4 autopar calibrate --out local.toml
     """
     if out_file is None and check_file is None and save is None:
         raise ValueError("nothing to do: give --out FILE, --check FILE or --save FILE")
-    known = named_cluster(check_file) if check_file is not None else None
+    checked = named_cluster(check_file) if check_file is not None else None
     measured = _measured(levels, rounds, device, read)
     if measured is None:
         return
     if save is not None:
         save.write_text(json.dumps(measured.to_json(), indent=1))
-    cluster = known or fit(measured, name or (out_file.stem if out_file is not None else "calibrated"))
-    if known is None and out_file is not None:
+    cluster = checked or fit(measured, name or (out_file.stem if out_file is not None else "calibrated"))
+    if checked is None and out_file is not None:
         when = datetime.datetime.now(datetime.UTC).date().isoformat()
         ranks = math.prod(measured.levels)
         source = f"autopar calibrate, {when}: {ranks} ranks, {measured.backend}, torch {torch.__version__}"
         summary = _summary(check(measured, _formulas(cluster)))
-        made = f"Made by autopar calibrate, {when}; medians of {measured.rounds} rounds. By the levels alone:"
-        out_file.write_text(cluster_toml(cluster, source, f"{made}\n{summary}"))
+        heading = f"Made by autopar calibrate, {when}; medians of {measured.rounds} rounds. By the levels alone:"
+        out_file.write_text(cluster_toml(cluster, source, f"{heading}\n{summary}"))
         notes().print(f"wrote {out_file}")
-    _print_check(measured, cluster if known is not None else _formulas(cluster))
+    _print_check(measured, cluster if checked is not None else _formulas(cluster))
 
 
 def _formulas(cluster: Cluster) -> Cluster:
-    """Without what was measured of groups, which this is compared with."""
+    """The cluster without measured groups, with which its formulas are compared."""
     return replace(cluster, groups=())
 
 
 def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -> Measurements | None:
-    """On the first rank, or where it is read from a file; None on others."""
+    """On the first rank, or read from a file; None on other ranks."""
     if read is not None:
         try:
             return Measurements.from_json(json.loads(read.read_text()))
@@ -173,7 +173,7 @@ def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -
             raise ValueError(f"{read} is not what calibrate --save wrote: {type(error).__name__} {error}") from error
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
-    sizes = None if levels is None else whole_numbers(levels, "--levels")
+    sizes = None if levels is None else integers(levels, "--levels")
     with progress() as tell:
         rank, measured = measured_here(
             sizes, rounds=rounds, device_type=device, report=lambda rank: tell if rank == 0 else lambda part, what: None
@@ -202,7 +202,7 @@ def _cell(row: Row) -> str:
 
 
 def _summary(rows: list[Row]) -> str:
-    """How good the predictions are, by what they are for."""
+    """The errors of predictions, by axes and sizes."""
     lines = []
     for fitted, small in itertools.product((True, False), (True, False)):
         errors = [abs(row.error) for row in rows if row.fitted == fitted and (row.bytes < SMALL_BYTES) == small]
@@ -225,20 +225,20 @@ def clusters_command(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """The library of clusters, or one of them."""
-    found = dict(sorted(CLUSTERS.items())) if name is None else {name: _cluster(name)}
+    clusters = dict(sorted(CLUSTERS.items())) if name is None else {name: _cluster(name)}
     if as_json:
-        out().print_json(json.dumps({key: _facts(cluster) for key, cluster in found.items()}))
+        out().print_json(json.dumps({key: _facts(cluster) for key, cluster in clusters.items()}))
         return
     if name is None:
         table = Table("cluster", "devices", "device", "memory", "levels, from the outermost in")
-        for key, cluster in found.items():
+        for key, cluster in clusters.items():
             levels = ", ".join(f"{level.name} {level.size}" for level in cluster.levels)
             table.add_row(
                 key, str(cluster.devices), cluster.device.name, bytes_text(cluster.device.memory_bytes), levels
             )
         out().print(table)
         return
-    (cluster,) = found.values()
+    (cluster,) = clusters.values()
     out().print(f"{cluster.name}: {cluster.source}")
     device = cluster.device
     rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())

@@ -18,34 +18,14 @@ from autopar.profile.database import ProgramRow, default_path
 from autopar.runtime.profiled import profiled
 from autopar.runtime.profiler import ranks_here
 
-from .common import (
-    KNOWN,
-    Batch,
-    Dtype,
-    Kept,
-    Length,
-    Limit,
-    Model,
-    Pins,
-    Settings,
-    byte_count,
-    constraints,
-    load,
-    mesh_shape,
-    notes,
-    optimizer_of,
-    out,
-    parsed,
-    progress,
-    reports_bad_input,
-)
+from . import common
 
 File = Annotated[Path | None, typer.Option("--profiles", help="The database; the user's own if not given.")]
 
 
 def add(app: typer.Typer) -> None:
     app.command("profile", rich_help_panel="Profiled costs")(profile_command)
-    group = typer.Typer(no_args_is_help=True, help="The profile database: what was measured.")
+    group = typer.Typer(no_args_is_help=True, help="The profile database.")
     for name, command in (
         ("list", list_command),
         ("show", show_command),
@@ -57,32 +37,32 @@ def add(app: typer.Typer) -> None:
     app.add_typer(group, name="profiles", rich_help_panel="Profiled costs")
 
 
-@reports_bad_input
+@common.reports_bad_input
 def profile_command(
-    model: Model,
+    model: common.Model,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=2.")],
-    batch: Batch = 8,
-    sequence: Length = 128,
-    settings: Settings = None,
-    dtype: Dtype = "float32",
+    batch: common.Batch = 8,
+    sequence: common.Length = 128,
+    settings: common.Settings = None,
+    dtype: common.Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file: what orders the search.")] = None,
-    solver: Annotated[str, typer.Option(help=KNOWN)] = "dp",
-    memory_limit: Limit = None,
-    optimizer: Kept = "adamw",
-    pin: Pins = None,
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    memory_limit: common.Limit = None,
+    optimizer: common.Kept = "adamw",
+    pin: common.Pins = None,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
     profiles: File = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
 ) -> None:
-    """Measure the segments of a model ahead of time, and plan by what was measured.
+    """Measure the segments of a model ahead of time, and plan by these measurements.
 
     Every rank runs it: torchrun --no-python --nproc-per-node 4 autopar profile hf:LlamaConfig --mesh dp=2,tp=2. Started
     alone, it measures operators on this device and leaves links to the cluster (cost hybrid).
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
-    shape, limit, pins = mesh_shape(mesh), byte_count(memory_limit), constraints(pin or [])
-    loaded = load(model, parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    shape, limit, pins = common.mesh_shape(mesh), common.byte_count(memory_limit), common.constraints(pin or [])
+    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
     planner = Planner(
         loaded.model,
         shape,
@@ -90,21 +70,21 @@ def profile_command(
         loaded.kwargs,
         loss_fn=loaded.loss_fn,
         cluster=cluster,
-        optimizer=optimizer_of(optimizer),
+        optimizer=common.optimizer_of(optimizer),
         device_type=device,
         profiles=profiles,
     )
     request = Request(solver=solver, memory_limit_bytes=limit, constraints=pins)
     rank = int(os.environ.get("RANK", 0))
-    with progress(rank == 0) as tell, ranks_here(shape, device) as ranks:
-        plan, told = profiled(planner, ranks, request, report=tell)
+    with common.progress(rank == 0) as tell, ranks_here(shape, device) as ranks:
+        plan, summary = profiled(planner, ranks, request, report=tell)
     if rank == 0:
         if save is not None:
             plan.save(save)
-        typer.echo(f"{plan}\n\n{told}")
+        typer.echo(f"{plan}\n\n{summary}")
 
 
-@reports_bad_input
+@common.reports_bad_input
 def list_command(profiles: File = None) -> None:
     """Segment programs that were measured, and how much else."""
     database = _opened(profiles)
@@ -114,48 +94,48 @@ def list_command(profiles: File = None) -> None:
         runs = f"{row.runs}{', stopped' if row.abandoned else ''}"
         cells = (seconds_text(row.seconds), seconds_text(row.spread), runs, bytes_text(row.peak_bytes), when)
         table.add_row(row.model, row.mesh, row.label, row.structure, *cells)
-    out().print(table)
+    common.out().print(table)
     for machine, counts in database.machines().items():
-        out().print(f"{machine}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
-    out().print(str(database.path))
+        common.out().print(f"{machine}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
+    common.out().print(str(database.path))
 
 
-@reports_bad_input
+@common.reports_bad_input
 def show_command(
     program: Annotated[str, typer.Argument(help="What list shows of it, or the first letters.")],
     profiles: File = None,
 ) -> None:
     """One segment program, and the slowest operators of its machine."""
     database = _opened(profiles)
-    found: list[ProgramRow] = [row for row in database.rows("programs") if row.structure.startswith(program)]
-    if not found:
+    matches: list[ProgramRow] = [row for row in database.rows("programs") if row.structure.startswith(program)]
+    if not matches:
         raise ValueError(f"no program {program!r} in {database.path}: see autopar profiles list")
-    for row in found:
-        out().print(f"{row.label} plan of {row.model} on {row.mesh}, program {row.structure}")
-        out().print(f"machine {row.machine}")
-        out().print(
+    for row in matches:
+        common.out().print(f"{row.label} plan of {row.model} on {row.mesh}, program {row.structure}")
+        common.out().print(f"machine {row.machine}")
+        common.out().print(
             f"step {seconds_text(row.seconds)} +- {seconds_text(row.spread)} in {row.runs} runs, of which operators "
             f"{seconds_text(row.compute_seconds)}, waiting {seconds_text(row.waiting_seconds)}; composed of its parts "
             f"{seconds_text(row.composed_seconds)}; optimizer {seconds_text(row.optimizer_seconds)}; peak "
             f"{bytes_text(row.peak_bytes)}"
         )
     table = Table("operator on local shapes", "seconds", "spread", "runs")
-    operators = sorted(database.rows("operators", machine=found[0].machine), key=lambda row: -row.seconds)
+    operators = sorted(database.rows("operators", machine=matches[0].machine), key=lambda row: -row.seconds)
     for row in operators[:20]:
         table.add_row(row.key, seconds_text(row.seconds), seconds_text(row.spread), str(row.runs))
-    out().print(table)
+    common.out().print(table)
 
 
-@reports_bad_input
+@common.reports_bad_input
 def export_command(
     file: Annotated[Path, typer.Argument(help="The JSON file to write.")], profiles: File = None
 ) -> None:
     """Write everything as JSON."""
     file.write_text(_opened(profiles).export() + "\n")
-    notes().print(f"wrote {file}")
+    common.notes().print(f"wrote {file}")
 
 
-@reports_bad_input
+@common.reports_bad_input
 def import_command(
     file: Annotated[Path, typer.Argument(help="What export wrote, maybe on another machine.")], profiles: File = None
 ) -> None:
@@ -164,24 +144,24 @@ def import_command(
         text = file.read_text()
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}; give the path of a file that profiles export wrote") from error
-    notes().print(f"read {Database(profiles).read(text)} rows")
+    common.notes().print(f"read {Database(profiles).read(text)} rows")
 
 
-@reports_bad_input
+@common.reports_bad_input
 def prune_command(
-    machine: Annotated[str | None, typer.Option(help="What was measured on machines with this in their name.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Measurements on machines with this in their name.")] = None,
     older_than: Annotated[float | None, typer.Option(help="Segment programs of more than so many days ago.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that there is.")] = False,
     profiles: File = None,
 ) -> None:
-    """Remove what is no longer wanted."""
+    """Remove old measurements."""
     if not everything and machine is None and older_than is None:
         raise ValueError("nothing to do: give --machine TEXT, --older-than DAYS, or --all")
-    notes().print(f"removed {_opened(profiles).prune(machine=machine, older_than_days=older_than)} rows")
+    common.notes().print(f"removed {_opened(profiles).prune(machine=machine, older_than_days=older_than)} rows")
 
 
 def _opened(path: Path | None) -> Database:
     path = path or default_path()
     if not path.exists():
-        raise ValueError(f"{path}: no profile database there; autopar profile makes one, or give --profiles FILE")
+        raise ValueError(f"{path}: no profile database there; autopar profile creates one, or give --profiles FILE")
     return Database(path)

@@ -1,4 +1,4 @@
-"""The lab: a cluster on one machine. Real ranks on real links that are as slow as they are told to be."""
+"""The lab: a cluster on one machine. Real ranks on real links, slowed down to given rates."""
 
 from .launch import environments, launch, missing, run
 from .shape import Links, Shape, check_part, divisor, flat, nodes, part_of, rate

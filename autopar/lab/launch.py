@@ -1,7 +1,7 @@
-"""A lab from outside: `launch` runs a command on its ranks, `run` a function. `network` is what `ip` and `tc` are told.
+"""A lab from outside: `launch` runs a command on its ranks, `run` a function. `network` writes what `ip` and `tc` do.
 
-A tree: the core bridge and a bridge for each child that is not a rank lie in one network namespace, the hub; each rank
-has a namespace of its own. A link is a veth pair with a token bucket at both ends.
+The network is a tree. The core bridge, and a bridge for each child that is not a rank, lie in one network namespace,
+the hub; each rank has a namespace of its own. A link is a veth pair with a token bucket at both ends.
 """
 
 import inspect
@@ -27,13 +27,12 @@ LATENCY_MILLISECONDS = 4000
 """How long a packet may wait in a bucket before it is dropped: never, in practice."""
 SMALLEST_BURST_BYTES = 36 * 1000
 BURST_SECONDS = 300e-6
-"""A bucket holds what the link carries in that time, and at least four packets: what more it held would travel at no
-cost."""
+"""A bucket holds what the link carries in that time, and at least four packets; anything more would travel for free."""
 PACKET_BYTES = 9000
 SEGMENT_BYTES = 32 * 1024
-"""What the kernel hands on at once: less than any bucket holds, which would cut it into packets, one timer each."""
+"""What the kernel hands on at once. A bucket that holds less would cut it into packets, one timer each."""
 WINDOW = 64
-"""Packets that a connection may have under way before it has seen how fast it is."""
+"""Packets that a connection may have under way before it has measured its rate."""
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_slow_start_after_idle": "0",
@@ -56,7 +55,7 @@ class Network:
     rank_ip: tuple[str, ...]
     rank_tc: tuple[str, ...]
     rank_settings: Mapping[str, str]
-    """Paths under /proc/sys, and what is written there."""
+    """Path under /proc/sys -> the value to write there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +78,13 @@ def network(shape: Shape) -> Network:
         if child.is_rank:
             number = len(rank_ip)
             hub_ip.append(f"link add {down} type veth peer name {INTERFACE} netns {{{number}}}")
-            rank_ip.append(
-                "\n".join(
-                    [
-                        "link set lo up",
-                        f"addr add {address(number)}/24 dev {INTERFACE} noprefixroute",
-                        f"{_up(INTERFACE)} gso_max_size {SEGMENT_BYTES}",
-                        f"route add {address(0)[:-1]}0/24 dev {INTERFACE} initcwnd {WINDOW} initrwnd {WINDOW}",
-                    ]
-                )
-            )
+            lines = [
+                "link set lo up",
+                f"addr add {address(number)}/24 dev {INTERFACE} noprefixroute",
+                f"{_up(INTERFACE)} gso_max_size {SEGMENT_BYTES}",
+                f"route add {address(0)[:-1]}0/24 dev {INTERFACE} initcwnd {WINDOW} initrwnd {WINDOW}",
+            ]
+            rank_ip.append("\n".join(lines))
             rank_tc.append(_bucket(INTERFACE, child.bytes_per_second))
         else:
             up = f"u{inner}"
@@ -145,11 +141,11 @@ GRACE_SECONDS = 5.0
 """Between asking a rank to end and killing it."""
 PORT = 29500
 TAIL = 4000
-"""Characters of what ranks wrote that an error quotes."""
+"""How many characters of the ranks' output an error quotes."""
 
 
 def missing() -> list[str]:
-    """What a lab needs and is not here."""
+    """What a lab needs and this machine lacks."""
     needed = [f"`{tool}` (package iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
     if not sys.platform.startswith("linux"):
         return ["Linux", *needed]
@@ -157,7 +153,7 @@ def missing() -> list[str]:
 
 
 def environments(shape: Shape, threads: int = 1, base: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-    """What each rank's environment says, on top of `base` (this process's own if not given)."""
+    """Each rank's environment, on top of `base` (this process's own if not given)."""
     inner = shape.ranks_per_node
     return [
         {
@@ -178,10 +174,10 @@ def environments(shape: Shape, threads: int = 1, base: Mapping[str, str] | None 
 
 
 def launch(shape: Shape, command: Sequence[str], *, threads: int = 1) -> int:
-    """Run a command on every rank; what ranks write comes out with the rank before each line.
+    """Runs a command on every rank, and prints what ranks write with the rank before each line.
 
-    SIGINT and SIGTERM are passed on to the ranks. When a rank fails the others are ended. Returns the exit status
-    of the rank that failed first, 0 if none did. Raises ValueError where a lab cannot be had.
+    The ranks get SIGINT and SIGTERM too. When a rank fails, the others are ended. Returns the exit status of the rank
+    that failed first, 0 if none did. Raises ValueError if a lab cannot be built.
     """
     with _supervisor(shape, [list(command)] * shape.ranks, environments(shape, threads), prefix=True) as process:
         numbers = (signal.SIGINT, signal.SIGTERM)
@@ -205,9 +201,9 @@ def run(
 ) -> list[Any]:
     """[function(*arguments) on each rank], in rank order; arguments and results travel as JSON.
 
-    `function` is at the top level of a module or script; inside, `torch.distributed` is initialised with
-    gloo. What ranks write is shown, or else quoted in the error. No process outlives the call. Raises
-    ValueError where a lab cannot be had, RuntimeError if a rank fails, TimeoutError.
+    `function` is at the top level of a module or script; inside, `torch.distributed` is initialised with gloo. What
+    ranks write is shown, or else quoted in the error. No process outlives the call. Raises ValueError if a lab cannot
+    be built, RuntimeError if a rank fails, TimeoutError.
     """
     with tempfile.TemporaryDirectory(prefix="autopar-lab-") as folder:
         call = Path(folder, "call.json")
@@ -233,7 +229,7 @@ def run(
 
 
 def _where(function: Callable[..., Any]) -> dict[str, str]:
-    """How a rank finds the function again."""
+    """Where a rank imports the function from."""
     name = function.__qualname__
     if "." in name:
         raise ValueError(f"{name} is not at the top level of a module: ranks cannot import it")
@@ -258,7 +254,7 @@ def _supervisor(
     prefix: bool,
     output: IO[bytes] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The supervisor of a lab, at work. Killed at the end, if it is still there, and all that is in the lab with it."""
+    """A running supervisor of a lab. The end kills it, and with it all that is in the lab."""
     if needed := missing():
         raise ValueError(f"a lab needs {', '.join(needed)}: missing here")
     spec = {

@@ -8,7 +8,7 @@ from autopar.cluster.machine import Cluster
 
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 SLOWEST, FASTEST = 1e3, 125e9
-"""Bytes a second that a token bucket here can be told."""
+"""The rates of a token bucket, in bytes a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +64,21 @@ def flat(ranks: int, link: str | float) -> Shape:
 
 
 def rate(text: str | float) -> float:
-    """Bytes a second. Raises ValueError for what is neither a number nor a text such as "400mbit"."""
+    """Bytes a second. Raises ValueError for a text that is no rate such as "400mbit"."""
     if not isinstance(text, str):
         return float(text)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?bit)(?:/s)?", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?bit)(?:/s)?", text.strip().lower())
+    if match is None:
         raise ValueError(f"{text!r} is no rate: give a number and one of {', '.join(UNITS)}, such as 400mbit")
-    return float(found[1]) * UNITS[found[2]] / 8
+    return float(match[1]) * UNITS[match[2]] / 8
 
 
 def part_of(cluster: Cluster, sizes: tuple[int, ...], divisor: float) -> Shape:
     """A part of a cluster as a lab, with its rates divided.
 
-    `sizes` are the children to take of each level, the outermost first. The rates are what those devices get
-    of the cluster's links: where the links out of a child are shared by few devices each, fewer devices
-    get fewer of them. Levels of one child are left out. Raises ValueError for sizes that do not fit the cluster.
+    `sizes` are the children to take of each level, the outermost first. The rates are those devices' share of the
+    cluster's links: if few devices share each link out of a child, fewer devices get fewer links. Levels of one child
+    are left out. Raises ValueError for sizes that do not fit the cluster.
     """
     check_part(cluster, sizes)
     levels = []
@@ -92,24 +92,24 @@ def part_of(cluster: Cluster, sizes: tuple[int, ...], divisor: float) -> Shape:
 
 
 def check_part(cluster: Cluster, sizes: tuple[int, ...]) -> None:
-    there = tuple(level.size for level in cluster.levels)
-    if len(sizes) != len(there) or any(not 1 <= part <= whole for part, whole in zip(sizes, there, strict=False)):
+    full = tuple(level.size for level in cluster.levels)
+    if len(sizes) != len(full) or any(not 1 <= part <= most for part, most in zip(sizes, full, strict=False)):
         names = " x ".join(f"{level.name} {level.size}" for level in cluster.levels)
         raise ValueError(
             f"a lab of {' x '.join(map(str, sizes))} does not fit cluster {cluster.name}, which is {names}: "
-            f"give {len(there)} sizes, each at least 1 and at most the cluster's"
+            f"give {len(full)} sizes, each at least 1 and at most the cluster's"
         )
 
 
-def divisor(cluster: Cluster, flops_per_second: float, dtype: str = "bfloat16", itemsize: int = 4) -> float:
-    """What a cluster's rates are to be divided by, so that an operator's arithmetic and the transfer of its
-    operands stand in the same ratio here as there: here with ranks of `flops_per_second` and elements of
-    `itemsize` bytes, there with elements of `dtype`. Raises ValueError for a dtype that the cluster has no rate of."""
+def divisor(cluster: Cluster, flops_per_second: float, dtype: str = "bfloat16") -> float:
+    """The divisor of a cluster's rates that keeps the ratio between an operator's arithmetic and the transfer of its
+    operands: here with ranks of `flops_per_second` in float32, there with elements of `dtype`. Raises
+    ValueError for a dtype that the cluster has no rate of."""
     rates = cluster.device.flops_per_second
     if dtype not in rates or dtype not in _ITEMSIZES:
         raise ValueError(f"cluster {cluster.name} has no rate for {dtype}; it has {', '.join(rates)}")
     there = rates[dtype] * cluster.device.efficiency[-1][1]
-    return there / flops_per_second * _ITEMSIZES[dtype] / itemsize
+    return there / flops_per_second * _ITEMSIZES[dtype] / _ITEMSIZES["float32"]
 
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

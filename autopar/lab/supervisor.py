@@ -1,12 +1,12 @@
-"""Builds a lab, runs its ranks and ends with them. Started as a script, with the standard library alone.
+"""Builds a lab, runs its ranks and ends with them. It runs as a script, with the standard library alone.
 
     python supervisor.py < SPEC
 
 Two processes. The outer one is the child of whoever runs the lab. The inner one is the first process of a
 PID namespace, in network namespaces that have no name: they exist as long as a process is in them or
-holds them open. So the kernel removes every rank, its children and the whole network as soon as
-the inner one ends, however it ends; and it ends when the outer one does, when the standard input (which the
-caller holds open) is closed, or when all ranks have ended.
+holds them open. So the kernel removes every rank, its children and the network as soon as the inner one
+ends, however it ends; and it ends when the outer one does, when the standard input (which the caller
+holds open) is closed, or when all ranks have ended.
 
 SPEC is one line of JSON: {"network": what `launch.Network` holds, "commands": [[...], ...], "environments": [{...},
 ...], "prefix": bool, "grace_seconds": ...}, with a command and an environment for each rank.
@@ -36,7 +36,10 @@ class Refused(Exception):
 
 
 def main() -> int:
-    end_with(os.getppid())
+    parent = os.getppid()
+    _end_with_parent()
+    if os.getppid() != parent:
+        return 1
     spec = json.loads(sys.stdin.buffer.readline())
     try:
         _call("unshare", NEW_PIDS | NEW_MOUNTS | NEW_NETWORK)
@@ -63,11 +66,8 @@ def _no_lab(what: str) -> int:
     return NO_LAB
 
 
-def end_with(parent: int) -> None:
-    """This process ends when its parent does, of which it knows the id."""
+def _end_with_parent() -> None:
     _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -77,12 +77,12 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def exit_status(code: int) -> int:
-    """As a shell says it: 128 + the signal."""
+    """The exit status of a shell: 128 + the signal."""
     return 128 - code if code < 0 else code
 
 
 class _Stream:
-    """One stream of one rank, passed on line by line."""
+    """Passes on one stream of one rank, line by line."""
 
     def __init__(self, source: IO[bytes], target: IO[bytes], prefix: bytes) -> None:
         self.source, self.target, self.prefix = source, target, prefix
@@ -90,7 +90,7 @@ class _Stream:
         os.set_blocking(source.fileno(), False)
 
     def read(self) -> bool | None:
-        """Pass on what is there: None where there is nothing, False at the end of the stream."""
+        """Passes on what is there. Returns None if there is nothing, False at the end of the stream."""
         try:
             data = os.read(self.source.fileno(), 1 << 16)
         except BlockingIOError:
@@ -106,7 +106,7 @@ class _Stream:
         return bool(data)
 
     def finish(self) -> None:
-        """Pass on a last line that does not end."""
+        """Passes on a last line that does not end."""
         if self.rest:
             self.target.write(self.prefix + self.rest + b"\n")
             self.target.flush()
@@ -120,13 +120,14 @@ class _Lab:
         self.spec = spec
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.ended: dict[int, int] = {}
-        self.failed: tuple[int, int] | None = None
+        self.failed: int | None = None
+        """The exit code of the rank that failed first."""
         self.ending = False
         self.kill_at: float | None = None
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        _die_with_parent_of_namespace()
+        _end_with_parent()  # which is outside of the PID namespace, so its number is 0 here
         self._signals()
         _call("mount", b"none", b"/", None, PRIVATE | RECURSIVE, None)
         _call("mount", b"proc", b"/proc", b"proc", 0, None)
@@ -138,9 +139,7 @@ class _Lab:
             self._start(rank, namespace)
         self.selector.register(sys.stdin.buffer, selectors.EVENT_READ, None)
         self._watch()
-        if self.failed is not None:
-            return exit_status(self.failed[1])
-        return 0
+        return 0 if self.failed is None else exit_status(self.failed)
 
     def _new_namespace(self) -> int:
         _call("unshare", NEW_NETWORK)
@@ -225,7 +224,7 @@ class _Lab:
                 os.killpg(process.pid, number)
 
     def _reap(self) -> None:
-        """Of ranks, and of what their children left behind to the namespace's first process."""
+        """Reaps ranks, and their orphans, which the namespace's first process inherits."""
         numbers = {process.pid: rank for rank, process in enumerate(self.ranks)}
         while True:
             try:
@@ -242,7 +241,7 @@ class _Lab:
         self.ranks[rank].returncode = code
         if code == 0 or self.failed is not None:
             return
-        self.failed = (rank, code)
+        self.failed = code
         how = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         if not self.ending:
             others = len(self.ranks) - len(self.ended)
@@ -251,7 +250,7 @@ class _Lab:
             self._end(signal.SIGTERM, self.spec["grace_seconds"])
 
     def _drain(self) -> None:
-        """What ranks wrote before they ended. A child of theirs may hold a stream open: it is not waited for."""
+        """Passes on what ranks wrote before they ended, without waiting for a child that holds a stream open."""
         for key in list(self.selector.get_map().values()):
             if isinstance(key.data, _Stream):
                 while key.data.read():
@@ -259,15 +258,10 @@ class _Lab:
                 key.data.finish()
 
 
-def _die_with_parent_of_namespace() -> None:
-    # the parent is outside of the PID namespace, so its number is 0 here
-    _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-
-
 def _as_rank(namespace: int) -> None:
     _enter(namespace)
     signal.set_wakeup_fd(-1)
-    _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    _end_with_parent()
 
 
 def _network_namespace() -> int:

@@ -1,4 +1,4 @@
-"""Account: what an assignment costs, item by item.
+"""The account: the cost of an assignment, item by item.
 
 The sum of the items is the solver's objective; the collectives listed are those that codegen writes.
 """
@@ -22,8 +22,8 @@ from autopar.passes.space.space import Space, operand_layouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` collectives of one kind on one mesh axis, of `bytes` in all: each counts the larger of
-    what a rank puts in and gets out."""
+    """`count` collectives of one kind on one mesh axis. `bytes` adds up, for each, the larger of a rank's input and
+    output."""
 
     kind: str
     axis: str
@@ -36,11 +36,10 @@ class Collective:
 class Account:
     """Seconds of one step and bytes of one rank.
 
-    `compute_seconds` are the local operators, `copy_seconds` local slices and the reordering of
-    chunks, `communication_seconds` the collectives (nothing is assumed to overlap),
-    `optimizer_seconds` the step of the optimizer. Bytes: parameters at rest, their gradients, what the optimizer
-    keeps, and what forward keeps for backward, as if all were there at once: what the search weighs. (What is there
-    at once is `memory.peak`.)
+    `compute_seconds` are the local operators, `copy_seconds` local slices and the reordering of chunks,
+    `communication_seconds` the collectives (nothing overlaps), `optimizer_seconds` the optimizer's step. The search
+    weighs the sum of the bytes of parameters at rest, their gradients, the optimizer's states, and what forward keeps
+    for backward. (What is alive at once is `memory.peak`.)
     """
 
     compute_seconds: float
@@ -63,13 +62,13 @@ class Account:
 
 
 def account(space: Space, assignment: Assignment) -> Account:
-    """What the objective is made of."""
+    """The items of an assignment's objective."""
     return _tally(space, assignment).account()
 
 
 def least_seconds(space: Space, assignment: Assignment) -> float:
-    """What overlap does not shorten: operators follow each other, and so do collectives on one axis; what forward moves
-    of activations is waited for, and the optimizer comes last."""
+    """The seconds that overlap cannot hide: operators run one after the other, and so do the collectives of one axis;
+    operators wait for the activations that forward moves, and the optimizer comes last."""
     return _tally(space, assignment).least_seconds
 
 
@@ -87,14 +86,14 @@ def _tally(space: Space, assignment: Assignment) -> _Tally:
 
 
 def recomputation(space: Space, region: Region, decisions: Decisions) -> tuple[float, float]:
-    """(seconds that it costs, bytes that it saves) to make a copy of a segment again in backward."""
+    """Recomputes a copy of a segment in backward: (seconds that this costs, bytes that it saves)."""
     accounts = []
     for again in (False, True):
         total = _Tally(space)
         total.region(region, decisions, 1, again)
         accounts.append(total.account())
-    kept, remade_ = accounts
-    return remade_.seconds - kept.seconds, float(kept.bytes - remade_.bytes)
+    kept, recomputed = accounts
+    return recomputed.seconds - kept.seconds, float(kept.bytes - recomputed.bytes)
 
 
 class _Tally:
@@ -102,7 +101,7 @@ class _Tally:
         self.space, self.builder = space, ProblemBuilder(space)
         self.compute = self.copies = self.communication = self.optimizer = 0.0
         self.waited = 0.0
-        """Seconds of collectives of activations in forward."""
+        """Seconds that operators wait for activations in forward."""
         self.parameters = self.gradients = self.states = self.activations = 0
         self.kinds: dict[tuple[str, str], list[float]] = {}
 
@@ -193,9 +192,8 @@ class _Tally:
         early = {layout for layout, late in wanted if not late and not (moved.bucketed or site.backward)}
         redistributor = self.space.redistributor
         for layout, step in ((item.layout, step) for phase in phases for item in phase for step in item.route.steps):
-            whole = redistributor.step_seconds(step, moved.bucketed)
             moving = redistributor.link_seconds(step, moved.bucketed)
-            self.copies += count * (whole - moving)
+            self.copies += count * (redistributor.step_seconds(step, moved.bucketed) - moving)
             if step.kind in COLLECTIVES:
                 self._collective(step.kind, step.axis, count, step.bytes, moving)
                 self.waited += count * moving if layout in early else 0.0
@@ -222,7 +220,7 @@ class _Tally:
 
 def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], Policy]]:
     """(parameter, at rest, in use, "keep" or "regather") of every parameter, in the graph's order."""
-    found: dict[str, tuple[Layout, tuple[Layout, ...], Policy]] = {}
+    layouts: dict[str, tuple[Layout, tuple[Layout, ...], Policy]] = {}
     for region, decisions, rename in _placements(space, assignment):
         uses: dict[str, dict[Layout, None]] = {}
         for name, site in region.sites.items():
@@ -234,10 +232,10 @@ def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[st
             if site.kind == "parameter":
                 option = space.option(site, decisions[name])
                 assert option is not None
-                found[rename.get(name, name)] = (option.makes[0], tuple(uses.get(name, ())), option.choice.policy)
+                layouts[rename.get(name, name)] = (option.makes[0], tuple(uses.get(name, ())), option.choice.policy)
     for i in space.graph.inputs:
         if i.role == "parameter":
-            yield (i.target, *found[i.name])
+            yield (i.target, *layouts[i.name])
 
 
 def _placements(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, Mapping[str, str]]]:

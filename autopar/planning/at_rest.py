@@ -1,5 +1,4 @@
-"""The best decisions with parameters at rest in given layouts: what another mode of a module, or a checkpoint, starts
-from."""
+"""The best decisions with parameters at rest in given layouts: those of another mode of a module, or a checkpoint."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,20 +20,20 @@ def best_at_rest(space: Space, at_rest: Mapping[str, Layout]) -> Assignment:
     Raises ValueError for a layout that a parameter cannot have.
     """
     parameters = space.graph.parameters
-    whole = (REPLICATE,) * len(space.mesh)
-    layouts = {value: at_rest.get(name, whole) for name, value in parameters.items()}
+    replicated = (REPLICATE,) * len(space.mesh)
+    layouts = {value: at_rest.get(name, replicated) for name, value in parameters.items()}
     copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
     space = held(space, {value: [layouts[copy] for copy in copies.get(value, (value,))] for value in layouts})
-    found = Search(space, "dp", None, logger.info).run(bounded=False)
-    # what is best for all copies of a layer is not where every one of them is
+    best = Search(space, "dp", None, logger.info).run(bounded=False).assignment
+    # the search decides for all copies of a layer together, and each copy has its own layouts
     decided = tuple(
         tuple(
             {**decisions, **_held(space, region, decisions, repeat.own[0], [layouts.get(n) for n in own])}
             for decisions, own in zip(copies_of, repeat.own, strict=True)
         )
-        for repeat, region, copies_of in zip(space.repeats, space.bodies, found.assignment.copies, strict=True)
+        for repeat, region, copies_of in zip(space.repeats, space.bodies, best.copies, strict=True)
     )
-    return Assignment(rest=found.assignment.rest, copies=decided)
+    return Assignment(rest=best.rest, copies=decided)
 
 
 def _held(
@@ -45,12 +44,12 @@ def _held(
     layouts: Sequence[Layout | None],
 ) -> dict[str, SiteChoice]:
     """The choices that hold the parameters of a copy in these layouts. `names` are those of the first copy."""
-    found = {}
+    choices = {}
     for name, layout in zip(names, layouts, strict=True):
         site = region.sites[name]
         if site.kind == "parameter":
             options = [o for c in site.held if (o := space.option(site, c)) is not None]
             fits = [o.choice for o in options if o.makes[0] == layout]
             alike = [c for c in fits if c.policy == decisions[name].policy]
-            found[name] = decisions[name] if decisions[name] in fits else [*alike, *fits][0]
-    return found
+            choices[name] = decisions[name] if decisions[name] in fits else [*alike, *fits][0]
+    return choices

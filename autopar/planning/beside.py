@@ -1,8 +1,8 @@
-"""Beside: what a forked process computes while this one goes on.
+"""Beside: a forked process computes one part of a search while this process computes another.
 
-Searches are Python on one core. Where a part of one does not depend on what comes next, a copy of this process computes
-it, and hands its answer back by a pipe. The answer is what this process would have found, and this process finds it
-itself where there is no core to spare.
+Searches are Python on one core. Where a part does not depend on what comes next, a copy of this process computes it and
+returns the answer by a pipe. The answer is the same as this process would compute, and where there is no spare core,
+this process computes it.
 """
 
 import ctypes
@@ -32,21 +32,21 @@ PARENT_DEATH_SIGNAL = 1
 """Of Linux: `PR_SET_PDEATHSIG` in <sys/prctl.h>."""
 
 PATIENCE_SECONDS = 10.0
-"""A process that has not used a processor for so long will not answer."""
+"""A process that has used no processor for so long will not answer."""
 
 
 @contextmanager
 def beside(compute: Callable[[], T], *, worthwhile: bool = True) -> Iterator[Callable[[], T]]:
-    """Gives a function that returns what `compute` does, or raises what it does. If it is `worthwhile`, a process
-    computes it from now on, which ends with the block; else it is computed when it is asked for. What it logs is logged
-    when the answer is there; whatever else it changes is not changed here."""
+    """Yields a function that returns, or raises, what `compute` does. If this is `worthwhile`, a forked process starts
+    to compute now, and ends with the block; otherwise the first call computes. This process repeats the other's log
+    records with the answer, and sees no other side effect."""
     if not worthwhile or not _can_fork():
         yield cache(compute)
         return
     reading, writing = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
-        # of other threads, which are not in the child: it runs Python and numpy, and one that stands still is given up
+        # it warns of threads, which the child lacks: the child runs Python and numpy, and is abandoned if it stalls
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -57,30 +57,28 @@ def beside(compute: Callable[[], T], *, worthwhile: bool = True) -> Iterator[Cal
 
         @cache
         def answer() -> T:
-            given = b"" if _stands_still(answers.fileno(), child) else answers.read()
-            if not given:
-                logger.warning(
-                    "a process that planned beside this one gave no answer: what it was to find is found here"
-                )
+            received = b"" if _stalls(answers.fileno(), child) else answers.read()
+            if not received:
+                logger.warning("a process that planned beside this one gave no answer: this process computes it")
                 return compute()
-            found, error, records = pickle.loads(given)
+            value: T
+            value, error, records = pickle.loads(received)
             for record in records:
                 logger.handle(record)
             if error is not None:
                 raise error
-            made: T = found
-            return made
+            return value
 
         try:
             yield answer
         finally:
             os.kill(child, signal.SIGKILL)
-            with suppress(ChildProcessError):  # where the caller has all its children reaped
+            with suppress(ChildProcessError):  # if the caller reaps all its children
                 os.waitpid(child, 0)
 
 
-def _stands_still(answers: int, child: int) -> bool:
-    """Waits for an answer, or until the child has not computed for a while."""
+def _stalls(answers: int, child: int) -> bool:
+    """Waits for an answer, or until the child has used no processor for `PATIENCE_SECONDS`."""
     used = -1.0
     there = select.poll()
     there.register(answers, select.POLLIN)
@@ -97,8 +95,8 @@ def _processor_seconds(process: int) -> float:
 
 
 def together(tasks: Sequence[Callable[[], T]], *, worthwhile: bool = True) -> list[T]:
-    """What each task returns, in their order. If it is `worthwhile`, a forked process does those that this one has not
-    come to."""
+    """The results of the tasks, in their order. If this is `worthwhile`, a forked process shares the work: each process
+    takes the next task that nobody has taken."""
     if not worthwhile or not _can_fork():
         return [task() for task in tasks]
     reading, writing = os.pipe()  # a byte for each task that nobody has taken
@@ -107,15 +105,15 @@ def together(tasks: Sequence[Callable[[], T]], *, worthwhile: bool = True) -> li
         os.set_blocking(reading, False)
 
         def done() -> dict[int, T]:
-            found = {}
+            results = {}
             while number := left.read(1):
-                found[number[0]] = tasks[number[0]]()
-            return found
+                results[number[0]] = tasks[number[0]]()
+            return results
 
         with beside(done) as others:
-            found = done()
-            found |= others()
-    return [found[number] if number in found else tasks[number]() for number in range(len(tasks))]
+            results = done()
+            results |= others()
+    return [results[number] if number in results else tasks[number]() for number in range(len(tasks))]
 
 
 def _end_with(parent: int) -> None:
@@ -130,7 +128,7 @@ def _can_fork() -> bool:
 
 
 def _answer(compute: Callable[[], Any], pipe: int, parent: int) -> NoReturn:
-    """In the child: it writes the answer and is gone, and nothing of the parent's is run at its end."""
+    """In the child: writes the answer and exits without running the parent's exit handlers."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,13 +137,13 @@ def _answer(compute: Callable[[], Any], pipe: int, parent: int) -> NoReturn:
         torch.set_num_threads(1)  # the parent's other threads are not here
         records: SimpleQueue[logging.LogRecord] = SimpleQueue()
         logger.handlers, logger.propagate = [QueueHandler(records)], False
-        found, raised = None, None
+        value, raised = None, None
         try:
-            found = compute()
-        except Exception as error:  # the caller's, who asks for the answer
+            value = compute()
+        except Exception as error:  # which the parent raises
             raised = error
         with os.fdopen(pipe, "wb") as answers:
-            pickle.dump((found, raised, [records.get() for _ in range(records.qsize())]), answers)
+            pickle.dump((value, raised, [records.get() for _ in range(records.qsize())]), answers)
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -8,12 +8,12 @@ not split. The sum over axes, plus the work when everything is split, is below e
 - a site's seconds s(x) under joint option x are at least min s + c * sum over axes of p_a(x_a), where
   p_a(o) is the least that choice o on axis a adds, and c <= 1 is the largest factor for which this
   holds for every x (it is computed, not assumed);
-- what an acquisition does on axis a leads from the layout made to each layout wanted, so it costs at
-  least the dearest of those routes on axis a alone, with the fewest bytes.
+- an acquisition on axis a leads from the produced layout to each wanted layout, so it costs at least
+  the dearest of those routes on axis a alone, with the fewest bytes.
 
 The second point needs that an axis's part of a joint layout is the layout that it would choose alone.
 Nested splits can leave the dim that they started in (a batch of 8 split by 64 runs into the
-sequence); what such an option reads and makes there is `ANY` layout, from and to which all is free.
+sequence); such an option reads and produces `ANY` layout there, which every redistribution reaches for free.
 """
 
 import math
@@ -33,11 +33,11 @@ from autopar.solve.effort import EFFORT, Effort, Meter
 from autopar.solve.problem import Problem, Variable
 
 ANY = Split(-1, -1)
-"""In the space of one axis: a layout that is only known jointly with other axes."""
+"""In the space of one axis: a layout that only the joint option of several axes determines."""
 
 
 def lower_bound_seconds(space: Space, effort: Effort = EFFORT) -> float:
-    """Seconds that no assignment of `space` undercuts, or 0 where nothing could be proved with so much effort."""
+    """Seconds that no assignment of `space` undercuts, or 0 if this effort proves nothing."""
     axes = [a for a, ranks in enumerate(space.mesh) if ranks > 1]
     alone = {axis: _alone(space, axis) for axis in axes}
     added: dict[int, list[dict[str, list[float]]]] = {axis: [{} for _ in space.regions()] for axis in axes}
@@ -62,7 +62,7 @@ class _Alone:
         self.space = sub
         self.regions = list(sub.regions())
         self.unknown: dict[tuple[str, SiteChoice], Option] = {}
-        """Key of a site and choice -> what it means, where that is known only jointly with other axes."""
+        """(Key of a site, choice) -> its option, with `ANY` for layouts that depend on other axes."""
         self.splits: dict[str, set[Split]] = {}
         """Root -> the splits that some site makes or reads it in."""
         for region in self.regions:
@@ -97,10 +97,10 @@ def _alone(space: Space, axis: int) -> _Alone:
 def _site(
     space: Space, site: Site, alone: Mapping[int, _Alone], region: int, most: int
 ) -> tuple[float, dict[int, list[float]]] | None:
-    """The least seconds of a site, and per axis what each of its choices adds at least (scaled so that
-    the sum over axes never exceeds the truth); None where there are more than `most` options to look at.
+    """The least seconds of a site, and per axis the least that each of its choices adds (scaled so that the sum over
+    axes never exceeds an option's seconds). None if the site has more than `most` options.
 
-    Marks in the spaces of single axes what does not project on them.
+    Marks layouts that do not project on a single axis as `ANY` in that axis's space.
     """
     per_axis = [site.choices[ranks] for ranks in space.mesh]
     if math.prod(map(len, per_axis)) > most:
@@ -109,7 +109,7 @@ def _site(
     roots = (*(read.alias.root for read in site.reads), *site.makes)
     unknown: dict[tuple[int, AxisChoice], set[int]] = {}
     apart: dict[tuple[int, AxisChoice], tuple[Layout, ...]] = {}
-    """What a choice on one axis reads and makes alone."""
+    """The layouts that a choice on one axis alone reads and produces."""
     for axis, single in alone.items():
         twin = single.regions[region].sites[site.name]
         for part in per_axis[axis]:
@@ -154,7 +154,7 @@ def _projects(together: object, apart: object, splits: set[Split]) -> bool:
         return together == apart
     if together == apart:
         return True
-    # nested: in the same dim, and not by chance what another site would choose alone
+    # nested: in the same dim, and no split that another site would choose alone
     return isinstance(apart, Split) and together.dim == apart.dim and together not in splits
 
 
@@ -183,7 +183,8 @@ class _BoundBuilder(ProblemBuilder):
 
 
 def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effort: Effort, axes: int) -> float:
-    """The exact optimum of one axis under the bound's costs. `added` is for each region (their names may be alike)."""
+    """The exact optimum of one axis under the bound's costs. `added` has an entry for each region, as regions may share
+    names."""
     allowed = {name: alone.options(site) for region in alone.regions for name, site in region.sites.items()}
     problem, decoder = _BoundBuilder(alone).build(allowed)
 
@@ -202,14 +203,14 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effor
         replace(repeat, body=replace(repeat.body, variables=priced(repeat.body, number)))
         for number, repeat in enumerate(problem.repeats, 1)
     )
-    whole = replace(problem, variables=priced(problem, 0), repeats=repeats)
+    problem = replace(problem, variables=priced(problem, 0), repeats=repeats)
     try:
         meter = Meter(most=effort.bound * effort.work / axes, effort=effort)
-        return max(0.0, solve(whole, "dp", meter=meter).lower_bound)
+        return max(0.0, solve(problem, "dp", meter=meter).lower_bound)
     except TooWide:  # as the search does
         if meter.is_cut:
             return 0.0
     try:
-        return max(0.0, solve(whole, "ilp", meter=Meter(effort=effort)).lower_bound)
+        return max(0.0, solve(problem, "ilp", meter=Meter(effort=effort)).lower_bound)
     except TooWide:
         return 0.0  # no collective costs less

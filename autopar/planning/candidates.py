@@ -1,4 +1,4 @@
-"""The search that measures: of all plans, those that may be the best (CFP 4.2, 4.3)."""
+"""The search that measures the plans that may be the best (CFP 4.2, 4.3)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ logger = logging.getLogger("autopar")
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """What a search measured. `programs` is CFP's Eq. 7 for the model; `measured` of them were, `known` were in the
-    database already, `pruned` were candidates that could not win. `phases` are seconds (CFP Fig. 12): of
-    analysis (planning), compilation, measuring, composition."""
+    """What a search measured. CFP's Eq. 7 counts the `programs` of the model. The search `measured` some of them, took
+    those `recorded` in the database from there, and left out the `pruned`, which could not win. `phases` are seconds
+    (CFP Fig. 12) of analysis (planning), compilation, measuring and composition."""
 
     programs: int
     measured: int
-    known: int
+    recorded: int
     abandoned: int
     pruned: int
     phases: Mapping[str, float]
@@ -41,13 +41,13 @@ class Profiled:
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
         return (
             f"{self.programs} segment programs (CFP Eq. 7), {self.measured} measured ({self.abandoned} of them stopped "
-            f"early), {self.known} known before, {self.pruned} candidates left out that could not win; {phases}"
+            f"early), {self.recorded} recorded before, {self.pruned} candidates left out that could not win; {phases}"
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A plan with its program; two with the same `key` are one."""
+    """A plan with its program; candidates with the same `key` are the same."""
 
     plan: Plan
     program: Program
@@ -56,11 +56,12 @@ class Candidate:
 
 @dataclass
 class Candidates:
-    """Looks for the best plan by measuring the segment programs of those that may be the best.
+    """Searches for the best plan by measuring the segment programs of candidates.
 
-    Candidates are the solver's plans and the presets'. The one predicted best is measured next. A candidate may win
-    while its prediction, less what predictions may be off by, is below the best measured one. When none may, the solver
-    looks again from the best one, with what is known now; the end is reached when that finds none that may either.
+    The solver and the presets give the candidates, and the one with the best prediction is measured next. A candidate
+    may win while its prediction, less the error of predictions so far, is below the best measurement. When none may
+    win, the solver searches again from the best one at the measured prices; the search ends when that adds none that
+    may win.
     """
 
     planner: Planner
@@ -70,25 +71,28 @@ class Candidates:
     report: Callable[[float, str], None] = lambda part, what: None
 
     def run(self) -> tuple[Plan, Profiled]:
-        """The best plan, and what it took to find it. Raises ValueError as `plan`."""
+        """The best plan, and what was measured for it. Raises ValueError as `plan`."""
         self.costs = replace(self.costs, programs=(), collectives=frozenset())
         self.phases = Flow(dict.fromkeys(("analysis", "compile", "measure", "compose"), 0.0))
-        self.counts = dict.fromkeys(("measured", "known", "abandoned"), 0)
+        self.counts = dict.fromkeys(("measured", "recorded", "abandoned"), 0)
         self.off = 0.0
-        """The most by which a prediction was too high, of what was measured."""
+        """The largest share by which a prediction exceeded its measurement."""
         self.segments: dict[str, Program] = {}
-        """The segment programs of those that were measured."""
-        programs: int = self.phases.timed("analysis", self._programs)
-        found = {c.key: c for c in self.phases.timed("analysis", self._first)}
-        seconds = self.phases.timed("compose", self._seconds, found.values())
+        """Key of a measured candidate -> its segment program."""
+        planner = self.planner
+        programs: int = self.phases.timed(
+            "analysis", segment_programs, planner.captured.graph, planner.segments, planner.space.mesh
+        )
+        candidates = {c.key: c for c in self.phases.timed("analysis", self._first)}
+        seconds = self.phases.timed("compose", self._seconds, candidates.values())
         done: dict[str, Candidate] = {}
         pruned = 0
         again = True
-        """Whether something was measured since the solver looked for plans."""
-        while len(done) < self.planner.effort.measured_programs:
+        """Whether something was measured since the solver's last search."""
+        while len(done) < planner.effort.measured_programs:
             best = min((seconds[key] for key in done), default=math.inf)
-            left = sorted((key for key in found if key not in done), key=seconds.__getitem__)
-            doubt = max(self.off, self.planner.effort.doubt / math.sqrt(max(1, len(done))))
+            left = sorted((key for key in candidates if key not in done), key=seconds.__getitem__)
+            doubt = max(self.off, planner.effort.doubt / math.sqrt(max(1, len(done))))
             may = [key for key in left if seconds[key] * (1 - doubt) < best]
             pruned = len(left) - len(may)
             if not may and not again:
@@ -97,37 +101,38 @@ class Candidates:
                 nearest = done[min(done, key=seconds.__getitem__)]
                 new: dict[str, Candidate] = {}
                 for other in self.phases.timed("analysis", self._nearby, nearest):
-                    if other.key not in found:
+                    if other.key not in candidates:
                         new.setdefault(other.key, other)
-                found |= new
+                candidates |= new
                 seconds |= self.phases.timed("compose", self._seconds, new.values())
                 again = False
                 continue
             again = True
             key, predicted = may[0], seconds[may[0]]
-            row = self._measured(found[key], predicted, best, len(done), len(may))
-            done[key] = found[key]
-            seconds = self.phases.timed("compose", self._seconds, found.values())
-            if len(done) > 1:  # the first was predicted before anything was measured
+            row = self._measured(candidates[key], predicted, best, len(done), len(may))
+            done[key] = candidates[key]
+            seconds = self.phases.timed("compose", self._seconds, candidates.values())
+            if len(done) > 1:  # the first prediction rests on no measurement
                 self.off = max(self.off, 1 - seconds[key] / predicted)
             logger.info(
-                "%s plan: predicted %.1f ms, composed of what was measured %.1f ms; segment program %.1f ms in %d runs",
+                "%s plan: predicted %.1f ms, composed of measurements %.1f ms; segment program %.1f ms in %d runs",
                 done[key].plan.solver, predicted * 1e3, seconds[key] * 1e3, row.seconds * 1e3, row.runs,
             )  # fmt: skip
         best_of_all = done[min(done, key=seconds.__getitem__)]
-        told = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
-        logger.info("%s", told)
-        plan = self.phases.timed("compose", lambda: self.planner.profiled(self.costs).again(best_of_all.plan))
-        return replace(plan, cost=self.request.cost), told
+        summary = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
+        logger.info("%s", summary)
+        plan = self.phases.timed("compose", lambda: planner.profiled(self.costs).again(best_of_all.plan))
+        return replace(plan, cost=self.request.cost), summary
 
-    def _programs(self) -> int:
-        planner = self.planner
-        return segment_programs(planner.captured.graph, planner.segments, planner.space.mesh)
-
-    def _candidate(self, plan: Plan) -> Candidate:
-        planner = self.planner
-        program = planner.writer.written(planner.assignment(plan), plan.bucket_bytes)
-        return Candidate(plan=plan, program=program, key=structure(program))
+    def _candidates(self, plans: Iterable[Plan]) -> list[Candidate]:
+        """Those of the plans that keep the memory limit."""
+        planner, limit = self.planner, self.request.memory_limit_bytes
+        candidates = []
+        for plan in plans:
+            if limit is None or plan.bytes <= limit:
+                program = planner.writer.written(planner.assignment(plan), plan.bucket_bytes)
+                candidates.append(Candidate(plan=plan, program=program, key=structure(program)))
+        return candidates
 
     def _first(self) -> list[Candidate]:
         """The solver's plan, and the presets'."""
@@ -139,35 +144,31 @@ class Candidates:
                 if name == asked:
                     raise
                 logger.info("%s is no candidate: %s", name, error)
-        return [self._candidate(plan) for plan in plans if self._fits(plan)]
+        return self._candidates(plans)
 
     def _nearby(self, start: Candidate) -> list[Candidate]:
-        """What the solver finds from there with the costs known now."""
+        """The solver's plans from there, at the measured prices."""
         if self.request.preset:
             return []
         plans = self.planner.profiled(self.costs).nearby(start.plan, replace(self.request, cost="analytical"))
-        return [self._candidate(plan) for plan in plans if self._fits(plan)]
-
-    def _fits(self, plan: Plan) -> bool:
-        limit = self.request.memory_limit_bytes
-        return limit is None or plan.bytes <= limit
+        return self._candidates(plans)
 
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
-        """Of a step of each, by its key, as far as is known now."""
+        """Key of a candidate -> the seconds of its step, at the measured prices."""
         cluster = self.costs.measured(self.planner.space.mesh)
-        optimizer, known = self.planner.optimizer.name, TimelineCache(made=self.planner.memory)
+        optimizer, cache = self.planner.optimizer.name, TimelineCache(made=self.planner.memory)
         usual = self.costs.usual_correction(self.planner.space.mesh)
 
         def seconds(c: Candidate) -> float:
             segment = self.segments.get(c.key)
-            ratio = usual if segment is None else self.costs.correction(segment, cluster, known)
+            ratio = usual if segment is None else self.costs.correction(segment, cluster, cache)
             updating = cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
-            return timeline(c.program, cluster, known).seconds * ratio + updating
+            return timeline(c.program, cluster, cache).seconds * ratio + updating
 
         return {c.key: seconds(c) for c in candidates}
 
     def _measured(self, candidate: Candidate, predicted: float, best: float, number: int, left: int) -> ProgramRow:
-        """What a candidate's segment program takes, which is measured if it was not before."""
+        """The row of a candidate's segment program, which is measured unless the database has it."""
         plan, planner = candidate.plan, self.planner
         program: Program = self.phases.timed(
             "analysis", planner.writer.segment_program, planner.assignment(plan), plan.bucket_bytes
@@ -176,7 +177,7 @@ class Candidates:
         row = self.costs.row(structure(program), program.mesh)
         if row is None:
             cluster = self.costs.measured(program.mesh)
-            told = timeline(program, cluster, TimelineCache(made=planner.memory))
+            step = timeline(program, cluster, TimelineCache(made=planner.memory)).seconds
             ratio = self.costs.usual_correction(program.mesh)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(
@@ -186,11 +187,11 @@ class Candidates:
             order = Order(
                 program=program,
                 cases=self.costs.unmeasured(program),
-                limit_seconds=planner.effort.worthless * told.seconds * ratio * best / predicted,
+                limit_seconds=planner.effort.worthless * step * ratio * best / predicted,
             )
-            found = self.phases.timed("measure", self.measure, order)
-            self.phases["measure"] -= found.compile_seconds
-            self.phases["compile"] += found.compile_seconds
+            measurement = self.phases.timed("measure", self.measure, order)
+            self.phases["measure"] -= measurement.compile_seconds
+            self.phases["compile"] += measurement.compile_seconds
             about = {
                 "model": plan.model,
                 "mesh": ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
@@ -198,10 +199,10 @@ class Candidates:
                 "fingerprint": planner.fingerprints,
             }
             optimizer, moved = planner.optimizer.name, planner.moved_bytes(program)
-            row = self.phases.timed("compose", self.costs.keep, program, found, optimizer, moved, about)
+            row = self.phases.timed("compose", self.costs.keep, program, measurement, optimizer, moved, about)
             self.counts["measured"] += 1
-            self.counts["abandoned"] += found.abandoned
+            self.counts["abandoned"] += measurement.abandoned
         else:
-            self.counts["known"] += 1
+            self.counts["recorded"] += 1
         self.costs = self.costs.also(program)
         return row

@@ -1,8 +1,8 @@
 """The choice among candidates: the plan with the shortest step on its timeline.
 
-Prices add up what operators and collectives take, and a step is shorter where some of it overlaps. So beside the
-cheapest plan there are others to look at: what a second search finds with most of what travels in buckets hidden, and
-what presets leave.
+Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. So the cheapest plan
+competes with the plan of a second search, in which most of the traffic in buckets is hidden, and with those of the
+presets.
 """
 
 import logging
@@ -21,7 +21,7 @@ from .beside import beside
 from .plan import Plan
 from .presets import PRESETS
 from .request import Request
-from .search import Found, Search
+from .search import Search, SearchResult
 from .searches import Searches
 from .solving import Solved
 from .steps import BUCKETS, Steps
@@ -30,9 +30,9 @@ logger = logging.getLogger("autopar")
 
 
 class Describe(Protocol):
-    """Gives the plan that an assignment is."""
+    """Describes a search's result as a plan."""
 
-    def __call__(self, found: Found, request: Request) -> Plan: ...
+    def __call__(self, result: SearchResult, request: Request) -> Plan: ...
 
 
 class Choice:
@@ -43,40 +43,41 @@ class Choice:
         self.space, self.effort = searches.space, searches.effort
 
     def shortest(self, search: Search, request: Request, *, bounded: bool) -> Plan:
-        """The plan with the shortest step on its timeline, of what the search finds and of `_others`: these, and the
-        bound, are looked for beside what the limit takes, and the writing of the first plan's program."""
+        """The plan with the shortest step on its timeline, of the search's own and `_others`. Forked processes compute
+        the others and the bound while this one applies the limit and writes the first plan's program."""
         started = time.perf_counter()
         cheapest = self.flow.timed("search", search.explore, bounded=bounded)
-        looked_for = self._others(cheapest, request)
         with (
             search.bounding(bounded) as bound,
-            beside(lambda: list(looked_for), worthwhile=search.is_large) as others,
+            beside(lambda: list(self._others(cheapest, request)), worthwhile=search.is_large) as others,
         ):
-            found: Found = self.flow.timed("search", self._within, search)
-            found = replace(found, lower_bound=max(found.lower_bound, self.flow.timed("bound", bound)))
-            plan = self.flow.timed("describe", self.describe, found, request)
-            plan = self._shorter(found, plan, self.flow.timed("others", others), request)
-        return replace(plan, lower_bound_seconds=found.lower_bound, solve_seconds=time.perf_counter() - started)
+            best: SearchResult = self.flow.timed("search", self._within, search)
+            best = replace(best, lower_bound=max(best.lower_bound, self.flow.timed("bound", bound)))
+            plan = self.flow.timed("describe", self.describe, best, request)
+            plan = self._shorter(best, plan, self.flow.timed("others", others), request)
+        return replace(plan, lower_bound_seconds=best.lower_bound, solve_seconds=time.perf_counter() - started)
 
-    def _within(self, search: Search) -> Found:
-        """What a search finds under its limit, if it has one: with the largest buckets, or, where nothing fits beside
-        those, with smaller ones, which leave more memory to all else and hide less."""
+    def _within(self, search: Search) -> SearchResult:
+        """The search's best under its limit, if it has one: with the largest buckets, or, if nothing fits beside those,
+        with smaller ones, which need less memory and hide less."""
         limit = search.bytes_limit
         if limit is None:
             return search.within(None)
         try:
-            found = search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
+            best = search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
         except Infeasible as error:
             logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
             self.steps.forget()
             return search.within(self.steps.peaks_of(limit))
-        self.steps.peaks = {key: known for key, known in self.steps.peaks.items() if known[-1].bytes <= limit}
-        return found
+        self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
+        return best
 
-    def _shorter(self, found: Found, plan: Plan, others: Sequence[tuple[str, Found]], request: Request) -> Plan:
-        """The plan, or one of the others with a shorter step on its timeline."""
+    def _shorter(
+        self, first: SearchResult, plan: Plan, others: Sequence[tuple[str, SearchResult]], request: Request
+    ) -> Plan:
+        """The plan of `first`, or of one of the others with a shorter step on its timeline."""
         limit = request.memory_limit_bytes
-        best, seen = plan, [found.assignment]
+        best, seen = plan, [first.assignment]
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
             if least_seconds(self.space, other.assignment) >= best.seconds:
                 continue
@@ -91,20 +92,20 @@ class Choice:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
-            nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit, in_parts=False)
+            nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit)
             if nearly * (1 - self.effort.unsure) > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
-            made = self.flow.timed("describe", self.describe, other, request)
-            if made.seconds < best.seconds * (1 - self.effort.gain) and (limit is None or made.bytes <= limit):
-                logger.info("%s: a step of %.3f ms instead of %.3f", name, made.seconds * 1e3, best.seconds * 1e3)
-                best = made
+            rival = self.flow.timed("describe", self.describe, other, request)
+            if rival.seconds < best.seconds * (1 - self.effort.gain) and (limit is None or rival.bytes <= limit):
+                logger.info("%s: a step of %.3f ms instead of %.3f", name, rival.seconds * 1e3, best.seconds * 1e3)
+                best = rival
         return best
 
-    def _others(self, cheapest: Solved, request: Request) -> Iterator[tuple[str, Found]]:
-        """Plans that some prices do not foretell: what a second search finds, from the cheapest of the first, with most
-        of what travels in buckets hidden, under the limit; and what the presets leave, of which some hide much, without
-        a limit yet. At the prices of the first search."""
+    def _others(self, cheapest: Solved, request: Request) -> Iterator[tuple[str, SearchResult]]:
+        """Rivals that overlap may favour, by name, at the prices of the first search: the result, under the limit, of a
+        second search from the cheapest plan, in which most of the traffic in buckets is hidden; and those of the
+        presets, some of which hide much, without a limit yet."""
         priced = account(self.space, cheapest.assignment)
         if priced.communication_seconds >= self.effort.hidden_worth * priced.seconds:
             search = self.searches.search(
@@ -114,7 +115,7 @@ class Choice:
                 hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
                 yield "hidden buckets", self.searches.priced(hidden)
             except Infeasible as error:
-                logger.info("no plan where most of what travels in buckets is hidden: %s", error)
+                logger.info("no plan with most of the traffic in buckets hidden: %s", error)
         search = self.searches.search(
             replace(request, solver="dp", memory_limit_bytes=None), share=self.effort.preset_share
         )

@@ -1,9 +1,9 @@
-"""What a person pins: placements of parameters and inputs, and modules kept off a mesh axis.
+"""Pins: placements of parameters and inputs that a person fixes, and modules kept off a mesh axis.
 
 Constraints are names with placements on mesh axes: `{"lm_head.weight": {"tp": "S(0)"}, "input_ids": {"dp": "S(0)"},
 "model.layers.*.self_attn": {"tp": "R"}}`. A name is that of a parameter, an input or a module, with `*` and `?` as in a
-shell; one that names a module means all that lies in it. `S(d)` on a parameter: its shards at rest split dim d along
-the axis, and so for an input. `R`: whole on that axis, and no operator of the module is split along it.
+shell; a module's name stands for all that lies in it. `S(d)` splits dim d of a parameter at rest, or of an input, along
+the axis. `R` replicates on the axis, and no operator of a module so named is split along it.
 """
 
 import re
@@ -19,34 +19,34 @@ Constraints = Mapping[str, Mapping[str, str]]
 """Pattern -> mesh axis -> "R" or "S(d)"."""
 
 Pins = Mapping[str, Mapping[int, tuple[AxisChoice, ...]]]
-"""Name of a site -> mesh axis -> the choices that are left there."""
+"""Name of a site -> mesh axis -> the choices that constraints leave there."""
 
 
 def pins(space: Space, constraints: Constraints) -> Pins:
     """What constraints leave to each site that they name.
 
-    Raises ValueError for a placement that is none, an axis that the mesh does not have, a name that nothing has, or
-    only some of the copies of a repeated layer, a split that is not to be had, and for two that contradict.
+    Raises ValueError for an invalid placement, an axis that the mesh lacks, a name that nothing has, or that only some
+    copies of a repeated layer have, a split that a site does not offer, and for two constraints that contradict.
     """
     named = [(site, list(_names(space, region, site))) for region in space.regions() for site in region.sites.values()]
-    found: dict[str, dict[int, tuple[AxisChoice, ...]]] = {}
+    pinned: dict[str, dict[int, tuple[AxisChoice, ...]]] = {}
     said: dict[tuple[str, int], str] = {}
     for pattern, placements in constraints.items():
         for axis_name, text in placements.items():
             constraint = _parsed(space, pattern, axis_name, text)
             sites = [site for site, copies in named if _applies(constraint, site, copies)]
             if not sites:
-                raise ValueError(f"constraint {constraint} names nothing: {_known(constraint, named)}")
+                raise ValueError(f"constraint {constraint} names nothing: {_similar(constraint, named)}")
             axis = space.axes.index(axis_name)
             for site in sites:
                 left = _left(space, constraint, site, axis)
-                before = found.setdefault(site.name, {}).get(axis)
+                before = pinned.setdefault(site.name, {}).get(axis)
                 both = left if before is None else tuple(c for c in left if c in before)
                 if not both:
                     raise ValueError(f"constraints {said[site.name, axis]} and {constraint} contradict: {_of(site)}")
-                found[site.name][axis] = both
+                pinned[site.name][axis] = both
                 said[site.name, axis] = str(constraint)
-    return found
+    return pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Constraint:
     pattern: str
     axis: str
     dim: int | None
-    """None: whole."""
+    """None: replicated."""
 
     def __str__(self) -> str:
         return f"{self.pattern!r}: {self.axis}={'R' if self.dim is None else f'S({self.dim})'}"
@@ -68,13 +68,13 @@ def _parsed(space: Space, pattern: str, axis: str, text: str) -> _Constraint:
     match = re.fullmatch(r"R|S\((\d+)\)", text)
     if match is None:
         raise ValueError(
-            f"constraint {pattern!r}: {axis}={text!r} is no placement: give R (whole) or S(d) (dim d split)"
+            f"constraint {pattern!r}: {axis}={text!r} is no placement: give R (replicated) or S(d) (dim d split)"
         )
     return _Constraint(pattern, axis, None if text == "R" else int(match[1]))
 
 
 def _names(space: Space, region: Region, site: Site) -> Iterator[str]:
-    """What a person may call a site: a name for each copy of a repeated layer."""
+    """The names of a site: one for each copy of a repeated layer."""
     if site.kind in ("op", "input"):
         repeat = next((r for r, body in zip(space.repeats, space.bodies, strict=True) if body is region), None)
         if repeat is None or site.node is None:
@@ -125,7 +125,7 @@ def _of(site: Site) -> str:
     return f"{site.kind} {site.module or site.name}"
 
 
-def _known(constraint: _Constraint, named: list[tuple[Site, list[str]]]) -> str:
+def _similar(constraint: _Constraint, named: list[tuple[Site, list[str]]]) -> str:
     """The names most like a pattern."""
     from difflib import get_close_matches
 

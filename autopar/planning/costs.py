@@ -1,4 +1,4 @@
-"""Cost modes: what a plan is the least of."""
+"""Cost modes: what a plan minimizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from .constraints import Pins
 from .plan import Plan
 
 BYTES_PER_SECOND = 1e9
-"""What a second of a space of volumes stands for."""
+"""Bytes that a second stands for in a space of volumes."""
 
 ALGORITHMS = ("ring", "pairwise", "message")
-"""Those that move the bytes that Alpa counts; all others move as many, or more."""
+"""Collective algorithms that move the bytes that Alpa counts; all others move as many, or more."""
 
 
 def volumes(space: Space) -> Space:
@@ -58,33 +58,33 @@ def _link(ranks: int) -> Link:
 
 
 def with_arithmetic_split(space: Space, pins: Pins) -> Pins:
-    """The constraints, and that operators that do arithmetic are split on as many axes as can split them together,
-    the first ones first, as far as the constraints leave that open."""
-    found = dict(pins)
+    """The constraints, and splits of operators that do arithmetic on as many axes together as they and the constraints
+    allow, the first axes first."""
+    pinned = dict(pins)
     for region in space.regions():
         for site in region.sites.values():
             if site.rule is not None and site.rule.flops:
-                found[site.name] = {**pins.get(site.name, {}), **_split(space, site, pins.get(site.name, {}))}
-    return found
+                pinned[site.name] = {**pins.get(site.name, {}), **_split(space, site, pins.get(site.name, {}))}
+    return pinned
 
 
 def _split(space: Space, site: Site, pinned: Mapping[int, tuple[AxisChoice, ...]]) -> dict[int, tuple[AxisChoice, ...]]:
     left = [pinned.get(axis, site.choices[ranks]) for axis, ranks in enumerate(space.mesh)]
-    found: dict[int, tuple[AxisChoice, ...]] = {}
+    splits: dict[int, tuple[AxisChoice, ...]] = {}
     for axis, ranks in enumerate(space.mesh):
         split = tuple(choice for choice in left[axis] if choice.splits)
         wider = [*left[:axis], split, *left[axis + 1 :]]
         if ranks > 1 and any(space.option(site, SiteChoice(choice)) is not None for choice in product(*wider)):
-            found[axis], left = split, wider
-    return found
+            splits[axis], left = split, wider
+    return splits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostMode:
-    """How the plan is found that is best by a cost. A search weighs the prices of `space(given)`, or those of the
-    cluster; what constraints pin is `pinned(given, pins)` further, unless a preset is solved. `by_timeline`: of several
-    candidates the one with the shortest step is taken. A mode that measures has `plan(planner,
-    request)` and nothing else. Whatever it was chosen for, a plan says its seconds."""
+    """How to search for the plan with the least cost. The search weighs the prices of `space(given)`, or those of the
+    cluster; `pinned(given, pins)` adds to the constraints, unless a preset is solved. `by_timeline` takes the candidate
+    with the shortest step. A mode that measures has `plan(planner, request)` and nothing else. Every mode's plan
+    reports its seconds."""
 
     name: str
     meaning: str
@@ -121,5 +121,5 @@ COSTS = Table(
 
 
 def register_cost(cost: CostMode, *, replace: bool = False) -> None:
-    """Adds a cost mode, which `cost=` then names. Raises ValueError for what is none, and for a name that is taken."""
+    """Adds a cost mode for `cost=` to name. Raises ValueError for an invalid mode, and for a name that is taken."""
     COSTS.add(cost, replace=replace)

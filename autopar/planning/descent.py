@@ -1,8 +1,8 @@
 """Coordinate descent over the axes of a mesh, from several starts, and the pool of what they end with.
 
-All axes but one are fixed, that one is solved exactly (bytes, shapes and legality conditional on the others), axis
-after axis until nothing improves. All joint options that the descents ended with form a pool, which is solved exactly
-as one problem.
+A descent fixes all axes but one and solves that one exactly (bytes, shapes and legality depend on the others), axis
+after axis until nothing improves. The joint options that the descents end with form a pool, which is solved exactly as
+one problem.
 """
 
 import math
@@ -25,8 +25,7 @@ DESCENT_SOLVER = "dp"
 
 
 class Descent:
-    """Descents over one space, whose steps are solved by `steps`, and the pool by `solver`. Each gets a share of
-    the work of `effort`."""
+    """Descents over one space. `steps` solves their steps, `solver` the pool; each part has a share of `effort`."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Descent:
         return Purse(left=share * self.effort.work)
 
     def axes(self) -> list[Axes]:
-        """Axes of more than one rank, each by itself, the slowest first."""
+        """The axes of more than one rank, one by one, the slowest first."""
         return self._slowest_first((axis,) for axis, ranks in enumerate(self.space.mesh) if ranks > 1)
 
     def _slowest_first(self, groups: Iterable[Axes]) -> list[Axes]:
@@ -55,25 +54,25 @@ class Descent:
         return sorted(groups, key=lambda axes: min(links[axis].bytes_per_second for axis in axes))
 
     def _coarser(self) -> list[list[Axes]]:
-        """The axes of coarser meshes of several: two neighbours are one axis."""
+        """The axes of coarser meshes, in which two neighbours are one axis."""
         wide = [axis for axis, ranks in enumerate(self.space.mesh) if ranks > 1]
         if len(wide) < 3:
             return []
-        found: list[list[Axes]] = []
-        for at in range(len(wide) - 1):
-            found.append([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])])
-        return [self._slowest_first(groups) for groups in found]
+        return [
+            self._slowest_first([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])])
+            for at in range(len(wide) - 1)
+        ]
 
     def starts(self) -> dict[str, Callable[[], Solved]]:
-        """Descents by where they begin. Slow axes are freed first where all is whole, and last where blocks have split
-        the fastest: then what is free first already knows what the others do."""
+        """Name of a start -> the descent from there. Where all is replicated, slow axes are freed first; where blocks
+        have split the fastest axis, last, so that the first axes to be freed see how the others split."""
         axes, coarser = self.axes(), self._coarser()
 
         def one() -> Purse:
             return self.purse(self.effort.descents / (2 + len(coarser)))
 
         descents: dict[str, Callable[[], Solved]] = {
-            "whole": lambda: self.descend(self.options.whole(), axes, purse=one()),
+            "replicated": lambda: self.descend(self.options.replicated(), axes, purse=one()),
             "blocks": lambda: self.descend(
                 by_blocks(self.options, self.blocks(), axes[-1][0]), axes[::-1], purse=one()
             ),
@@ -85,11 +84,11 @@ class Descent:
 
     def from_all_starts(self, *, side_by_side: bool) -> Solved:
         space, axes = self.space, self.axes()
-        found: list[Solved] = []
+        solutions: list[Solved] = []
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.options.sites}
 
         def note(solved: Solved) -> None:
-            found.append(solved)
+            solutions.append(solved)
             for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
 
@@ -100,18 +99,18 @@ class Descent:
             self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
         purse = self.purse(self.effort.pool)
         for _ in range(self.effort.pool_rounds):
-            previous = min(solved.score.objective for solved in found)
+            previous = min(solved.score.objective for solved in solutions)
             size = sum(map(len, pool.values()))
             note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False, purse=purse))
-            self.log(f"pool of {size} options: {found[-1].score.seconds * 1e3:.3f} ms")
-            if found[-1].score.objective >= previous * (1 - self.effort.gain) or purse.is_empty:
+            self.log(f"pool of {size} options: {solutions[-1].score.seconds * 1e3:.3f} ms")
+            if solutions[-1].score.objective >= previous * (1 - self.effort.gain) or purse.is_empty:
                 break
-            note(self.descend(taken(space, found[-1].assignment), axes, purse=purse))
-        return min(found, key=lambda solved: solved.score.objective)
+            note(self.descend(taken(space, solutions[-1].assignment), axes, purse=purse))
+        return min(solutions, key=lambda solved: solved.score.objective)
 
     def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
-        """From where a coarser mesh ends."""
-        start = self.descend(self.options.whole(), groups, purse=purse)
+        """From where the descent on a coarser mesh ends."""
+        start = self.descend(self.options.replicated(), groups, purse=purse)
         return self.descend(taken(self.space, start.assignment), self.axes(), purse=purse)
 
     def at_price(self, price: float, start: Solved, purse: Purse) -> Solved:
@@ -126,8 +125,8 @@ class Descent:
         *,
         purse: Purse,
     ) -> Solved:
-        """Axis after axis until nothing improves, or, where that is hopelessly above `below`, once, as when the purse
-        is empty."""
+        """Frees axis after axis until nothing improves, or each axis once if the result is hopelessly above `below` or
+        the purse is empty."""
         options = self.options
         current = {name: list(choices) for name, choices in start.items()}
         best: Solved | None = None
@@ -145,7 +144,7 @@ class Descent:
                 best, unchanged = solved, 0
             unchanged += 1
             if unchanged == len(order):
-                # every other axis was tried since the last gain, from what is now fixed
+                # no other axis has improved it since
                 return best
             if number == len(order) and objective(best) > self.effort.hopeless * below:
                 return best

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autopar.cost.memory import Peak
-from autopar.cost.optimizers import Optimizer
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.choices import SiteChoice, parse_choice
 from autopar.passes.space.problem import Assignment, Decisions
@@ -15,18 +14,19 @@ from autopar.passes.space.space import Space
 from .account import account, parameter_layouts
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .request import Request
-from .search import Found
+from .search import SearchResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
-    """What a plan is of: the model, the mesh and the cluster, and the optimizer whose states count."""
+    """What plans are for: the model, and its space on a mesh of a cluster."""
 
     model: str
-    mesh: Mapping[str, int]
-    cluster: str
-    optimizer: Optimizer
     space: Space
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(zip(self.space.axes, self.space.mesh, strict=True))
 
     @property
     def graph(self) -> str:
@@ -34,7 +34,7 @@ class Subject:
 
     def described(
         self,
-        found: Found,
+        result: SearchResult,
         request: Request,
         *,
         bucket_bytes: int,
@@ -42,14 +42,13 @@ class Subject:
         seconds: float,
         exposed_seconds: float,
     ) -> Plan:
-        """The plan that an assignment is, as the answer to a request: its step takes so many seconds and so much
-        memory."""
-        space, assignment = self.space, found.assignment
+        """The result of a search as the plan that answers a request, with the seconds and the memory of its step."""
+        space, assignment = self.space, result.assignment
         return Plan(
             model=self.model,
             graph=self.graph,
-            mesh=dict(self.mesh),
-            cluster=self.cluster,
+            mesh=self.mesh,
+            cluster=space.cluster.name,
             solver=request.solver,
             cost=request.cost,
             memory_limit_bytes=request.memory_limit_bytes,
@@ -73,24 +72,22 @@ class Subject:
                 if site.kind == "input" and site.meta is not None
                 if (option := space.option(site, assignment.rest[site.name])) is not None
             },
-            optimizer=self.optimizer.name,
+            optimizer=space.optimizer.name,
             account=account(space, assignment),
             peak=peak,
             bucket_bytes=bucket_bytes,
             seconds=seconds,
             exposed_seconds=exposed_seconds,
-            objective_seconds=found.score.objective,
-            lower_bound_seconds=found.lower_bound,
-            solve_seconds=found.seconds,
+            objective_seconds=result.score.objective,
+            lower_bound_seconds=result.lower_bound,
+            solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
         )
 
     def check(self, plan: Plan) -> None:
         """Raises ValueError where a plan is for another mesh or another model."""
         if list(plan.mesh.items()) != list(self.mesh.items()):
-            raise ValueError(
-                f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {dict(self.mesh)}: plan again for it"
-            )
+            raise ValueError(f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {self.mesh}: plan again for it")
         if plan.graph != self.graph:
             raise ValueError(
                 f"the plan is for another model or other input shapes ({plan.model}, graph {plan.graph}); this is "
@@ -98,7 +95,7 @@ class Subject:
             )
 
     def assignment(self, plan: Plan) -> Assignment:
-        """A plan's decisions. Raises ValueError for a site that is missing, unknown or cannot do as told."""
+        """A plan's decisions. Raises ValueError for a missing or unknown site, and for a choice that a site lacks."""
         self.check(plan)
         space = self.space
         if [s.name for s in plan.segments] != [r.name for r in space.repeats]:
@@ -140,7 +137,7 @@ class Subject:
 
 
 def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:
-    """Whether a choice has a part for each axis that the site offers there, and for a parameter a policy."""
+    """Whether the site offers each axis's part of a choice, and the choice has a policy if it is a parameter's."""
     return (
         len(choice.axes) == len(space.mesh)
         and all(part in site.choices[ranks] for part, ranks in zip(choice.axes, space.mesh, strict=True))

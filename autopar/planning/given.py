@@ -1,4 +1,4 @@
-"""What callers give, looked at before anything is done with it: one ValueError says what is wrong, and what to give."""
+"""Checks of what callers give, before anything else happens: a ValueError says what is wrong, and what to give."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,16 @@ from torch import nn
 
 from autopar.solve import SOLVERS
 
-from .costs import COSTS
 from .presets import PRESETS
 
 WIDE_AXES_MOST = 5
-"""A mesh may have so many axes of two ranks or more: what an operator may do on all of them together is enumerated."""
+"""The most axes of two ranks or more, since an operator's choices on all of them together are enumerated."""
 
 RANKS_MOST = 2**20
 
 
 def check_model(model: Any, args: Any, kwargs: Any, loss_fn: Any) -> None:
-    """Raises ValueError for what is no model, or cannot be what it is called with."""
+    """Raises ValueError for what is no model, or no inputs of one."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {_shown(model)}: give an nn.Module")
     if isinstance(args, (str, bytes, torch.Tensor)) or not isinstance(args, Sequence):
@@ -33,14 +32,14 @@ def check_model(model: Any, args: Any, kwargs: Any, loss_fn: Any) -> None:
 
 
 def check_mesh(mesh_shape: Any) -> None:
-    """Raises ValueError for what is no mesh, or one that cannot be planned for."""
+    """Raises ValueError for what is no mesh, and for one that is too large to plan for."""
     if not isinstance(mesh_shape, Mapping) or not mesh_shape:
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, such as {{'dp': 2, 'tp': 4}}")
     for axis, size in mesh_shape.items():
         if not isinstance(axis, str) or not axis.isidentifier():
             raise ValueError(f"mesh axis name {axis!r} is no identifier")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"mesh axis {axis!r} has size {size!r}: give a whole number of ranks, at least 1")
+            raise ValueError(f"mesh axis {axis!r} has size {size!r}: give an integer number of ranks, at least 1")
     wide = [axis for axis, size in mesh_shape.items() if size > 1]
     if len(wide) > WIDE_AXES_MOST:
         raise ValueError(
@@ -54,10 +53,6 @@ def check_mesh(mesh_shape: Any) -> None:
 def check_solver(solver: Any) -> None:
     if not isinstance(solver, str) or (solver not in SOLVERS and solver not in PRESETS):
         raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
-
-
-def check_cost(cost: Any) -> None:
-    COSTS.named(cost)
 
 
 def check_limit(memory_limit_bytes: Any) -> None:
@@ -85,18 +80,18 @@ def check_constraints(constraints: Any) -> None:
         for axis, text in placements.items():
             if not isinstance(axis, str) or not isinstance(text, str):
                 raise ValueError(
-                    f"constraint {pattern!r}: {axis!r}={text!r} is no placement: give R (whole) or S(d) (dim d split) "
-                    f"as text, {example}"
+                    f"constraint {pattern!r}: {axis!r}={text!r} is no placement: give R (replicated) or S(d) (dim "
+                    f"d split) as text, {example}"
                 )
 
 
 def check_profiles(profiles: Any) -> None:
     if profiles is not None and not isinstance(profiles, (str, Path)):
-        raise ValueError(f"profiles is {_shown(profiles)}: give the path of the database of what is measured, or None")
+        raise ValueError(f"profiles is {_shown(profiles)}: give the path of a profile database, or None")
 
 
 def _shown(value: Any) -> str:
-    """A value with its type, cut where it is long."""
+    """A value with its type, cut if it is long."""
     if value is None:
         return "None"
     if isinstance(value, torch.Tensor):

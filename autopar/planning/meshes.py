@@ -1,8 +1,8 @@
-"""The mesh is chosen too: over all ways to write a number of devices as a product of axes.
+"""The search over meshes: all ways to write a number of devices as a product of axes.
 
-Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each is searched by one descent,
-and the best few of these thoroughly. (Bounds of several axes are too far below the plans to leave a mesh out, and take
-longer than a descent.)
+Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each gets one descent, and the
+best few a thorough search. (Bounds of several axes are too far below the plans to rule out a mesh, and take longer than
+a descent.)
 """
 
 import math
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 def meshes(devices: int, most: int = EFFORT.mesh_axes, count: int = EFFORT.meshes) -> list[dict[str, int]]:
-    """The meshes of so many devices with at most `most` axes of two ranks or more: all of them, or the `count` with the
-    narrowest axes."""
+    """The meshes of so many devices with at most `most` axes of two ranks or more: at most `count` of them, those with
+    the narrowest axes."""
     every = list(_products(devices, most))
     chosen = {axes for _, axes in zip(range(count), sorted(every, key=max), strict=False)}
     sizes = [axes for axes in every if axes in chosen]
@@ -43,21 +43,21 @@ def best_mesh(
     report: Callable[[str], None],
     finalists: int = EFFORT.mesh_finalists,
 ) -> T:
-    """The best that `thorough` finds on so many meshes that `quick` finds best.
+    """The best result of `thorough` on the `finalists` meshes on which `quick` has the least seconds.
 
-    Both say seconds of a step: `quick` (told what it must be below to matter) those of some plan or infinity,
-    `thorough` those of a better one, with it. Raises what `thorough` raises where no mesh has a plan.
+    `quick` gets a mesh and the seconds that it must undercut to matter, and returns the seconds of some plan's step, or
+    infinity. `thorough` returns a better plan with its seconds. Raises what `thorough` raises if no mesh has a plan.
 
     Meshes without a wide axis come first: they are mostly the best, and take the least time.
     """
-    found: list[tuple[float, Mapping[str, int]]] = []
+    estimates: list[tuple[float, Mapping[str, int]]] = []
     for mesh in sorted(candidates, key=lambda mesh: max(mesh.values())):
-        limit = sorted(seconds for seconds, _ in found)[finalists - 1] if len(found) >= finalists else math.inf
-        found.append((quick(mesh, limit), mesh))
-        report(f"mesh {dict(mesh)}: {found[-1][0] * 1e3:.3f} ms")
+        limit = sorted(seconds for seconds, _ in estimates)[finalists - 1] if len(estimates) >= finalists else math.inf
+        estimates.append((quick(mesh, limit), mesh))
+        report(f"mesh {dict(mesh)}: {estimates[-1][0] * 1e3:.3f} ms")
     error: ValueError | None = None
     results: list[tuple[float, T]] = []
-    for _, mesh in sorted(found, key=lambda entry: entry[0])[:finalists]:
+    for _, mesh in sorted(estimates, key=lambda entry: entry[0])[:finalists]:
         try:
             results.append(thorough(mesh))
             report(f"mesh {dict(mesh)}, thoroughly: {results[-1][0] * 1e3:.3f} ms")

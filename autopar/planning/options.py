@@ -1,4 +1,4 @@
-"""What each site may do: the joint options of all axes that constraints leave, and where a descent starts."""
+"""The joint options, on all axes, that constraints leave to each site, and the starts of descents."""
 
 import math
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ Axes = tuple[int, ...]
 
 
 def unique_sites(space: Space) -> dict[str, Site]:
-    """Sites by name; border sites that stand in two regions appear once."""
+    """Name -> site; a border site of two regions appears once."""
     return {name: site for region in space.regions() for name, site in region.sites.items()}
 
 
@@ -40,23 +40,20 @@ def joint(site: Site, per_axis: Iterable[Iterable[AxisChoice]], bytes_limit: flo
 
 def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
     """Every choice that a site takes somewhere: once for the rest, and over all copies of a body."""
-    found: dict[str, dict[SiteChoice, None]] = {}
-    for name, choice in assignment.rest.items():
-        found.setdefault(name, {})[choice] = None
-    for copies in assignment.copies:
-        for decisions in copies:
-            for name, choice in decisions.items():
-                found.setdefault(name, {})[choice] = None
-    # what is allowed at one end of a run is allowed at the other
+    choices: dict[str, dict[SiteChoice, None]] = {}
+    for decisions in chain([assignment.rest], *assignment.copies):
+        for name, choice in decisions.items():
+            choices.setdefault(name, {})[choice] = None
+    # both ends of a run allow the same choices
     for joined in dict.fromkeys(joined_borders(space.repeats).values()):
-        union = dict.fromkeys(choice for name in joined for choice in found.get(name, ()))
-        found.update({name: dict(union) for name in joined})
-    return {name: list(choices) for name, choices in found.items()}
+        union = dict.fromkeys(choice for name in joined for choice in choices.get(name, ()))
+        choices.update({name: dict(union) for name in joined})
+    return {name: list(of_site) for name, of_site in choices.items()}
 
 
 class Options:
-    """The joint options that constraints leave to the sites of a space. With `bytes_limit`, parameters may be gathered
-    again in backward."""
+    """The joint options that constraints leave to the sites of a space. Under a `bytes_limit`, parameters may be
+    gathered again in backward."""
 
     def __init__(self, space: Space, pins: Pins, bytes_limit: float | None) -> None:
         self.space, self.pins, self.bytes_limit = space, pins, bytes_limit
@@ -64,7 +61,7 @@ class Options:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Of each site, on all axes together."""
+        """How many joint options each site has at most."""
         return {name: math.prod(map(len, per_axis)) for name, per_axis in self.everything().items()}
 
     def everything(self) -> dict[str, list[tuple[AxisChoice, ...]]]:
@@ -97,7 +94,7 @@ class Options:
         return kept
 
     def _pinned(self, site: Site, choice: SiteChoice) -> SiteChoice:
-        """The choice with those parts changed that constraints forbid."""
+        """The choice, with another part on each axis where constraints forbid its own."""
         if self._keeps(site, choice):
             return choice
         pinned = self.pins[site.name]
@@ -110,12 +107,12 @@ class Options:
             f"the constraints leave {site.kind} {site.module or site.name} no legal choice: drop one of them"
         )
 
-    def whole(self) -> dict[str, list[SiteChoice]]:
+    def replicated(self) -> dict[str, list[SiteChoice]]:
         """Every site replicated, as far as constraints let it."""
         return {name: [self._pinned(site, self.space.whole(site))] for name, site in self.sites.items()}
 
     def batch(self, *, without: int) -> dict[str, list[SiteChoice]]:
-        """Every site splits by the batch on as many axes as it can but one, the first ones first."""
+        """Every site splits by the batch on as many axes as it can, the first axes first, except for one axis."""
         space = self.space
         inputs = [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]
         starts = [(site.name, Split(0, site.meta.shape[0])) for site in inputs if site.meta]
@@ -137,7 +134,7 @@ class Options:
 
     def free(self, site: Site, choices: Iterable[SiteChoice], axes: Axes) -> list[SiteChoice]:
         """The choices with one axis free, or with several that choose alike, as one axis of a coarser mesh."""
-        found: dict[SiteChoice, None] = {}
+        freed: dict[SiteChoice, None] = {}
         allowed = policies(site, self.bytes_limit)
         alike = [c for c in self.offered(site, axes[0]) if all(c in self.offered(site, axis) for axis in axes[1:])]
         for choice in choices:
@@ -146,7 +143,7 @@ class Options:
                 for axis in axes:
                     on_axes[axis] = option
                 for policy in allowed:
-                    found[SiteChoice(tuple(on_axes), policy)] = None
+                    freed[SiteChoice(tuple(on_axes), policy)] = None
             if len(axes) > 1:
-                found[choice] = None
-        return [c for c in found if self.space.option(site, c) is not None]
+                freed[choice] = None
+        return [c for c in freed if self.space.option(site, c) is not None]

@@ -1,7 +1,7 @@
 """A plan: where every value lives on the mesh, what that costs, and why.
 
-It is what a solver's choice looks like to people: printable, editable JSON, and enough to make the
-program again for the same model and mesh.
+A plan shows people a solver's choice as text and as JSON that they can edit, and determines the program for the same
+model and mesh.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlan:
-    """One parameter: what a rank stores of it, in which layouts it is used, and whether what was
-    gathered for forward is kept for backward or gathered again. Placements are texts, one per mesh
-    axis: R, S(dim), or S(dim%period) for a periodic split."""
+    """One parameter: the placements that ranks store, those that operators use, and whether backward keeps what forward
+    gathered or gathers it again. Placements are texts, one per mesh axis: R, S(dim), or S(dim%period) for a periodic
+    split."""
 
     at_rest: tuple[str, ...]
     in_use: tuple[tuple[str, ...], ...]
@@ -35,8 +35,8 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """`count` consecutive copies of a repeated segment that decide alike. Where they `recompute`, they keep only what
-    crosses from copy to copy, and run forward again in backward."""
+    """`count` consecutive copies of a repeated segment that decide alike. Copies that `recompute` keep only their
+    borders, and run forward again in backward."""
 
     count: int
     decisions: Mapping[str, str]
@@ -52,9 +52,9 @@ class Segment:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
-    `passes.space.choices`, one for each mesh axis, and so is `bucket_bytes`, how much of gathers and
-    reductions of parameters travels together (`passes.lower.bucket`). All else describes it. `graph` is the digest of
-    the joint graph that it was made for."""
+    `passes.space.choices`, one for each mesh axis. So is `bucket_bytes`, the most bytes of parameters' gathers and
+    reductions that travel together (`passes.lower.bucket`). All else describes it. `graph` is the joint graph's digest.
+    """
 
     model: str
     graph: str
@@ -73,14 +73,14 @@ class Plan:
     seconds: float
     """Predicted, of one training step: the timeline of its program, with what overlaps, and the optimizer."""
     exposed_seconds: float
-    """What of the communication hides behind nothing."""
+    """The communication that nothing hides."""
     objective_seconds: float
-    """What the solver minimised: the account's seconds, as if nothing overlapped."""
+    """The solver's objective: the account's seconds, as if nothing overlapped."""
     lower_bound_seconds: float
     solve_seconds: float
     without_rule: Mapping[str, int] = field(default_factory=dict)
     constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """What a person pinned (`constraints`), and the limit on `bytes` that was given."""
+    """What a person pinned (`constraints`), and the limit on `bytes`, if there is one."""
     memory_limit_bytes: float | None = None
 
     @property
@@ -90,14 +90,14 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """Proven relative distance from the optimum of what was searched; None where nothing was proved."""
+        """The proved relative distance from the optimum of the search; None if nothing is proved."""
         if not self.lower_bound_seconds:
             return None
         return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
 
     @property
     def digest(self) -> str:
-        """The same for plans that decide alike, for the same model and mesh."""
+        """Equal for plans that decide alike, for the same model and mesh."""
         segments = [asdict(segment) for segment in self.segments]
         decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
@@ -110,7 +110,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises ValueError where the file is no plan."""
+        """Raises ValueError if the file is no plan."""
         if not isinstance(path, (str, Path)):
             raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
         try:
@@ -127,10 +127,10 @@ class Plan:
 
     @staticmethod
     def from_json(data: Any, source: str = "the plan") -> Plan:
-        """Raises ValueError where a field is missing or not what it should be."""
+        """Raises ValueError if a field is missing or invalid."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"{source} is no plan of format {FORMAT} (found {found!r}): make it with Plan.save")
+            given = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"{source} is no plan of format {FORMAT} (found {given!r}): make it with Plan.save")
         try:
             account = dict(data["account"])
             account["collectives"] = tuple(Collective(**c) for c in account["collectives"])
@@ -176,9 +176,11 @@ class Plan:
         lines = []
         for segment in self.segments:
             total = sum(run.count for run in segment.runs)
-            again = [(first, first + run.count - 1) for first, run in _numbered(segment.runs) if run.recompute]
-            if again:
-                numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in again)
+            starts = accumulate((run.count for run in segment.runs), initial=0)
+            runs = zip(starts, segment.runs, strict=False)
+            recomputed = [(first, first + run.count - 1) for first, run in runs if run.recompute]
+            if recomputed:
+                numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in recomputed)
                 lines.append(
                     f"of {total} copies of {segment.name} (0 to {total - 1}), recomputed in backward: {numbers}"
                 )
@@ -231,15 +233,9 @@ class Plan:
         return lines
 
 
-def _numbered(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
-    """Each run with the number of its first copy."""
-    starts = accumulate((run.count for run in runs), initial=0)
-    return list(zip(starts, runs, strict=False))
-
-
 def _count(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} is {value!r}: a whole number, at least 1")
+        raise ValueError(f"{what} is {value!r}: an integer, at least 1")
     return value
 
 
@@ -256,32 +252,32 @@ def _text(value: Any, what: str) -> str:
 
 
 PLAIN: Mapping[Any, Callable[[Any, str], Any]] = {str: _text, int: _count, float: _number}
-"""Type of a plan's field -> what reads it: of others, `Plan.from_json` reads each as it is."""
+"""Type of a plan's field -> its reader; `Plan.from_json` reads fields of other types itself."""
 
 
 def _limit(value: Any) -> float | None:
     return None if value is None else _number(value, "memory_limit_bytes")
 
 
-def _decisions(found: Any) -> dict[str, str]:
-    return {site: _text(choice, f"decision of {site}") for site, choice in found.items()}
+def _decisions(data: Any) -> dict[str, str]:
+    return {site: _text(choice, f"decision of {site}") for site, choice in data.items()}
 
 
 def graph_digest(graph: JointGraph) -> str:
-    """The same for two captures of the same model with the same input shapes."""
+    """Equal for two captures of the same model with the same input shapes."""
     return hashlib.sha256(str(graph).encode()).hexdigest()[:16]
 
 
 def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ParameterPlan]]:
-    """Parameters that differ only in numbers of their paths, and are planned alike, in one row."""
+    """One row for parameters that are planned alike, and whose names differ only in numbers."""
     groups: dict[tuple[str, ParameterPlan], list[str]] = {}
     for name, plan in parameters.items():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         groups.setdefault((pattern, plan), []).append(name)
-    rows = []
-    for (pattern, plan), names in groups.items():
-        rows.append((names[0] if len(names) == 1 else f"{pattern} ({len(names)})", plan))
-    return rows
+    return [
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", plan)
+        for (pattern, plan), names in groups.items()
+    ]
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

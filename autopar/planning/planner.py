@@ -45,7 +45,7 @@ from .given import check_mesh, check_model, check_profiles
 from .meshes import best_mesh
 from .plan import Plan
 from .request import Request
-from .search import Found
+from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .steps import Steps
 from .writer import Writer
@@ -62,7 +62,7 @@ def captured_for_planning(
     device_type: str | None = None,
     flow: Flow | None = None,
 ) -> Captured:
-    """What `capture` returns, with random operators that read keys and experts' rows in the order of tokens."""
+    """What `capture` returns, with random operators that read keys, and experts' rows in the order of tokens."""
     flow = Flow() if flow is None else flow
     captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
     return replace(captured, graph=flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of))
@@ -86,7 +86,7 @@ class Planner:
         captured: Captured | None = None,
         effort: Effort = EFFORT,
     ) -> None:
-        """`captured` is the step, where it has been captured already."""
+        """`captured` is the step, if the caller has captured it already."""
         check_mesh(mesh_shape)
         check_model(model, args, kwargs, loss_fn)
         check_profiles(profiles)
@@ -94,57 +94,41 @@ class Planner:
         self.optimizer = named_optimizer(optimizer)
         self.device_type, self.effort = device_type, effort
         self.memory = liveness.PlacementCache()
-        """How results of operators lie in memory, whatever the mesh and the cluster."""
+        """How operators' results lie in memory, on any mesh and cluster."""
         self.profiles = profiles
-        """The database of what is measured; the user's own if None."""
+        """The profile database; the user's own if None."""
         self.costs: Costs | None = None
-        """Where programs that were measured are found, if this planner's prices are measured ones."""
+        """Measured costs, if they are this planner's prices."""
         self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
         self.seconds = Flow()
-        """What each step took."""
+        """The seconds of each step."""
         self.captured: Captured = captured or captured_for_planning(
             model, args, kwargs, loss_fn=loss_fn, device_type=device_type, flow=self.seconds
         )
         graph = self.captured.graph
-        self.known = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
+        self.example_values = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         _report_captured(self.captured)
         self.segments: Segments = self.seconds.run(SEGMENTS, graph)
         self._place()
         _report_without_rule(self.space)
 
     def _place(self) -> None:
-        """The space of the mesh on the cluster, and what writes its programs."""
+        """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph = self.captured.graph
         self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
-        self.writer = Writer(self.space, self.cluster, self.memory, self.seconds)
-        self.operators = self.writer.known
-        """What timelines found out about the device's operators."""
+        self.writer = Writer(self.space, self.memory, self.seconds)
+        self.operators = self.writer.operators
         self._gather()
 
     def _gather(self) -> None:
-        """What plans in the space with its prices."""
+        """Sets what plans in the space at its prices."""
         self.steps = Steps(
-            self.space,
-            self.cluster,
-            self.writer,
-            self.operators,
-            self.optimizer,
-            self.kind_of_device,
-            self.memory,
-            self.seconds,
-            self.effort,
-            self.costs,
+            self.space, self.writer, self.operators, self.kind_of_device, self.memory, self.effort, self.costs
         )
         self.searches = Searches(self.space, self.steps, self.effort)
         self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
-        self.subject = Subject(
-            model=self.model_name,
-            mesh=self.mesh,
-            cluster=self.cluster.name,
-            optimizer=self.optimizer,
-            space=self.space,
-        )
+        self.subject = Subject(self.model_name, self.space)
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:
@@ -157,8 +141,7 @@ class Planner:
         return other
 
     def profiled(self, costs: Costs) -> Planner:
-        """A planner with what was measured as prices. Plans stay the programs that they are: with the same routes, and
-        lowered as before."""
+        """A planner with measured prices. Plans keep their programs: the same routes, and the same lowerings."""
         other = self.on(self.mesh, costs.measured(self.space.mesh))
         routes = self.writer.space.redistributor
         other.space = replace(other.space, redistributor=hidden_buckets(other.space.redistributor, 0.0, routes))
@@ -167,10 +150,10 @@ class Planner:
         return other
 
     def nearby(self, plan: Plan, request: Request) -> list[Plan]:
-        """What one descent from a plan finds with the prices of this planner, as if nothing overlapped and as if most
-        of what travels in buckets did."""
+        """The results of two descents from a plan at this planner's prices: one as if nothing overlapped, the other as
+        if most of the traffic in buckets did."""
         start = self.assignment(plan)
-        found: list[Plan] = []
+        plans: list[Plan] = []
         for hidden in (0.0, self.effort.hidden_part):
             search = self.search(request, self.searches.hiding(hidden))
             try:
@@ -178,26 +161,26 @@ class Planner:
             except Infeasible as error:
                 logger.info("nothing near: %s", error)
                 continue
-            found.append(self.describe(replace(other, lower_bound=0.0), request))
-        return found
+            plans.append(self.describe(replace(other, lower_bound=0.0), request))
+        return plans
 
     def again(self, plan: Plan) -> Plan:
-        """A plan with the prices of this planner."""
+        """The plan at this planner's prices."""
         assignment = self.assignment(plan)
         self.steps.peaks = {assignment: (plan.bucket_bytes, plan.peak)}
         priced = account(self.space, assignment)
         score = Score(seconds=priced.seconds, bytes=priced.bytes)
-        found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
+        result = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
         request = Request(
             solver=plan.solver,
             cost=plan.cost,
             memory_limit_bytes=plan.memory_limit_bytes,
             constraints=plan.constraints,
         )
-        return self.describe(found, request)
+        return self.describe(result, request)
 
     def moved_bytes(self, program: Program) -> int:
-        """Read and written by a step of the optimizer."""
+        """The bytes that a step of the optimizer reads and writes."""
         return sum(
             self.optimizer.moved_bytes(local_meta(i.meta, i.layout, program.mesh))
             for i in program.inputs
@@ -214,7 +197,7 @@ class Planner:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
     def over(self, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
-        """The best plan on any of several meshes. Raises ValueError as `plan`, where no mesh has one."""
+        """The best plan on any of several meshes. Raises ValueError as `plan` if no mesh has one."""
         with uncollected():
             return _best_over(self, candidates, request)
 
@@ -226,14 +209,14 @@ class Planner:
         memory_limit_bytes: float | None = None,
         constraints: Constraints | None = None,
     ) -> Plan:
-        """The answer to a request of these (`planned`)."""
+        """The plan that answers a `Request` of these."""
         return self.planned(
             Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
         )
 
     def planned(self, request: Request) -> Plan:
-        """The best plan that answers a request. Raises ValueError for constraints that cannot be, and where nothing
-        keeps the limit."""
+        """The best plan that answers a request. Raises ValueError for impossible constraints, and if no plan keeps the
+        limit."""
         if (by_measuring := COSTS[request.cost].plan) is not None:
             return by_measuring(self, request)
         with uncollected():
@@ -245,33 +228,28 @@ class Planner:
         mode = COSTS[request.cost]
         space = self.space if mode.space is None else self.seconds.timed("prices", mode.space, self.space)
         search = self.search(request, space, pinned=mode.pinned if preset is None else None)
-        bounded = space.cluster.device.operators is None  # bounds hold for rooflines alone
+        bounded = space.cluster.device.operators is None  # bounds hold only for rooflines
         if preset is None and mode.by_timeline:
             choice = Choice(self.searches, self.steps, self.describe, self.seconds)
             return choice.shortest(search, request, bounded=bounded)
-        found: Found = self.seconds.timed("search", search.run, allowed, bounded=bounded)
+        best: SearchResult = self.seconds.timed("search", search.run, allowed, bounded=bounded)
         if space is not self.space:
-            logger.info("%s: %.6g, at least %.6g", request.cost, found.score.seconds, found.lower_bound)
-            found = replace(self.searches.priced(found), lower_bound=0.0)
-        return self.seconds.timed("describe", self.describe, found, request)
+            logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)
+            best = replace(self.searches.priced(best), lower_bound=0.0)
+        return self.seconds.timed("describe", self.describe, best, request)
 
-    def describe(self, found: Found, request: Request) -> Plan:
-        """The plan that an assignment is, as the answer to a request."""
-        bucket_bytes, most = self.peak(found.assignment, request.memory_limit_bytes)
-        seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, found.assignment, bucket_bytes)
+    def describe(self, result: SearchResult, request: Request) -> Plan:
+        """The result of a search as the plan that answers a request."""
+        bucket_bytes, peak = self.peak(result.assignment, request.memory_limit_bytes)
+        seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
         return self.subject.described(
-            found,
-            request,
-            bucket_bytes=bucket_bytes,
-            peak=most,
-            seconds=seconds,
-            exposed_seconds=exposed,
+            result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed
         )
 
     def program(self, plan: Plan) -> Program:
         """The program that runs a plan, with its collectives in buckets.
 
-        Raises ValueError where the plan does not fit the model or the mesh, or contradicts itself.
+        Raises ValueError if the plan does not fit the model or the mesh, or contradicts itself.
         """
         with uncollected():
             return self.writer.written(self.assignment(plan), plan.bucket_bytes)
@@ -283,15 +261,12 @@ class Planner:
             return timeline(program, self.cluster, self.operators)
 
     def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
-        """The best decisions with parameters in these layouts, by name; those not named are replicated.
-
-        Raises ValueError for a layout that a parameter cannot have.
-        """
+        """`best_at_rest` in this planner's space."""
         return best_at_rest(self.space, at_rest)
 
 
 def _report_captured(captured: Captured) -> None:
-    """Warn of parameters that do not train, and of numbers that are read off inputs."""
+    """Warns of parameters that do not train, and of numbers that the model's Python reads off inputs."""
     if names := captured.without_gradient:
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         logger.warning(
@@ -326,8 +301,8 @@ def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], reques
         return planners[axes].planned(request)
 
     def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
-        made = of(tuple(mesh.items()))
-        return made.seconds if mode.by_timeline or mode.plan is not None else made.objective_seconds, made
+        plan = of(tuple(mesh.items()))
+        return plan.seconds if mode.by_timeline or mode.plan is not None else plan.objective_seconds, plan
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]

@@ -1,4 +1,4 @@
-"""The request: what a plan is asked to be, as one value from the verbs down to the solves."""
+"""The request for a plan: one value from the verbs down to the solves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from autopar.solve import SOLVERS
 
 from .constraints import Constraints
-from .given import check_constraints, check_cost, check_limit, check_solver
+from .costs import COSTS
+from .given import check_constraints, check_limit, check_solver
 from .presets import PRESETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes` bounds a rank's peak, if it is
-    given, and `constraints` pin placements. (The optimizer, whose states count, belongs to the space.)
+    """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes`, if given, bounds a rank's peak,
+    and `constraints` pin placements. (The optimizer, whose states count, belongs to the space.)
 
-    Raises ValueError for an option that is none. What constraints name is looked at where they are taken.
+    Raises ValueError for an invalid option. `constraints.pins` checks the names in constraints.
     """
 
     solver: str = "dp"
@@ -25,7 +26,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
-        check_cost(self.cost)
+        COSTS.named(self.cost)
         check_limit(self.memory_limit_bytes)
         check_constraints(self.constraints)
 
@@ -35,7 +36,7 @@ class Request:
 
     @property
     def exact_solver(self) -> str:
-        """What solves the problems that it takes: of a preset's, the dynamic program."""
+        """The solver of the request's problems; the dynamic program for a preset's."""
         return self.solver if self.solver in SOLVERS else "dp"
 
     @property

@@ -1,9 +1,9 @@
 """Search over meshes of several axes, on top of the exact solvers.
 
-On one axis the whole space is one problem. On several axes its options multiply, so the space is searched by coordinate
-descent (`descent`), within the memory limit where there is one (`limit`). Problems that can be eliminated are solved to
-a proved optimum, wider ones to within a percent (`solve.relax`); the whole is not, and the gap that is reported is
-against a lower bound of the whole (`bound`).
+On one axis the space is one problem. On several axes its options multiply, so coordinate descent (`descent`) searches
+the space, within the memory limit if there is one (`limit`). Problems that can be eliminated are solved to a proved
+optimum, wider ones to within a percent (`solve.relax`). The search proves no optimum of the space; the reported gap
+is the distance to a lower bound (`bound`).
 """
 
 import math
@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autopar.passes.blocks import partition
 from autopar.passes.blocks.block import Blocks
-from autopar.passes.blocks.partition import blocks
 from autopar.passes.space.problem import Allowed, Assignment
 from autopar.passes.space.space import Space
 from autopar.solve.effort import EFFORT, Effort
@@ -30,9 +30,9 @@ from .solving import Solved, Solves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """An assignment with its score. `lower_bound` is in seconds and holds for the whole space that
-    was searched, or is 0 where none was computed."""
+class SearchResult:
+    """An assignment with its score. `lower_bound`, in seconds, holds for the space that was searched; 0 if there is
+    none. The search took `seconds`."""
 
     assignment: Assignment
     score: Score
@@ -41,8 +41,8 @@ class Found:
 
 
 class Search:
-    """A search over one space. `bytes_limit` bounds the peak of an assignment, or, if no `peaks` are given (true ones,
-    and estimates of them), its sum of bytes."""
+    """A search over one space. `bytes_limit` bounds the peak of an assignment; without `peaks` (exact and estimated
+    ones), its sum of bytes."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Search:
         pins: Pins | None = None,
         peaks: tuple[Peaks, Peaks] | None = None,
         effort: Effort = EFFORT,
-        found: Callable[[], Blocks] | None = None,
+        blocks: Callable[[], Blocks] | None = None,
     ) -> None:
-        """`found` gives the graph's blocks, where they are there already."""
+        """`blocks` returns the graph's blocks, if the caller caches them."""
         self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
         self.options = Options(space, pins or {}, bytes_limit)
         self.sites = self.options.sites
@@ -64,16 +64,16 @@ class Search:
             self.options,
             self.solve,
             solver,
-            blocks=found or partial(blocks, space.graph, max(space.mesh)),
+            blocks=blocks or partial(partition.blocks, space.graph, max(space.mesh)),
             effort=effort,
             log=log,
         )
         self.cheapest: tuple[Solved, SolveAt] | None = None
-        """What was found without a limit, and what solves at a price of memory, from another solution."""
+        """The cheapest solution without a limit, and a function that solves at a price of memory."""
         self.proved = False
-        """Whether that is all that the solver proves: the space is one problem."""
+        """Whether the space is one problem, so that its bound holds for the space."""
         self.several = False
-        """Whether the cheapest came of descents from several starts."""
+        """Whether the cheapest is that of descents from several starts."""
 
     @property
     def is_large(self) -> bool:
@@ -88,21 +88,21 @@ class Search:
         bounded: bool = True,
         thorough: bool = True,
         below: float = math.inf,
-    ) -> Found:
-        """The best assignment that was found, of the whole space or of `allowed`; `bounded` asks for a lower bound.
-        Not `thorough`: of one descent, from `start`, which is cut short, or over the memory limit, if that costs
-        `below` seconds or more, and over it where its peak is more than was estimated.
+    ) -> SearchResult:
+        """The best assignment of the space, or of `allowed`; `bounded` asks for a lower bound. A search that is not
+        `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. Its result may
+        then exceed the memory limit, as it does if its peak exceeds the estimate.
 
-        Raises `Infeasible` where nothing keeps the memory limit.
+        Raises `Infeasible` if nothing keeps the memory limit.
         """
         started = time.perf_counter()
         best = self.explore(allowed, start=start, bounded=bounded, thorough=thorough, below=below)
         if not best.score.objective < below:
-            return self._found(best, started)
+            return self._result(best, started)
         with self.bounding(bounded) as bound:
-            found = self._found(self._limited(self.peaks, sure=thorough), started)
-            found = replace(found, lower_bound=max(found.lower_bound, bound()))
-        return replace(found, seconds=time.perf_counter() - started)
+            result = self._result(self._limited(self.peaks, sure=thorough), started)
+            result = replace(result, lower_bound=max(result.lower_bound, bound()))
+        return replace(result, seconds=time.perf_counter() - started)
 
     def explore(
         self,
@@ -113,7 +113,7 @@ class Search:
         thorough: bool = True,
         below: float = math.inf,
     ) -> Solved:
-        """The cheapest without the memory limit, with its bound where the space is one problem."""
+        """The cheapest solution without the memory limit, with its bound if the space is one problem."""
         if allowed is not None:
             allowed = {name: self.options.keeping(self.sites[name], choices) for name, choices in allowed.items()}
         elif (
@@ -130,7 +130,7 @@ class Search:
             best = self.solve(options, descent.solver, bounded=bounded, purse=purse)
             self.cheapest = best, lambda price, _, purse: self.solve(options, descent.steps, price=price, purse=purse)
         else:
-            first = self.options.whole() if start is None else taken(self.space, start)
+            first = self.options.replicated() if start is None else taken(self.space, start)
             one = descent.purse(self.effort.descents)
             best = (
                 descent.from_all_starts(side_by_side=self.is_large)
@@ -141,8 +141,8 @@ class Search:
         return best
 
     def bounding(self, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
-        """Finds, beside this process where that is worth one, seconds that no assignment undercuts: 0 where a solver
-        proves them, or they are not asked for."""
+        """Computes seconds that no assignment undercuts, in a forked process if the space is large. They are 0 if a
+        solver proves a bound, or nobody asks for one."""
         wanted = bounded and not self.proved
         return beside(self._bound if wanted else lambda: 0.0, worthwhile=wanted and self.is_large)
 
@@ -151,11 +151,10 @@ class Search:
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound
 
-    def within(self, peaks: tuple[Peaks, Peaks] | None) -> Found:
-        """The best that keeps the limit, if there is one, with such peaks, from the cheapest that was found. Raises
-        `Infeasible` as `run`."""
+    def within(self, peaks: tuple[Peaks, Peaks] | None) -> SearchResult:
+        """The best that keeps the limit, if any, by such peaks, after `explore`. Raises `Infeasible` as `run`."""
         started = time.perf_counter()
-        return self._found(self._limited(peaks, sure=True), started)
+        return self._result(self._limited(peaks, sure=True), started)
 
     def _limited(self, peaks: tuple[Peaks, Peaks] | None, *, sure: bool) -> Solved:
         assert self.cheapest is not None
@@ -164,10 +163,10 @@ class Search:
         limit = Limit(self.descent, self.bytes_limit, peaks, several=self.several, log=self.log)
         return limit.best(*self.cheapest, sure=sure)
 
-    def _found(self, best: Solved, started: float) -> Found:
-        return Found(
+    def _result(self, best: Solved, started: float) -> SearchResult:
+        return SearchResult(
             assignment=best.assignment,
             score=best.score,
-            lower_bound=best.lower_bound if self.proved else 0.0,  # not that of a part of the space
+            lower_bound=best.lower_bound if self.proved else 0.0,  # a part of the space has another
             seconds=time.perf_counter() - started,
         )

@@ -1,4 +1,4 @@
-"""The searches of one space: with pins and a limit, with other prices, and within presets."""
+"""The searches of one space: with pins and a limit, at other prices, and within presets."""
 
 import logging
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from .account import account
 from .constraints import Pins, pins
 from .presets import PRESETS, Preset, allowed_by
 from .request import Request
-from .search import Found, Search
+from .search import Search, SearchResult
 from .steps import Steps
 
 logger = logging.getLogger("autopar")
 
 
 class Searches:
-    """Makes searches of a space, whose peaks are those of `steps`."""
+    """Builds searches of a space. `steps` computes their peaks."""
 
     def __init__(self, space: Space, steps: Steps, effort: Effort) -> None:
         self.space, self.steps, self.effort = space, steps, effort
         self.presets: dict[Preset, Allowed] = {}
-        """What each preset that was asked for leaves."""
-        self.blocks: Callable[[], Blocks] = cache(partial(steps.flow.run, BLOCKS, space.graph, max(space.mesh)))
+        """Preset -> the options that it leaves."""
+        self.blocks: Callable[[], Blocks] = cache(partial(steps.writer.flow.run, BLOCKS, space.graph, max(space.mesh)))
 
     def search(
         self,
@@ -39,8 +39,8 @@ class Searches:
         share: float = 1.0,
         pinned: Callable[[Space, Pins], Pins] | None = None,
     ) -> Search:
-        """A search of the space, or of one with other prices, with a share of the work of a search. What constraints
-        pin is `pinned` further."""
+        """A search of the space, or of one at other prices, with a share of the work of a search. `pinned` adds to what
+        the constraints pin."""
         self.steps.forget()
         space, given = space or self.space, pins(self.space, request.constraints or {})
         return Search(
@@ -51,26 +51,26 @@ class Searches:
             pins=given if pinned is None else pinned(space, given),
             peaks=self.steps.peaks_of(request.memory_limit_bytes),
             effort=self.effort.share(share),
-            found=self.blocks,
+            blocks=self.blocks,
         )
 
     def preset(self, name: str) -> Allowed:
-        """The options that a preset leaves. Raises ValueError where it does not fit the mesh or the model."""
+        """The options that a preset leaves. Raises ValueError if it does not fit the mesh or the model."""
         preset = PRESETS.named(name)
         if preset not in self.presets:
             self.presets[preset] = allowed_by(preset, self.space, self.blocks())
         return self.presets[preset]
 
     def hiding(self, part: float) -> Space:
-        """The space with a part of what travels in buckets at no price."""
+        """The space with a part of the traffic in buckets at no price."""
         return replace(self.space, redistributor=hidden_buckets(self.space.redistributor, part))
 
-    def priced(self, found: Found) -> Found:
-        """At the prices of the space, in which nothing is hidden."""
-        score = Score(seconds=account(self.space, found.assignment).seconds, bytes=found.score.bytes)
-        return replace(found, score=score)
+    def priced(self, result: SearchResult) -> SearchResult:
+        """The result at the prices of the space, in which nothing is hidden."""
+        score = Score(seconds=account(self.space, result.assignment).seconds, bytes=result.score.bytes)
+        return replace(result, score=score)
 
 
 def hidden_buckets(given: Redistributor, part: float, routes: Redistributor | None = None) -> Redistributor:
-    """With a part of what travels in buckets at no price, and the routes of another one."""
+    """Prices a part of the traffic in buckets at nothing, and takes the routes of another redistributor, if given."""
     return Redistributor(given.mesh, given.links, given.device, part, routes=routes or given.routes)

@@ -1,4 +1,4 @@
-"""Exact solves over allowed options: the problem is built, solved, and read back as an assignment."""
+"""Exact solves over allowed options: builds the problem, solves it, and reads the solution back as an assignment."""
 
 import math
 from collections.abc import Callable
@@ -16,29 +16,29 @@ from autopar.solve.problem import Problem, Score, Solution, evaluate, in_runs
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """An assignment with its true score, and a bound on the problem that it was found in."""
+    """An assignment with its exact score, and a bound on its problem."""
 
     assignment: Assignment
     score: Score
     lower_bound: float
     work: float = 0.0
-    """That finding it took."""
+    """The work that the solve took."""
     cut_at: float | None = None
-    """The work that it had, where more could have found another."""
+    """The work that the solve was given, if more work could lead to another solution."""
 
     def is_of(self, work: float) -> bool:
-        """Whether it is what would be found with so much work."""
+        """Whether a solve with so much work would lead to the same solution."""
         return self.work <= work if self.cut_at is None else self.cut_at == work
 
 
 Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool]
-"""The options allowed to each site, the solver, the price of memory, its limit, and whether a bound is asked for: all
-that a solve depends on."""
+"""All that a solve depends on: each site's allowed options, the solver, the price of memory, its limit, and whether to
+compute a bound."""
 
 
 class Solves:
-    """Solves over one space. Every problem is built anew, from tables that the builder shares; what was solved before
-    (descents from several starts meet) is not solved again."""
+    """Solves over one space. It builds every problem anew from tables that the builder shares, and caches solutions,
+    since descents from several starts meet."""
 
     def __init__(self, space: Space, log: Callable[[str], None], effort: Effort) -> None:
         self.space, self.log, self.effort = space, log, effort
@@ -55,11 +55,11 @@ class Solves:
         bounded: bool = True,
         purse: Purse,
     ) -> Solved:
-        """The exact optimum of seconds + price * bytes over the allowed options. Not `bounded`: without a lower bound.
-        The `purse` pays, for what was solved before too, so that answers do not depend on what else was asked.
+        """The exact optimum of seconds + price * bytes over the allowed options, `bounded` with a lower bound. The
+        `purse` pays for cached solutions too, so that answers do not depend on earlier questions.
 
-        What is too wide for elimination under a limit is solved as an integer program, and what is too wide for that,
-        operator by operator, as is what there is no work left for.
+        A problem that is too wide for elimination under a limit is solved as an integer program. One that is too wide
+        for that, or has no work left, is solved operator by operator.
         """
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
         question = (options, solver, price, bytes_limit, bounded)
@@ -113,7 +113,7 @@ class Solves:
 
 
 def priced(problem: Problem, price: float) -> Problem:
-    """The problem with memory paid for in seconds."""
+    """The problem with memory paid for in seconds, `price` a byte."""
     return Problem(
         variables=tuple(
             replace(v, seconds=tuple(s + price * b for s, b in zip(v.seconds, v.bytes, strict=True)))

@@ -1,8 +1,8 @@
-"""Where ParallelBlocks let a descent begin (CFP Algorithm 1): data parallel on the slower axes, split blocks on the
+"""The start of a descent by ParallelBlocks (CFP Algorithm 1): data parallel on the slower axes, split blocks on the
 fastest.
 
-A descent frees one axis at a time, so what an axis does while the others are still whole decides where it ends. Blocks
-say what a model splits without communication, layer after layer, before anything was solved.
+A descent frees one axis at a time, so its end depends on what the first axes choose while the others are still
+replicated. Before any solve, blocks show what a model splits without communication, layer after layer.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from autopar.passes.space.space import Space
 from .options import Options
 
 
-def split_blocks(space: Space, sites: Sequence[Site], found: Blocks, ranks: int) -> Reached:
-    """Where the splits of blocks travel on an axis. Block after block: one that no earlier split reaches splits the
-    first dim of what its contractions make that batch and sequence do not. A split that ends in the sum of a block is
-    that block's, so that columns of one weight are followed by rows of the next."""
+def split_blocks(space: Space, sites: Sequence[Site], blocks: Blocks, ranks: int) -> Reached:
+    """Where the splits of blocks travel on an axis. Block after block, one that no earlier split reaches splits the
+    first dim of its contractions' results that batch and sequence do not split. A split that ends in the sum of a block
+    is that block's, so that rows of the next weight follow columns of this one."""
     by_name = {site.name: site for site in sites}
     inputs = [site for site in sites if site.kind == "input" and site.meta and site.meta.shape]
     rows = reached(
@@ -29,7 +29,7 @@ def split_blocks(space: Space, sites: Sequence[Site], found: Blocks, ranks: int)
         [(s.name, Split(dim, size)) for s in inputs if s.meta for dim, size in enumerate(s.meta.shape[:2])],
     )
     splits = Propagation(space, ranks)
-    for block in found.blocks:
+    for block in blocks.blocks:
         for contraction in block.merged:
             node = space.graph.nodes[contraction]
             site = by_name.get(node.name)
@@ -43,10 +43,10 @@ def split_blocks(space: Space, sites: Sequence[Site], found: Blocks, ranks: int)
     return Reached(splits.seeds, splits.digits)
 
 
-def by_blocks(options: Options, found: Blocks, axis: int) -> dict[str, list[SiteChoice]]:
-    """Every site splits by the batch on all axes but one, on which operators split as blocks do."""
+def by_blocks(options: Options, blocks: Blocks, axis: int) -> dict[str, list[SiteChoice]]:
+    """Every site splits by the batch on all axes but one, on which operators split as their blocks do."""
     space = options.space
-    travel = split_blocks(space, list(options.sites.values()), found, space.mesh[axis])
+    travel = split_blocks(space, list(options.sites.values()), blocks, space.mesh[axis])
     chosen = {}
     for name, (choice,) in options.batch(without=axis).items():
         site = options.sites[name]

@@ -1,10 +1,9 @@
-"""The writer: the programs that assignments are, as they run and as they are measured."""
+"""The writer: writes the programs of assignments, as they run and as they are measured."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations
 from typing import Any, TypeVar
 
-from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
@@ -20,40 +19,39 @@ KEPT = 2
 """Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
 
 LATEST_INSTRUCTIONS = 400_000
-"""Of the programs that are kept, since most are looked at more than once."""
+"""The most instructions of all cached programs."""
 
 LATEST_CHOICES = 8
-"""Assignments of which is kept what was found out about them."""
+"""How many assignments' choices of lowerings are cached."""
 
 Key = TypeVar("Key")
 T = TypeVar("T")
 
 Form = tuple[int, str, int, tuple[Lowering, ...]]
-"""Of each run of copies alike at most so many (0: all); how far it is written; its largest bucket (0: none); and the
-lowerings that there were."""
+"""The form of a program: the most copies in a run of equal ones (0: all), how far it is lowered, its largest bucket (0:
+none), and the registered lowerings."""
 
 Taken = tuple[tuple[Lowering, Adopted], ...]
-"""Lowerings as they are taken, one after the other."""
+"""Lowerings that were adopted, in their order."""
 
 
 class Writer:
-    """Writes programs in a space. Its prices decide by which routes values are redistributed, and how programs are
-    lowered; a planner with other prices for the same plans (measured ones) writes with the same writer, so that a plan
-    is priced as the program that runs."""
+    """Writes programs in a space, whose prices decide how values are redistributed and programs lowered. A planner that
+    prices the same plans otherwise (by measurements) shares the writer, so that it prices the program that runs."""
 
-    def __init__(self, space: Space, cluster: Cluster, memory: liveness.PlacementCache, flow: Flow) -> None:
-        self.space, self.cluster, self.flow = space, cluster, flow
-        self.known = TimelineCache(made=memory)
-        """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
+    def __init__(self, space: Space, memory: liveness.PlacementCache, flow: Flow) -> None:
+        self.space, self.flow = space, flow
+        self.operators = TimelineCache(made=memory)
+        """What timelines share about operators on the cluster; `memory` says how results lie on any cluster."""
         self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
-        """The last ones that were written, the latest first."""
+        """The programs written last, the latest first."""
         self.taken: dict[When, list[tuple[tuple[Any, ...], Taken]]] = {"first": [], "where quicker": []}
-        """What was found out about lowerings of the last assignments, the latest first."""
+        """The lowerings adopted for the last assignments, the latest first."""
 
     def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0) -> Program:
-        """The program of an assignment, with its collectives in buckets of at most so many bytes. Where smaller ones
-        were taken to save memory nothing runs in parts. Not 0 `copies`: of each run of copies alike at most so many.
-        Raises ValueError where the assignment contradicts itself."""
+        """The program of an assignment, with its collectives in buckets of at most so many bytes; buckets smaller than
+        `LIMIT_BYTES`, which save memory, leave collectives unsplit. If `copies` is not 0, each run of equal copies has
+        at most so many. Raises ValueError if the assignment contradicts itself."""
         if copies and shortened(self.space, assignment, copies) is None:
             copies = 0
 
@@ -65,28 +63,28 @@ class Writer:
 
         return self._kept(assignment, (copies, "lowered", bucket_bytes, tuple(LOWERINGS.values())), lowered)
 
-    def whole(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
-        """As `written`, but with nothing in parts."""
+    def unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
+        """As `written`, but with collectives unsplit."""
         return self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes)
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
-        """The program by which an assignment is measured: of few copies of each of its segments."""
+        """The program that measures an assignment: few copies of each of its segments."""
         return self.written(assignment, bucket_bytes, KEPT)
 
     def plain(self, assignment: Assignment, copies: int = 0) -> Program:
-        """As it follows from the assignment, with nothing lowered."""
+        """The program that codegen writes, without lowerings."""
 
-        def made() -> Program:
+        def generated() -> Program:
             short = shortened(self.space, assignment, copies) if copies else None
             space, shorter = (self.space, assignment) if short is None else (short.space, short.assignment)
             return self.flow.run(CODEGEN, space, shorter)
 
-        return self._kept(assignment, (copies, "plain", 0, ()), made)
+        return self._kept(assignment, (copies, "plain", 0, ()), generated)
 
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
-        """With the lowerings that come first: in buckets, its collectives started early."""
+        """With the lowerings that come first: collectives are in buckets, and start early."""
         form = (copies, "joined", bucket_bytes, lowerings("first"))
-        taken = self._first(assignment, bucket_bytes)  # which may write this very program
+        taken = self._first(assignment, bucket_bytes)  # which may cache this very program
         return self._kept(assignment, form, lambda: self._lowered(taken, self.plain(assignment, copies)))
 
     def _finished(self, program: Program, bucket_bytes: int) -> Program:
@@ -94,31 +92,31 @@ class Writer:
         return self._after(lowerings("last"), program, self._target(bucket_bytes))[0]
 
     def _few(self, assignment: Assignment) -> int:
-        """Copies on which is found out what holds for all programs of an assignment, so that it costs the same at any
-        depth: as few as stand for the others, or 0, all."""
+        """How many copies to choose lowerings on, so that the choice costs the same at any depth: `LOOKED_AT`, or 0
+        (all) for an assignment without that many equal copies."""
         return LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
 
     def _target(self, bucket_bytes: int) -> Target:
         sizes = tuple(self.space.redistributor.bucket_bytes)
-        return Target(cluster=self.cluster, known=self.known, axis_bytes=sizes, limit_bytes=bucket_bytes)
+        return Target(cluster=self.space.cluster, known=self.operators, axis_bytes=sizes, limit_bytes=bucket_bytes)
 
     def _first(self, assignment: Assignment, bucket_bytes: int) -> Taken:
-        """The lowerings that come first, as they are taken: how far gathers of parameters are ahead, say."""
+        """The adopted lowerings of those that come first, which say, for example, how early to gather parameters."""
         rows = lowerings("first")
 
-        def found() -> Taken:
+        def adopted() -> Taken:
             few = self._few(assignment)
             program, taken = self._after(rows, self.plain(assignment, few), self._target(bucket_bytes))
             self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: program)
-            return tuple((row, Adopted(given=program, write=adopted.write)) for row, adopted in taken)
+            return tuple((row, Adopted(given=program, write=lowering.write)) for row, lowering in taken)
 
-        return self._latest("first", (bucket_bytes, rows, assignment), found)
+        return self._latest("first", (bucket_bytes, rows, assignment), adopted)
 
     def _quickest(self, assignment: Assignment) -> Taken:
-        """Of the lowerings that each make the step shorter, and of several of them in their order, the quickest."""
+        """The combination of lowerings, in their order, with the shortest step; each member shortens it alone."""
         rows = lowerings("where quicker")
 
-        def found() -> Taken:
+        def quickest() -> Taken:
             program, target = self._joined(assignment, LIMIT_BYTES, self._few(assignment)), self._target(LIMIT_BYTES)
             ways: dict[tuple[Lowering, ...], tuple[Program, Taken]] = {(): (program, ())}
             for number in range(1, len(rows) + 1):
@@ -131,10 +129,10 @@ class Writer:
             del ways[()]
             return min(ways.values(), key=lambda way: target.seconds(way[0]), default=(program, ()))[1]
 
-        return self._latest("where quicker", (rows, assignment), found)
+        return self._latest("where quicker", (rows, assignment), quickest)
 
     def _after(self, rows: Sequence[Lowering], program: Program, target: Target) -> tuple[Program, Taken]:
-        """The program with those of some lowerings that are taken, one after the other, and these."""
+        """The program after those lowerings that are adopted, one after the other, and these lowerings."""
         taken: list[tuple[Lowering, Adopted]] = []
         for row in rows:
             if (adopted := self.flow.adopt(row, program, target)) is not None:
@@ -148,13 +146,13 @@ class Writer:
         return program
 
     def _latest(self, when: When, key: tuple[Any, ...], find: Callable[[], Taken]) -> Taken:
-        """What was found out, or is found out now."""
+        """The cached choice of lowerings, or a new one."""
         taken = _remembered(self.taken[when], key, find)
         del self.taken[when][LATEST_CHOICES:]
         return taken
 
     def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Program]) -> Program:
-        """The program of an assignment, written if it is not there."""
+        """The cached program of an assignment, or a new one."""
         program = _remembered(self.programs, (form, assignment), write)
         lengths = accumulate(len(p.forward) + len(p.backward) for _, p in self.programs)
         del self.programs[max(2, sum(length <= LATEST_INSTRUCTIONS for length in lengths)) :]
@@ -162,8 +160,8 @@ class Writer:
 
 
 def _remembered(entries: list[tuple[Key, T]], key: Key, make: Callable[[], T]) -> T:
-    """The value of a key, made if it is not there; the entry comes first from now on."""
-    found = next((number for number, (other, _) in enumerate(entries) if other == key), None)
-    value = make() if found is None else entries.pop(found)[1]
+    """The value of a key, made if it is missing; its entry moves to the front."""
+    place = next((number for number, (other, _) in enumerate(entries) if other == key), None)
+    value = make() if place is None else entries.pop(place)[1]
     entries.insert(0, (key, value))
     return value

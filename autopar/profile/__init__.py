@@ -1,1 +1,1 @@
-"""What was measured: the database, and the programs of segments that are measured."""
+"""Measurements: the database, and the segment programs that are measured."""

@@ -1,9 +1,9 @@
-"""The profile database: what was measured, in one SQLite file.
+"""The profile database: measurements in one SQLite file.
 
-Keys say everything that a figure depends on. An operator is kept by machine (device, processor, ranks and threads,
-versions) and by `operator_key` (op, local shapes, dtypes); a collective by machine, links, kind and size; a segment
-program by machine, links of all axes and `structure` (the program without names: local shapes, placements and lowerings
-are in it). Several processes may read and write at once; what was written is there after a crash.
+A key holds everything that a figure depends on: of an operator, the machine (device, processor, ranks and threads,
+versions) and `operator_key` (op, local shapes, dtypes); of a collective, the machine, links, kind and size; of a
+segment program, the machine, the links of all axes and `structure` (the program without names, but with local shapes,
+placements and lowerings). Several processes may read and write at once; what was written survives a crash.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class DatabaseError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRow:
     """Mean seconds of an operator over runs and ranks, and the mean deviation from it between runs. `flops` and `bytes`
-    are what the roofline of any device is made of."""
+    give its roofline on any device."""
 
     machine: str
     program: str
@@ -58,10 +58,10 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRow:
-    """One segment program: seconds of forward and backward of the slowest rank (median over runs, and half of the range
-    between quartiles), and what the timeline makes of its operators and collectives as they were measured; of which
-    ranks computed and waited on average; seconds of the optimizer's step; the most bytes alive. `abandoned`: stopped
-    early, since it could not win."""
+    """One segment program. `seconds` are those of forward and backward on the slowest rank (the median over runs;
+    `spread` is half of the range between quartiles), and `composed_seconds` those of a timeline of its measured
+    operators and collectives. Ranks compute and wait for `compute_seconds` and `waiting_seconds` on average.
+    `peak_bytes` are the most bytes alive. `abandoned` programs were stopped early, since they could not win."""
 
     machine: str
     links: str
@@ -91,27 +91,27 @@ TABLES: Mapping[str, tuple[type[Row], tuple[str, ...]]] = {
     "collectives": (CollectiveRow, ("machine", "links", "kind", "bytes")),
     "programs": (ProgramRow, ("machine", "links", "structure")),
 }
-"""Table -> what a row is, and the columns that it is found by."""
+"""Table -> the type of its rows, and the columns of its key."""
 
 TYPES = {str: "TEXT", float: "REAL", int: "INTEGER", bool: "INTEGER"}
 
 
 def default_path() -> Path:
-    """In the user's cache directory (`XDG_CACHE_HOME`, or `~/.cache`)."""
+    """The file in the user's cache directory (`XDG_CACHE_HOME`, or `~/.cache`)."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "autopar" / "profiles.sqlite"
 
 
 def links_key(links: Sequence[Link]) -> str:
-    """The same for links of equal ranks, rates, latencies and algorithms."""
+    """Equal for links of equal ranks, rates, latencies and algorithms."""
     plain = [(link.ranks, link.stages, link.launch_seconds, link.algorithms) for link in links]
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
 
 
 class Profiles:
-    """The database in a file, which is made if there is none.
+    """The database in a file, which is created if it is missing.
 
-    Raises `DatabaseError` where the file is something else, or broken: it is then set aside under another name, so that
+    Raises `DatabaseError` if the file is something else, or broken. It is then set aside under another name, so that
     the next run begins a new one and nothing is lost.
     """
 
@@ -164,7 +164,7 @@ class Profiles:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """Closed at the end. Statements commit by themselves, but within BEGIN and COMMIT."""
+        """A connection, closed at the end. Statements outside of BEGIN and COMMIT commit by themselves."""
         connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
         try:
             yield connection
@@ -172,7 +172,7 @@ class Profiles:
             connection.close()
 
     def add(self, rows: Iterable[Row]) -> None:
-        """All of them or none; a row with the key of one that is there takes its place."""
+        """Adds all rows or none; a row replaces an older one with its key."""
         names = {row: table for table, (row, _) in TABLES.items()}
         with self._connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -192,25 +192,25 @@ class Profiles:
         condition = " AND ".join(f"{column} = ?" for column in where) or "1"
         query = f"SELECT {', '.join(types)} FROM {table} WHERE {condition} ORDER BY {', '.join(key)}"
         with self._connected() as connection:
-            found = connection.execute(query, tuple(where.values())).fetchall()
+            selected = connection.execute(query, tuple(where.values())).fetchall()
         make: Callable[..., Row] = kind
         # SQLite has no truth values
-        return [make(**{n: types[n](v) for n, v in zip(types, row, strict=True)}) for row in found]
+        return [make(**{n: types[n](v) for n, v in zip(types, row, strict=True)}) for row in selected]
 
     def machines(self) -> dict[str, dict[str, int]]:
         """How many rows each machine has in each table."""
-        found: dict[str, dict[str, int]] = {}
+        counts: dict[str, dict[str, int]] = {}
         with self._connected() as connection:
             for table in TABLES:
                 for machine, count in connection.execute(
                     f"SELECT machine, COUNT(*) FROM {table} GROUP BY machine ORDER BY machine"
                 ):
-                    found.setdefault(machine, dict.fromkeys(TABLES, 0))[table] = count
-        return found
+                    counts.setdefault(machine, dict.fromkeys(TABLES, 0))[table] = count
+        return counts
 
     def prune(self, *, machine: str | None = None, older_than_days: float | None = None) -> int:
-        """Removes what was measured on machines whose name contains `machine`, or segment programs that are older;
-        returns how many rows."""
+        """Removes rows of machines whose name contains `machine`, or segment programs that are older; returns how many
+        rows."""
         removed = 0
         with self._connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -222,9 +222,8 @@ class Profiles:
                 if older_than_days is not None:
                     if table != "programs":
                         continue
-                    conditions.append("measured_at < ?")
+                    conditions.append("measured_at < CAST(? AS REAL)")
                     values.append(str(time.time() - 86400.0 * older_than_days))
-                    conditions[-1] = "measured_at < CAST(? AS REAL)"
                 removed += connection.execute(
                     f"DELETE FROM {table} WHERE {' AND '.join(conditions) or '1'}", tuple(values)
                 ).rowcount
@@ -254,4 +253,4 @@ class Profiles:
 
 
 class _ForeignError(Exception):
-    """Of another application or version."""
+    """The file is of another application or version."""

@@ -1,12 +1,11 @@
-"""Profiled costs (CFP section 4): segments are measured as the programs that they become, and plans are composed of
-them.
+"""Profiled costs (CFP section 4): measures segments as the programs that they become, and composes plans of them.
 
 A plan is measured by its *segment program*: the real program, with few copies of each run of layers that decide alike
-(`writer.KEPT`), so that what is measured does not grow with depth. Each instruction has a clock beside it. What is
-composed (CFP Eq. 8 and 9, with what overlaps): the whole program's timeline, with the seconds of operators on their
-local shapes, of collectives by size and axis, as they were measured anywhere, times what the segment program took over
-what its own timeline says of it. Configurations that were not measured are priced by the same operators and collectives
-where those were, and by the roofline times what it was off by elsewhere.
+(`writer.KEPT`), so that measuring does not take longer for deeper models. A clock times each instruction. A plan's
+seconds are composed (CFP Eq. 8 and 9, with overlap) as the timeline of its full program, in which operators (by local
+shapes) and collectives (by size and axis) take their measured seconds, times a correction: the measured step of the
+segment program over that of its own timeline. Operators that were not measured take their roofline, times the factor by
+which others exceeded theirs.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from autopar.passes.segments.segment import Segments
 from .database import CollectiveRow, OperatorRow, Profiles, ProgramRow, links_key
 
 WARM_UPS, RUNS, LEAST_RUNS = 5, 10, 2
-"""CFP's; a program that cannot win is stopped after the least, and one more that warms up."""
+"""CFP's; a program that cannot win is stopped after `LEAST_RUNS`, and one more to warm up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What ranks are told to measure: a program, and collectives by themselves, each on the mesh axis of its index."""
+    """An order to ranks: measure a program, and each collective of `cases` alone on its mesh axis."""
 
     program: Program
     cases: tuple[Case[int], ...] = ()
@@ -58,9 +57,9 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """`steps` are seconds of forward and backward of each run, on its slowest rank; `durations` the seconds of each
-    instruction, forward and then backward: the mean over ranks and runs, so that they add up to a step (a median does
-    not see the turns of ranks that share processors); `spreads` the mean deviations from it."""
+    """`steps` are the seconds of forward and backward of each run, on its slowest rank. `durations` are the seconds of
+    each instruction, forward and then backward, as the mean over ranks and runs, so that they add up to a step (a
+    median would miss the turns of ranks that share processors). `spreads` are the mean deviations from them."""
 
     steps: tuple[float, ...]
     durations: tuple[float, ...]
@@ -80,8 +79,8 @@ Measure = Callable[[Order], Measurement]
 
 
 def structure(program: Program) -> str:
-    """The same for programs that do the same on tensors of the same shapes, whatever their values and modules are
-    called: the segment program of 8 layers is that of 32."""
+    """Equal for programs that do the same on tensors of the same shapes, whatever the names of values and modules: the
+    segment program of 8 layers has the structure of that of 32."""
     numbers: dict[str, int] = {}
 
     def number(name: str | None) -> int:
@@ -94,23 +93,22 @@ def structure(program: Program) -> str:
             return [plain(item) for item in value]
         return repr(value)
 
-    made = hashlib.sha256(repr((program.axes, program.mesh)).encode())
+    digest = hashlib.sha256(repr((program.axes, program.mesh)).encode())
     for i in program.inputs:
-        made.update(repr((i.role, str(i.meta), str(i.layout), number(i.name))).encode())
+        digest.update(repr((i.role, str(i.meta), str(i.layout), number(i.name))).encode())
     for instruction in (*program.forward, *program.backward):
         kwargs = [(key, plain(value)) for key, value in instruction.kwargs]
         outputs = [(number(name), str(program.metas[name]) if name else "") for name in instruction.outputs]
-        made.update(repr((instruction.op, plain(instruction.args), kwargs, outputs)).encode())
-    made.update(repr([number(o.name) for o in program.outputs if o.name is not None]).encode())
-    return made.hexdigest()[:24]
+        digest.update(repr((instruction.op, plain(instruction.args), kwargs, outputs)).encode())
+    digest.update(repr([number(o.name) for o in program.outputs if o.name is not None]).encode())
+    return digest.hexdigest()[:24]
 
 
 def segment_programs(graph: JointGraph, segments: Segments, mesh: Sequence[int]) -> int:
-    """CFP Eq. 7: how many programs there are to profile. Of each unique segment the product of its blocks' strategies,
-    and of each pair of blocks of different segments (or copies) that depend on each other the product of theirs. A
-    block has, on an axis, as many strategies as dims of its first contraction to split, and is whole on an axis of one
-    rank."""
-    found = blocks(graph, max(mesh))
+    """The number of programs to profile by CFP Eq. 7: for each unique segment the product of its blocks' strategies,
+    and for each pair of dependent blocks of different segments (or copies) the product of theirs. A block has as many
+    strategies on an axis as dims of its first contraction to split, and one on an axis of one rank."""
+    partition = blocks(graph, max(mesh)).blocks
     place: dict[int, tuple[int, int]] = {}
     for number, repeat in enumerate(segments.repeats):
         for k, copy in enumerate(repeat.copies):
@@ -124,14 +122,14 @@ def segment_programs(graph: JointGraph, segments: Segments, mesh: Sequence[int])
     alike: dict[ParallelBlock, tuple[int, int]] = {}
     """Block -> (segment, place of its first contraction in the copy): equal for the blocks of all copies."""
     inside: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
-    for block in found.blocks:
+    for block in partition:
         first = block.contractions[0]
         number, k = place.get(first, rest)
         position = first if number < 0 else segments.repeats[number].copies[k].index(first)
         alike[block] = number, position
         inside[number][alike[block]] = strategies(block)
     pairs: dict[tuple[tuple[int, int], tuple[int, int]], int] = {}
-    home = {i: block for block in found.blocks for i in block.nodes}
+    home = {i: block for block in partition for i in block.nodes}
     for i, node in enumerate(graph.nodes):
         if node.backward or i not in home:
             continue
@@ -144,24 +142,24 @@ def segment_programs(graph: JointGraph, segments: Segments, mesh: Sequence[int])
 
 
 def _sources(graph: JointGraph, i: int, home: Mapping[int, ParallelBlock]) -> Iterator[int]:
-    """The nodes in blocks on which one depends, through nodes that are in none."""
+    """The nodes in blocks on which a node depends, through nodes that are in none."""
     queue, seen = [i], {i}
     while queue:
         for name in graph.nodes[queue.pop()].inputs:
-            made = graph.producer.get(name)
-            if made is None or made in seen:
+            source = graph.producer.get(name)
+            if source is None or source in seen:
                 continue
-            seen.add(made)
-            if made in home:
-                yield made
+            seen.add(source)
+            if source in home:
+                yield source
             else:
-                queue.append(made)
+                queue.append(source)
 
 
 def real_tensors(
     bound: Mapping[str, torch.Tensor], model: nn.Module, constants: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Values that are there, by target: of the example inputs, the buffers and the constants; not of parameters."""
+    """Target -> value, for the example inputs, buffers and constants that have one."""
     values = {**bound, **dict(model.named_buffers()), **constants}
     return {name: t.detach() for name, t in values.items() if is_real(t)}
 
@@ -171,11 +169,11 @@ def real_tensors(
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a database knows of a machine, and of the links of a cluster's meshes.
+    """The measurements of a machine, and of the links of a cluster's meshes, in a database.
 
-    `programs` are the segment programs, by structure, of which something is used: a search that begins anew so comes by
-    the same way to the same end, whatever else is known by then. None: all that there are. `with_links` False: what
-    collectives take is left to the cluster (`hybrid`).
+    `programs` restricts them to those of some segment programs, by structure (None: all), so that a search that begins
+    anew takes the same way to the same end, whatever else the database holds by then. Without `with_links`, the
+    cluster prices collectives (`hybrid`).
     """
 
     profiles: Profiles
@@ -184,23 +182,23 @@ class Costs:
     with_links: bool
     programs: tuple[str, ...] | None = None
     collectives: frozenset[Case[int]] | None = None
-    """Those of these programs; None: all that are known."""
+    """The collectives of these programs; None: all."""
 
     def also(self, program: Program) -> Costs:
-        """With what is known of one more segment program."""
+        """The costs with the measurements of one more segment program."""
         if self.programs is None or self.collectives is None:
             return self
         cases = frozenset(_cases(program))
         return replace(self, programs=(*self.programs, structure(program)), collectives=self.collectives | cases)
 
     def measured(self, mesh: Sequence[int]) -> Cluster:
-        """The cluster with the measured seconds of operators, of collectives and of the optimizers' steps. Of operators
-        it is the middle over programs: what disturbed the machine during one of them is in all that it measured."""
+        """The cluster with the measured seconds of operators, of collectives and of the optimizers' steps. An operator
+        takes its median over programs, since a disturbance during one program affects all that it measured."""
         device = self.cluster.device
         rows = [row for row in self.profiles.rows("operators", machine=self.machine) if self._uses(row.program)]
         if not rows:
             return self.cluster
-        told: dict[str, float] = defaultdict(float)
+        predicted: dict[str, float] = defaultdict(float)
         taken: dict[str, float] = defaultdict(float)
         seconds: dict[str, list[float]] = defaultdict(list)
         for row in rows:
@@ -209,16 +207,16 @@ class Costs:
             if row.bytes and op not in FREE and not op.startswith("collective."):
                 roof = device.roofline_seconds(row.flops, row.bytes, getattr(torch, row.dtype))
                 for name in (op, ""):
-                    told[name] += roof
+                    predicted[name] += roof
                     taken[name] += row.seconds
         operators = Operators(
-            seconds={key: statistics.median(found) for key, found in seconds.items()},
-            ratios={name: taken[name] / told[name] for name in told},
+            seconds={key: statistics.median(measured) for key, measured in seconds.items()},
+            ratios={name: taken[name] / predicted[name] for name in predicted},
             seconds_per_byte=self._optimizers(mesh),
         )
         links = self.cluster.links(tuple(mesh))
         factors = tuple(self._factors(axis, link) if self.with_links else () for axis, link in enumerate(links))
-        # operators were measured in programs, beside the collectives that took their share
+        # the programs ran their collectives beside the operators, which include the collectives' share of the device
         levels = tuple(replace(level, compute_share=0.0) for level in self.cluster.levels)
         return replace(
             self.cluster,
@@ -249,82 +247,81 @@ class Costs:
         for row in self.profiles.rows("collectives", machine=self.machine, links=links_key([link])):
             if self.collectives is None or Case(kind=row.kind, axis=axis, bytes=row.bytes) in self.collectives:
                 points[row.kind].append((row.bytes, row.seconds / collective_seconds(row.kind, row.bytes, plain)))
-        return tuple((kind, _smoothed(found)) for kind, found in sorted(points.items()))
+        return tuple((kind, _smoothed(of_kind)) for kind, of_kind in sorted(points.items()))
 
     def unmeasured(self, program: Program) -> tuple[Case[int], ...]:
-        """The program's collectives of which nothing is known."""
+        """The program's collectives that the database lacks."""
         if not self.with_links:
             return ()
-        known: set[Case[int]] = set()
+        recorded: set[Case[int]] = set()
         for axis, link in enumerate(self.cluster.links(program.mesh)):
             rows = self.profiles.rows("collectives", machine=self.machine, links=links_key([link]))
-            known |= {Case(kind=row.kind, axis=axis, bytes=row.bytes) for row in rows}
-        return tuple(case for case in _cases(program) if case not in known)
+            recorded |= {Case(kind=row.kind, axis=axis, bytes=row.bytes) for row in rows}
+        return tuple(case for case in _cases(program) if case not in recorded)
 
     def links(self, mesh: Sequence[int]) -> str:
         return links_key(self.cluster.links(tuple(mesh))) if self.with_links else f"none {tuple(mesh)}"
 
     def row(self, program: str, mesh: Sequence[int]) -> ProgramRow | None:
-        """What was measured of a segment program, by its `structure`."""
-        found: list[ProgramRow] = self.profiles.rows(
+        """The row of a segment program, by its `structure`."""
+        rows: list[ProgramRow] = self.profiles.rows(
             "programs", machine=self.machine, links=self.links(mesh), structure=program
         )
-        return found[0] if found else None
+        return rows[0] if rows else None
 
-    def correction(self, program: Program, cluster: Cluster, known: TimelineCache | None = None) -> float:
-        """What a segment program takes, over what a cluster makes of its operators and collectives (`measured`); the
-        usual one where it was not measured. `known` is what timelines on the same device found out."""
+    def correction(self, program: Program, cluster: Cluster, cache: TimelineCache | None = None) -> float:
+        """The measured step of a segment program over that of its timeline on the `measured` cluster; the usual
+        correction if it was not measured. `cache` is that of timelines on the same device."""
         if not self.with_links:
             return 1.0
         rows = {row.structure: row for row in self._rows(program.mesh)}
         if (row := rows.get(structure(program))) is None:
             return self.usual_correction(program.mesh)
-        return row.seconds / timeline(program, cluster, known).seconds
+        return row.seconds / timeline(program, cluster, cache).seconds
 
     def usual_correction(self, mesh: Sequence[int]) -> float:
-        """That of the programs that were measured on these links, in the middle; 1 where none was."""
+        """The median correction of the programs that were measured on these links; 1 if there are none."""
         rows = self._rows(mesh) if self.with_links else []
         return statistics.median(row.seconds / row.composed_seconds for row in rows) if rows else 1.0
 
     def keep(
-        self, program: Program, found: Measurement, optimizer: str, optimizer_bytes: int, about: Mapping[str, str]
+        self, program: Program, measurement: Measurement, optimizer: str, optimizer_bytes: int, about: Mapping[str, str]
     ) -> ProgramRow:
-        """Writes what was measured, operators first: what a program is composed of is known when it is written."""
-        rows: list[Any] = list(_operator_rows(program, found, self.machine))
-        links = self.cluster.links(program.mesh)
-        for case, seconds in found.collectives.items():
-            rows.append(
-                CollectiveRow(
-                    machine=self.machine,
-                    links=links_key([links[case.axis]]),
-                    kind=case.kind,
-                    bytes=case.bytes,
-                    seconds=seconds,
-                    runs=len(found.steps),
-                )
+        """Records a measurement; operators and collectives first, since they give the program's `composed_seconds`."""
+        links, runs = self.cluster.links(program.mesh), len(measurement.steps)
+        collectives = (
+            CollectiveRow(
+                machine=self.machine,
+                links=links_key([links[case.axis]]),
+                kind=case.kind,
+                bytes=case.bytes,
+                seconds=seconds,
+                runs=runs,
             )
-        self.profiles.add(rows)
+            for case, seconds in measurement.collectives.items()
+        )
+        self.profiles.add([*_operator_rows(program, measurement, self.machine), *collectives])
         waiting = math.fsum(
             seconds
-            for instruction, seconds in zip(_instructions(program), found.durations, strict=True)
+            for instruction, seconds in zip(_instructions(program), measurement.durations, strict=True)
             if instruction.op == WAIT
         )
-        low, high = quartiles(found.steps)
+        low, high = quartiles(measurement.steps)
         row = ProgramRow(
             machine=self.machine,
             links=self.links(program.mesh),
             structure=structure(program),
-            seconds=statistics.median(found.steps),
+            seconds=statistics.median(measurement.steps),
             composed_seconds=timeline(program, self.also(program).measured(program.mesh)).seconds,
             spread=(high - low) / 2,
-            runs=len(found.steps),
-            abandoned=found.abandoned,
-            compute_seconds=math.fsum(found.durations) - waiting,
+            runs=runs,
+            abandoned=measurement.abandoned,
+            compute_seconds=math.fsum(measurement.durations) - waiting,
             waiting_seconds=waiting,
             optimizer=optimizer,
-            optimizer_seconds=found.optimizer_seconds,
+            optimizer_seconds=measurement.optimizer_seconds,
             optimizer_bytes=optimizer_bytes,
-            peak_bytes=found.peak_bytes,
+            peak_bytes=measurement.peak_bytes,
             measured_at=time.time(),
             **about,
         )
@@ -333,8 +330,8 @@ class Costs:
 
 
 def _smoothed(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Points by size, each the middle of those of at least half and at most twice its size: what disturbed one of
-    them is not in a program whose collectives all have that size."""
+    """Points by size, each the median of those of at least half and at most twice its size, so that a disturbance of
+    one does not distort a program whose collectives all have that size."""
     return tuple(
         (size, statistics.median(value for other, value in points if size <= 2 * other and other <= 2 * size))
         for size, _ in sorted(points)
@@ -344,35 +341,36 @@ def _smoothed(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], .
 def _cases(program: Program) -> list[Case[int]]:
     """The program's collectives, each size once, in a fixed order."""
     axes = {name: axis for axis, name in enumerate(program.axes)}
-    found = {(kind, axes[name], size) for kind, name, size in program.collectives() if size}
-    return [Case(kind=kind, axis=axis, bytes=size) for kind, axis, size in sorted(found)]
+    cases = {(kind, axes[name], size) for kind, name, size in program.collectives() if size}
+    return [Case(kind=kind, axis=axis, bytes=size) for kind, axis, size in sorted(cases)]
 
 
 def _instructions(program: Program) -> tuple[Node, ...]:
     return (*program.forward, *program.backward)
 
 
-def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterator[OperatorRow]:
-    """One for each operator on its local shapes: means over all places where it stands."""
+def _operator_rows(program: Program, measurement: Measurement, machine: str) -> Iterator[OperatorRow]:
+    """A row for each operator on its local shapes, with the means over all its places in the program."""
     places: dict[str, list[tuple[Node, float, float]]] = defaultdict(list)
-    for instruction, seconds, spread in zip(_instructions(program), found.durations, found.spreads, strict=True):
+    clocks = zip(_instructions(program), measurement.durations, measurement.spreads, strict=True)
+    for instruction, seconds, spread in clocks:
         if instruction.op != WAIT:
             key = operator_key(instruction.op, *read_and_made(instruction, program.metas))
             places[key].append((instruction, seconds, spread))
-    whole = structure(program)
+    of_program = structure(program)
     for key, same in places.items():
         instruction = same[0][0]
-        read, made = read_and_made(instruction, program.metas)
+        operands, results = read_and_made(instruction, program.metas)
         yield OperatorRow(
             machine=machine,
-            program=whole,
+            program=of_program,
             key=key,
             seconds=statistics.fmean(seconds for _, seconds, _ in same),
             spread=statistics.fmean(spread for _, _, spread in same),
-            runs=len(found.steps) * len(same) * found.ranks,
+            runs=len(measurement.steps) * len(same) * measurement.ranks,
             flops=_flops(instruction, program.metas),
-            bytes=sum(meta.bytes for meta in (*read, *made)),
-            dtype=str((*read, *made)[0].dtype).removeprefix("torch.") if read or made else "float32",
+            bytes=sum(meta.bytes for meta in (*operands, *results)),
+            dtype=str((*operands, *results)[0].dtype).removeprefix("torch.") if operands or results else "float32",
         )
 
 

@@ -15,7 +15,7 @@ class Comparison:
 
     @property
     def best(self) -> str:
-        """The solver with the least predicted step time. Raises ValueError if none found a plan."""
+        """The solver with the shortest predicted step. Raises ValueError if none has a plan."""
         plans = {name: p for name, p in self.results.items() if isinstance(p, Plan)}
         if not plans:
             raise ValueError(f"no solver found a plan: {dict(self.results)}")

@@ -1,13 +1,34 @@
 """Comparisons and timelines as figures. Needs matplotlib: `pip install 'autopar[figure]'`."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.planning.plan import Plan, bytes_text
 
 from .comparison import Comparison
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PARTS = ("compute", "exposed communication", "copies", "optimizer")
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("a figure needs matplotlib: pip install 'autopar[figure]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the figure cannot be written to {path}: {error}") from error
 
 
 def _seconds(plan: Plan, part: str) -> float:
@@ -18,17 +39,13 @@ def _seconds(plan: Plan, part: str) -> float:
 
 
 def draw(comparison: Comparison, path: str | Path) -> None:
-    """Bars of predicted milliseconds by what they are spent on, best plan first, each with its memory. The file's
-    ending says its format. Raises ValueError where matplotlib is missing, nothing is to be drawn, or no such format."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("a figure needs matplotlib: pip install 'autopar[figure]'") from error
+    """Draws a bar for each plan, the best first: its predicted milliseconds by part, and its memory. The file's ending
+    says its format. Raises ValueError if matplotlib is missing, there is no plan, or no such format."""
     plans = [(name, p) for name, p in comparison.results.items() if isinstance(p, Plan)]
     if not plans:
         raise ValueError("there is nothing to draw: no solver found a plan")
     plans.sort(key=lambda row: row[1].seconds)
-    figure = Figure(figsize=(8, 1.2 + 0.4 * len(plans)), layout="constrained")
+    figure = _figure(8, 1.2 + 0.4 * len(plans))
     axes = figure.subplots()
     left = [0.0] * len(plans)
     names = [name for name, _ in plans]
@@ -43,10 +60,7 @@ def draw(comparison: Comparison, path: str | Path) -> None:
     axes.set_xlabel("predicted step, ms (and memory of a rank)")
     axes.set_title(plans[0][1].model)
     figure.legend(loc="outside lower center", ncols=len(PARTS))
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the figure cannot be written to {path}: {error}") from error
+    _save(figure, path)
 
 
 COLOURS = {
@@ -58,25 +72,22 @@ COLOURS = {
     "shift": "#8d6a9f",
     "exchange": "#2e4057",
 }
-"""Of what stands on the rows of a timeline."""
+"""The colours of a timeline's events."""
 
 ZOOM = 12
 """The lower picture shows one part in so many of the step."""
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
-    """The streams of a rank over the whole step, and over a part of it from where backward begins. The file's ending
-    says its format. Raises ValueError where matplotlib is missing, or there is no such format."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ValueError("a figure needs matplotlib: pip install 'autopar[figure]'") from error
+    """Draws the streams of a rank over the step, and over a part of it from where backward begins. The file's ending
+    says its format. Raises ValueError if matplotlib is missing, or there is no such format."""
     streams = [COMPUTE, *(axis for axis in timeline.axes if timeline.busy_seconds(axis))]
-    figure = Figure(figsize=(11, 1.6 + 0.9 * len(streams)), layout="constrained")
-    whole, part = figure.subplots(2, 1)
+    figure = _figure(11, 1.6 + 0.9 * len(streams))
+    from matplotlib.patches import Patch  # which `_figure` has made sure of
+
+    step, part = figure.subplots(2, 1)
     backward = min((e.start_seconds for e in timeline.events if e.backward), default=0.0)
-    ends = {whole: (0.0, timeline.seconds), part: (backward, backward + timeline.seconds / ZOOM)}
+    ends = {step: (0.0, timeline.seconds), part: (backward, backward + timeline.seconds / ZOOM)}
     kinds: dict[str, None] = {}
     for axes, (first, last) in ends.items():
         for row, stream in enumerate(streams):
@@ -91,8 +102,8 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
         axes.set_yticks(range(len(streams)), streams)
         axes.set_ylim(len(streams) - 0.5, -0.5)  # operators on top
         axes.set_xlim(first * 1e3, max(last, first + 1e-9) * 1e3)
-    whole.axvline(backward * 1e3, color="black", linewidth=0.8)
-    whole.set_title(title or "one step of a rank: forward, then backward")
+    step.axvline(backward * 1e3, color="black", linewidth=0.8)
+    step.set_title(title or "one step of a rank: forward, then backward")
     part.set_title(f"from where backward begins, 1/{ZOOM} of the step", fontsize=9)
     part.set_xlabel("ms; white on the first row: the rank waits")
     figure.legend(
@@ -100,7 +111,4 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
         loc="outside lower center",
         ncols=max(1, len(kinds)),
     )
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the figure cannot be written to {path}: {error}") from error
+    _save(figure, path)

@@ -27,11 +27,11 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Of a step: forward, backward and the optimizer."""
+        """The seconds of a step: forward, backward and the optimizer."""
         return self.timeline.seconds + self.plan.account.optimizer_seconds
 
     def to_json(self) -> dict[str, Any]:
-        found = self.timeline
+        timeline = self.timeline
         return {
             "model": self.plan.model,
             "mesh": dict(self.plan.mesh),
@@ -39,36 +39,36 @@ class Simulation:
             "solver": self.plan.solver,
             "seconds": self.seconds,
             "optimizer_seconds": self.plan.account.optimizer_seconds,
-            "compute_seconds": found.busy_seconds(COMPUTE),
-            "communication_seconds": found.communication_seconds,
-            "exposed_seconds": found.exposed_seconds,
-            "busy": found.busy_seconds(COMPUTE) / found.seconds if found.seconds else 0.0,
-            "utilization": found.utilization,
-            "communication": [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in found.communication],
+            "compute_seconds": timeline.busy_seconds(COMPUTE),
+            "communication_seconds": timeline.communication_seconds,
+            "exposed_seconds": timeline.exposed_seconds,
+            "busy": timeline.busy_seconds(COMPUTE) / timeline.seconds if timeline.seconds else 0.0,
+            "utilization": timeline.utilization,
+            "communication": [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in timeline.communication],
         }
 
     def __str__(self) -> str:
-        found, plan = self.timeline, self.plan
+        timeline, plan = self.timeline, self.plan
         mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
-        told = self.to_json()
+        facts = self.to_json()
         rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds", "exposed", "hidden")]
         rows += [
             (
                 row.kind, row.axis, str(row.count), bytes_text(row.bytes), seconds_text(row.seconds),
                 seconds_text(row.exposed_seconds), seconds_text(row.hidden_seconds),
             )
-            for row in found.communication
+            for row in timeline.communication
         ]  # fmt: skip
         lines = [
             f"{plan.model} on mesh {mesh} of {plan.cluster}, by {plan.solver}",
-            f"step {seconds_text(self.seconds)}: forward and backward {seconds_text(found.seconds)}, "
+            f"step {seconds_text(self.seconds)}: forward and backward {seconds_text(timeline.seconds)}, "
             f"optimizer {seconds_text(plan.account.optimizer_seconds)}",
-            f"operators {seconds_text(told['compute_seconds'])}, busy {told['busy']:.1%}; "
-            f"arithmetic at {found.utilization:.1%} of the peak",
-            f"communication {seconds_text(found.communication_seconds)}, of which exposed "
-            f"{seconds_text(found.exposed_seconds)}",
+            f"operators {seconds_text(facts['compute_seconds'])}, busy {facts['busy']:.1%}; "
+            f"arithmetic at {timeline.utilization:.1%} of the peak",
+            f"communication {seconds_text(timeline.communication_seconds)}, of which exposed "
+            f"{seconds_text(timeline.exposed_seconds)}",
         ]
-        return "\n".join([*lines, *(["", *table(rows)] if found.communication else [])])
+        return "\n".join([*lines, *(["", *table(rows)] if timeline.communication else [])])
 
 
 def simulate(
@@ -85,9 +85,9 @@ def simulate(
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
 ) -> Simulation:
-    """One training step of a plan on a cluster, without devices: of `plan`, or of the one that `autopar.plan` makes.
+    """Simulates one training step of `plan`, or of the plan of `autopar.plan`, on a cluster, without devices.
 
-    Arguments as for `autopar.plan`. A given plan may be simulated on another cluster than the one that it was made for.
+    Arguments as for `autopar.plan`. A given plan may run on another cluster than the one that it is for.
     Raises ValueError for what cannot be planned, and for a plan of another model or mesh.
     """
     planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer)
@@ -100,26 +100,26 @@ SIMULATED, REAL = 0, 1
 """Processes of the merged trace."""
 
 DEVICE_MARKS = "gpu_user_annotation"
-"""The category of marks as a device ran them, which are taken where there are any; else those of the host."""
+"""The category of marks by a device. A trace without them has marks by the host."""
 
 HOST_MARKS = "user_annotation"
 
 
 def merged(simulated: Timeline, real: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Both as one trace: process 0 is simulated, process 1 is the last step of what `torch.profiler` exported
-    (`export_chrome_trace`) of a run of the same program on one rank. Each begins at 0.
+    """Both as one trace: process 0 is simulated, process 1 is the last step of the program on one rank, as
+    `torch.profiler` exported it (`export_chrome_trace`). Each begins at 0.
 
     While a profiler is active, the executor marks each instruction with its label (`Node.label`, as in
-    `Timeline.to_chrome`). These marks are taken: operators and waits on one thread, and on one for each mesh axis what
-    was started until it was waited for.
+    `Timeline.to_chrome`). One thread shows the marks of operators and waits, and one for each mesh axis its
+    collectives, from their start to the end of their wait.
 
-    Raises ValueError where the profile is no trace, or has no marks of the program.
+    Raises ValueError if the profile is no trace, or has no marks of the program.
     """
     trace = simulated.to_chrome()
     events = [{**event, "pid": SIMULATED} for event in trace["traceEvents"]]
     axis_of = {event.label: event.stream for event in simulated.events if event.stream != COMPUTE}
-    known = {event.label for event in simulated.events} | {f"collective.wait {e.name}" for e in simulated.events}
-    marks = _last_step(_marks(_read(real), known))
+    labels = {event.label for event in simulated.events} | {f"collective.wait {e.name}" for e in simulated.events}
+    marks = _last_step(_marks(_read(real), labels))
     if not marks:
         raise ValueError(
             f"{_named(real)} has no marks of this program: export it with torch.profiler (export_chrome_trace) from a "
@@ -160,18 +160,18 @@ def _read(real: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
     return events
 
 
-def _marks(events: list[dict[str, Any]], known: set[str]) -> list[dict[str, Any]]:
-    """Those of instructions, in their order."""
-    spans = [event for event in events if event.get("ph") == "X" and event.get("name") in known]
+def _marks(events: list[dict[str, Any]], labels: set[str]) -> list[dict[str, Any]]:
+    """The marks of instructions, in their order."""
+    spans = [event for event in events if event.get("ph") == "X" and event.get("name") in labels]
     of_device = [event for event in spans if event.get("cat") == DEVICE_MARKS]
-    found = of_device or [event for event in spans if event.get("cat") == HOST_MARKS]
-    return sorted(found, key=lambda event: event["ts"])
+    marks = of_device or [event for event in spans if event.get("cat") == HOST_MARKS]
+    return sorted(marks, key=lambda event: event["ts"])
 
 
 def _last_step(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A step begins with the first mark of all. Started before the profiler was, one may lack its beginning."""
-    again = [i for i, mark in enumerate(marks) if mark["name"] == marks[0]["name"]]
-    return marks[again[-1] :] if again else []
+    """The marks from the last one named like the first on: a step that began before the profiler may lack its start."""
+    starts = [i for i, mark in enumerate(marks) if mark["name"] == marks[0]["name"]]
+    return marks[starts[-1] :] if starts else []
 
 
 def _under_way(marks: list[dict[str, Any]], axis_of: Mapping[str, str]) -> Iterator[dict[str, Any]]:

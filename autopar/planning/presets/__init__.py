@@ -1,15 +1,15 @@
 """Presets: the plans that people write by hand, and those of papers, as restrictions of the search space.
 
-A preset says, for every site, which of its options it may take; the solver picks among what is left,
-so a preset is never a second implementation of anything.
+A preset says which options each site may take, and the solver picks among them. So a preset is never a second
+implementation of anything.
 
 - `ddp`: every operator that can split the batch does; parameters are replicated.
 - `fsdp`: the same, with parameters sharded at rest, gathered before use, and again in backward.
-- `megatron`: every contraction with a weight splits a dim of it, attention its heads, embedding and
-  head the vocabulary; the residual stream is replicated.
+- `megatron`: every contraction with a weight splits a dim of it, attention its heads, embedding and head the
+  vocabulary; the residual stream is replicated.
 - `megatron_sp`: the same, with norms and residual stream split by sequence.
 - `atp` (ATP 3.2): on two axes, every product with a weight splits its rows on one and its columns on the other,
-  row-first or column-first; what is between products is split by features on one of them, attention by heads on both.
+  row-first or column-first; values between products are split by features on one of them, attention by heads on both.
 - `par4d` (Par4D III): the same on axes x and y, attention by heads on one of them; on an axis z batch and
   weights at rest are split, which are gathered before use, and kept for backward or gathered again.
 - `meshslice` (MeshSlice 2.3): on two axes, rows and columns, all matrices are split both ways at rest, activations by
@@ -50,8 +50,8 @@ GridRule = Callable[[Context, Site, tuple[int, ...]], Tiers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What a site may choose on the axes of each role, and what becomes of gathered parameters: they are kept for
-    backward (`KEEP`), or gathered again (`REGATHER`)."""
+    """What a site may choose on the axes of each role, and whether backward keeps gathered parameters (`KEEP`) or
+    gathers them again (`REGATHER`)."""
 
     name: str
     data: AxisRule = data
@@ -85,8 +85,8 @@ PRESETS = Table(
 
 
 def register_preset(preset: Preset, *, replace: bool = False) -> None:
-    """Adds a preset, which `solver=` then names; the default plan is never slower than its plan. Raises ValueError for
-    what is no preset, and for a name that is taken."""
+    """Adds a preset for `solver=` to name; the default plan is never slower than its plan. Raises ValueError for an
+    invalid preset, and for a name that is taken."""
     PRESETS.add(preset, replace=replace)
 
 
@@ -103,31 +103,28 @@ def allowed_by(preset: Preset, space: Space, blocks: Blocks) -> Allowed:
     allowed: dict[str, list[SiteChoice]] = {}
     for site_name, site in context.sites.items():
         policies = preset.policies if site.kind == "parameter" else NO_POLICY
-        found: list[SiteChoice] = []
-        for on_lines, on_grid in product(_lines(context, site, rules), _grid(context, site, preset.grid, grid)):
+        choices: list[SiteChoice] = []
+        tiers = preset.grid(context, site, grid) if preset.grid is not None and grid else []
+        tiers = [*tiers, [(WHOLE,) * len(grid)]]
+        for on_lines, on_grid in product(_lines(context, site, rules), tiers):
             every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
-            found = [SiteChoice(axes, policy) for choices in every for axes in choices for policy in policies]
-            found = [c for c in found if all(space.option(at, c) is not None for at in joined[site_name])]
-            if not all(any(on_axis.is_partial for on_axis in c.axes) for c in found):
+            choices = [SiteChoice(axes, policy) for merged in every for axes in merged for policy in policies]
+            choices = [c for c in choices if all(space.option(at, c) is not None for at in joined[site_name])]
+            if not all(any(on_axis.is_partial for on_axis in c.axes) for c in choices):
                 break
-        allowed[site_name] = found
+        allowed[site_name] = choices
     return allowed
 
 
 def _lines(context: Context, site: Site, rules: Mapping[int, AxisRule]) -> list[dict[int, AxisChoices]]:
-    """What is allowed on axes that are looked at one by one; and, for a dim that is split unevenly and so may not be
-    seen through a view, the same or whole."""
+    """What the rules allow on each axis; and, for a dim with an uneven split, which may not pass through a view, the
+    same or replicated."""
     first = {axis: rule(context, site, axis) for axis, rule in rules.items()}
     return [first, {axis: tuple(dict.fromkeys((*choices, WHOLE))) for axis, choices in first.items()}]
 
 
-def _grid(context: Context, site: Site, rule: GridRule | None, axes: tuple[int, ...]) -> Tiers:
-    tiers = rule(context, site, axes) if rule is not None and axes else []
-    return [*tiers, [(WHOLE,) * len(axes)]]
-
-
 def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[AxisChoices]:
-    """Choices for all axes of the mesh; those of one rank are whole."""
+    """Choices for all axes of the mesh; on axes of one rank, replicated."""
     return list(
         product(*((joint[axis],) if axis in joint else lines.get(axis, (WHOLE,)) for axis in range(len(space.mesh))))
     )
@@ -167,7 +164,7 @@ def _tensor_axis(space: Space) -> int:
 
 
 def _grid_axes(space: Space, name: str) -> tuple[int, ...]:
-    """The one or two axes on which products are split. Raises ValueError where there is none, or too many."""
+    """The one or two axes that split products. Raises ValueError if there is none, or too many."""
     wide = _wide(space)
     named = [axis for axis in wide if space.axes[axis] in GRID_AXIS_NAMES]
     if len(named) > 2:

@@ -12,7 +12,7 @@ AxisChoices = tuple[AxisChoice, ...]
 
 
 def linear(site: Site, ranks: int) -> AxisChoices:
-    """The choices of an operator that take and make partial sums."""
+    """The choices of an operator that read and produce partial sums."""
     return tuple(c for c in site.choices[ranks] if c.is_partial)
 
 

@@ -1,4 +1,4 @@
-"""What presets know of a model: where batch, sequence, classes and heads travel in it, and which values are weights."""
+"""What presets read off a model: where batch, sequence, classes and heads travel, and which values are weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class Context:
         key = (self.space.mesh[axis], what)
         if key not in self._digits:
             ranks = key[0]
-            made = {"class": self._classes, "heads": self._heads, "feature": self._features}
-            starts = made[what](ranks) if what in made else self._rows(what, ranks)
+            sources = {"class": self._classes, "heads": self._heads, "feature": self._features}
+            starts = sources[what](ranks) if what in sources else self._rows(what, ranks)
             self._digits[key] = reached(self.space, ranks, list(starts))
         return self._digits[key]
 
@@ -75,7 +75,7 @@ class Context:
                             yield from ((name, Split(dim, period)) for period in periods)
 
     def _heads(self, ranks: int) -> Iterator[tuple[str, Split]]:
-        """What a product of two activations does once for each of, but for rows: both have it, and the result."""
+        """Dims, except for rows, that both operands of a product of two activations share with its result."""
         batch = self.digits(self.space.mesh.index(ranks), "batch")
         for site in self.sites.values():
             rule = site.rule
@@ -92,7 +92,7 @@ class Context:
                             yield site.reads[0].alias.root, root[0]
 
     def _features(self, ranks: int) -> Iterator[tuple[str, Split]]:
-        """Rows and columns of weights, and with them what weights make of activations."""
+        """Rows and columns of weights, and the dims of activations that products with weights produce."""
         for site in self.sites.values():
             rule = site.rule
             if rule is None or site.backward:
@@ -111,7 +111,7 @@ class Context:
                     yield from ((name, part) for part in rule.output_splits(position, number, period) if name)
 
     def features(self, site: Site, axis: int) -> list[AxisChoice]:
-        """The choices of an operator that split what weights make: hidden sizes, heads, channels, classes."""
+        """The choices of an operator that split dims of weights: hidden sizes, heads, channels, classes."""
         offered, rows = site.choices[self.space.mesh[axis]], self.rows(site, axis)
         return [c for c in self.digits(axis, "feature").choices(site) if c in offered and c not in rows]
 
@@ -125,12 +125,8 @@ class Context:
 
     def parameters_of(self, site: Site) -> list[int]:
         """Operands of an operator that are parameters of two dims or more."""
-        found = []
-        for position, read in enumerate(site.reads):
-            maker = self.sites.get(read.alias.root)
-            if maker is not None and maker.kind == "parameter" and maker.meta and len(maker.meta.shape) > 1:
-                found.append(position)
-        return found
+        makers = [self.sites.get(read.alias.root) for read in site.reads]
+        return [position for position, maker in enumerate(makers) if maker is not None and _is_matrix(maker)]
 
     def weights_of(self, site: Site) -> list[int]:
         """Operands of an operator that are such parameters, or casts of them."""
@@ -142,7 +138,7 @@ class Context:
             return False
         if maker.kind == "op":
             return _keeps_shape(maker) and len(maker.reads) == 1 and self._is_weight(maker.reads[0].alias.root)
-        return maker.kind == "parameter" and maker.meta is not None and len(maker.meta.shape) > 1
+        return _is_matrix(maker)
 
     @cached_property
     def making(self) -> dict[str, Site]:
@@ -151,19 +147,18 @@ class Context:
 
     @cached_property
     def weight_gradients(self) -> frozenset[str]:
-        """Roots that are gradients of parameters of two dims or more, and what is added up or cast to such."""
-        found: set[str] = set()
-        parameters = (s for s in self.sites.values() if s.kind == "parameter" and s.meta and len(s.meta.shape) > 1)
-        waiting = [read.alias.root for site in parameters for read in site.reads]
+        """Roots that are gradients of parameters of two dims or more, or that add up or cast to one."""
+        gradients: set[str] = set()
+        waiting = [read.alias.root for site in self.sites.values() if _is_matrix(site) for read in site.reads]
         while waiting:
             root = waiting.pop()
             maker = self.making.get(root)
-            if root in found or maker is None or maker.kind != "op":
+            if root in gradients or maker is None or maker.kind != "op":
                 continue
-            found.add(root)
+            gradients.add(root)
             if _keeps_shape(maker):
                 waiting += [read.alias.root for read in maker.reads]
-        return frozenset(found)
+        return frozenset(gradients)
 
     def is_weighted(self, site: Site) -> bool:
         """Whether an operator depends on a parameter or on an input of numbers: positions and masks do not."""
@@ -172,16 +167,16 @@ class Context:
     @cached_property
     def _weighted(self) -> frozenset[str]:
         graph = self.space.graph
-        found = {
+        weighted = {
             value.name
             for value in graph.inputs
             if value.role in ("parameter", "tangent")
             or (value.role == "input" and graph.metas[value.name].dtype.is_floating_point)
         }
         for node in self.space.graph.nodes:
-            if any(name in found for name in node.inputs):
-                found.update(name for name in node.outputs if name)
-        return frozenset(found)
+            if any(name in weighted for name in node.inputs):
+                weighted.update(name for name in node.outputs if name)
+        return frozenset(weighted)
 
     def feeds_contraction(self, parameter: Site) -> bool:
         return parameter.name in self._contracted
@@ -200,13 +195,18 @@ class Context:
         return index is not None and isinstance(self.blocks.home.get(index), ParallelBlock)
 
 
+def _is_matrix(site: Site) -> bool:
+    """Whether a site is a parameter of two dims or more."""
+    return site.kind == "parameter" and site.meta is not None and len(site.meta.shape) > 1
+
+
 def _has_sequence(meta: TensorMeta) -> bool:
     """Tokens [batch, sequence], or [batch, sequence, features]."""
     return len(meta.shape) == 3 or (len(meta.shape) == 2 and not meta.dtype.is_floating_point)
 
 
 def _points_into(site: Site, factor: int) -> bool:
-    """Whether an operand of integers says which of a factor's indices are meant: tokens, labels."""
+    """Whether an operand of integers, such as tokens or labels, indexes a factor."""
     assert site.rule is not None and site.call is not None
     operands = zip(site.rule.inputs, site.call.inputs, strict=True)
     return any(factor not in dims and not meta.dtype.is_floating_point for dims, meta in operands)

@@ -1,7 +1,7 @@
 """Two mesh axes at a time: matrix products whose two axes split two different factors.
 
-On an axis that is alone, or has a mesh of one rank beside it, the same rules are those of one axis. What is allowed
-to a site comes in tiers: where nothing of the first is legal (a dim is too short, or not even), the next is taken.
+On a single axis, or beside an axis of one rank, the same rules are those of one axis. A site's choices come in tiers:
+if none of the first tier is legal (a dim is too short, or uneven), the next tier counts.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ Tiers = list[list[Joint]]
 
 def tensor(context: Context, site: Site, axes: Axes, *, scatters_heads: bool) -> Tiers:
     """2D tensor parallelism: every product with a weight splits its rows on one axis and its columns on the other
-    (row-first or column-first), and what is between products is split on one axis and replicated on the other.
+    (row-first or column-first), and values between products are split on one axis and replicated on the other.
     `scatters_heads`: attention splits its heads on both."""
     if site.kind == "op":
         return _tensor_op(context, site, axes, scatters_heads)
@@ -36,7 +36,7 @@ def tensor(context: Context, site: Site, axes: Axes, *, scatters_heads: bool) ->
 
 
 def _between(axes: Axes) -> tuple[int, ...]:
-    """On how many axes that is split which is between products: on one of two; on a single one, it may be whole."""
+    """On how many axes values between products are split: on one of two; on a single axis, or on none."""
     return (1,) if len(axes) > 1 else (0, 1)
 
 
@@ -50,25 +50,25 @@ def _tensor_op(context: Context, site: Site, axes: Axes, scatters_heads: bool) -
         return [[c for c in every if _splits(c) <= 1]]
     heads = set(_joint([context.digits(axis, "heads").choices(site) for axis in axes])) if scatters_heads else set()
     one = [c for c in every if _splits(c) in _between(axes)]
-    whole = [c for c in every if _splits(c) == 0]
+    unsplit = [c for c in every if _splits(c) == 0]
     if site.rule is not None and site.rule.flops:
-        return [[c for c in every if c in heads], one, whole]
-    return [[*one, *(c for c in every if c in heads and _splits(c) > 1)], whole]
+        return [[c for c in every if c in heads], one, unsplit]
+    return [[*one, *(c for c in every if c in heads and _splits(c) > 1)], unsplit]
 
 
 def _with_weight(site: Site, every: list[Joint], axes: int) -> Tiers:
-    """Of a product with a weight, and of what makes a weight's gradient: two factors of the weight on two axes."""
+    """Tiers of a product with a weight, or of one that produces its gradient: two factors of it on two axes."""
     every = [c for c in every if len(_factors(c)) == _splits(c)]
-    whole = [c for c in every if _splits(c) == 0]
+    unsplit = [c for c in every if _splits(c) == 0]
     if site.rule is None or not site.rule.flops:
-        return [[c for c in every if _splits(c)], whole]
-    every = [c for c in every if not _takes_partial(c)]
-    return [[c for c in every if _splits(c) == n] for n in range(axes, 0, -1)] + [whole]
+        return [[c for c in every if _splits(c)], unsplit]
+    every = [c for c in every if not any(on_axis.is_partial for on_axis in c)]
+    return [[c for c in every if _splits(c) == n] for n in range(axes, 0, -1)] + [unsplit]
 
 
 def stationary(context: Context, site: Site, axes: Axes) -> Tiers:
     """2D products of matrices that are all split both ways, rows of activations (the batch) on one axis and columns on
-    the other: what an operator's two axes split says which of its three matrices stays, and which are gathered or
+    the other. The factors that an operator splits decide which of its three matrices stays, and which are gathered or
     scattered."""
     if site.kind == "op":
         return _stationary_op(context, site, axes)
@@ -103,7 +103,7 @@ def _stationary_op(context: Context, site: Site, axes: Axes) -> Tiers:
 
 
 def _by_both(every: list[Joint], batches: list[list[AxisChoice]] | list[tuple[AxisChoice, ...]]) -> Tiers:
-    """By batch on one axis and features on the other; else by one of them; else whole."""
+    """By batch on one axis and features on the other; else by one of them; else unsplit."""
 
     def counts(choice: Joint) -> tuple[int, int]:
         by_batch = sum(c in here for c, here in zip(choice, batches, strict=True))
@@ -142,22 +142,18 @@ def _factors(choice: Joint) -> set[int]:
     return {c.factor for c in choice if c.splits}
 
 
-def _takes_partial(choice: Joint) -> bool:
-    return any(c.is_partial for c in choice)
-
-
 def _partial(context: Context, site: Site, axis: int) -> tuple[AxisChoice, ...]:
     return linear(site, context.space.mesh[axis])
 
 
 def _stored(context: Context, site: Site, axis: int, what: str) -> list[AxisChoice]:
-    """The splits of a stored value by a digit, as far as it may take them."""
+    """The splits of a stored value by a digit that its site offers."""
     offered = site.choices[context.space.mesh[axis]]
     return [c for c in context.splits(site.makes[0], axis, what) if c in offered]
 
 
 def _weight_factors(context: Context, site: Site) -> set[int] | None:
-    """The factors in a weight that an operator reads, or in the gradient of one that it makes; None where it does
+    """The factors of a weight that an operator reads, or of a weight's gradient that it produces; None if it does
     neither."""
     if site.rule is None:
         return None
