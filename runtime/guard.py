@@ -1,6 +1,6 @@
 """What Python read while a model was captured, compared at each call with what it is now.
 
-A program holds the values that attributes, closures and globals had when it was captured. At a call a guard finds in
+A program holds the values that attributes, closures and globals had when it was captured. At a call a guard checks in
 microseconds whether each of them is still the same object, and containers hold the same ones. Where not, it looks at
 values, as capture did, and says by name which differ: the module then needs another program.
 """
@@ -24,7 +24,7 @@ SHOWN = 5
 
 
 class Guard:
-    """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was made."""
+    """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was built."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, reads: Reads) -> None:
         self.model, self.reads = model, reads
@@ -37,9 +37,9 @@ class Guard:
         self.children = {path: dict(m._modules) for path, m in self.modules.items() if m._modules}
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
-        found = self._look()
-        self.facts = found.facts
-        self._arm(found)
+        seen = self._look()
+        self.facts = seen.facts
+        self._arm(seen)
 
     def holds(self) -> bool:
         """Whether all is as it was. Raises ValueError for what no program could serve."""
@@ -91,20 +91,20 @@ class Guard:
             if any(both := compat.hook_registries(module)[:2])
         }
 
-    def _arm(self, found: Look) -> None:
-        entries = [*found.entries]
+    def _arm(self, seen: Look) -> None:
+        entries = [*seen.entries]
         entries += [(hooks, key, value) for hooks in self.forward for key, value in hooks.items()]
         registries = [self.modules[path]._modules for path in self.children]
         entries += [(children, key, value) for children in registries for key, value in children.items()]
         self.dicts = tuple(mapping for mapping, _, _ in entries)
         self.keys = tuple(key for _, key, _ in entries)
         self.values = tuple(value for _, _, value in entries)
-        self.absent = tuple(mapping for mapping, _ in found.absent)
-        self.absent_keys = tuple(key for _, key in found.absent)
-        self.sized = (*found.sized, *self.forward, *registries)
+        self.absent = tuple(mapping for mapping, _ in seen.absent)
+        self.absent_keys = tuple(key for _, key in seen.absent)
+        self.sized = (*seen.sized, *self.forward, *registries)
         self.sizes = list(map(len, self.sized))
-        self.sequences, self.others = tuple(found.sequences), tuple(found.others)
-        self.versions, self.arrays = tuple(found.versions), tuple(found.arrays)
+        self.sequences, self.others = tuple(seen.sequences), tuple(seen.others)
+        self.versions, self.arrays = tuple(seen.versions), tuple(seen.arrays)
 
 
 def _both_drawn(a: Any, b: Any) -> bool:
@@ -144,7 +144,7 @@ class Original:
         changed = [
             i
             for i, (module, _, _, name, value) in enumerate(self.watched)
-            if (known := module()) is not None and known.__dict__.get(name) is not value
+            if (original := module()) is not None and original.__dict__.get(name) is not value
         ]
         for i in reversed(changed):
             module, mirror, path, name, value = self.watched.pop(i)
@@ -166,14 +166,14 @@ class Owners:
     """Which parallel module a parameter of a model went into."""
 
     def __init__(self) -> None:
-        self.known = compat.by_tensor()
+        self.owners = compat.by_tensor()
 
     def claim(self, model: nn.Module, parallel: nn.Module) -> None:
         """Raises ValueError if a parameter of the model went into a living parallel module of another model: each of
         the two would train a copy of its own."""
         claimed = []
         for name, parameter in model.named_parameters():
-            living = [owner for owner in self.known.get(parameter, ()) if owner[1]() is not None]
+            living = [owner for owner in self.owners.get(parameter, ()) if owner[1]() is not None]
             for first, _, other in living:
                 if (owned := first()) is not model:
                     kind = "model that is gone" if owned is None else type(owned).__name__
@@ -183,8 +183,8 @@ class Owners:
                     )
             claimed.append((parameter, [*living, (weakref.ref(model), weakref.ref(parallel), name)]))
         for parameter, owners in claimed:
-            self.known[parameter] = owners
+            self.owners[parameter] = owners
 
 
 OWNERS = Owners()
-"""The parameters of a process are known to all of it, so is who took them; nothing is kept alive by it."""
+"""One table for all models of the process. It keeps nothing alive."""

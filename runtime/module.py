@@ -41,7 +41,7 @@ class ParallelModule(nn.Module):
     methods are not, since they would run the model and not the program.
 
     Plain tensors given to a call are the global batch on every rank, of which the rank takes its
-    slice; a DTensor says what it holds. Outputs that every rank has whole are plain tensors, and the
+    slice; a DTensor says what it holds. Replicated outputs are plain tensors, and the
     others are DTensors, or, with `whole_outputs`, are gathered. No output shares memory with a parameter, a buffer, an
     input or another output. If the model has a loss, that alone is differentiated: backward raises ValueError where a
     gradient reaches another output.
@@ -104,7 +104,7 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Any:
-        """The plan that the program was made from."""
+        """The plan that the program was written from."""
         return _state(self).plan
 
     @property
@@ -123,12 +123,12 @@ class ParallelModule(nn.Module):
         return {i.target: state.input_placements(i) for i in state.program.inputs if i.role == "input"}
 
     def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
-        """Give values to parameters and buffers that are on `meta`, whole tensor by whole tensor, of which
+        """Give values to parameters and buffers that are on `meta`, one global tensor at a time, of which
         this rank keeps its slice. Make the optimizer afterwards: the parameters are new objects.
 
-        `source` is a state_dict (whole tensors or DTensors, under the model's names; buffers that a
+        `source` is a state_dict (global tensors or DTensors, under the model's names; buffers that a
         state_dict does not hold may be among them), which replaces real values too; or
-        `init_fn(name, tensor)`, called on every rank in the same order with one whole uninitialised
+        `init_fn(name, tensor)`, called on every rank in the same order with one global uninitialised
         CPU tensor, which it fills, or returns another for. Random values must be the same on all
         ranks: seed equally. Raises ValueError, on every rank, where a value is missing, has another
         shape, or differs between ranks.
@@ -137,7 +137,7 @@ class ParallelModule(nn.Module):
         if isinstance(source, Mapping):
             state.distribute(values_from(source, state))
         else:
-            state.distribute(values_made(source, state))
+            state.distribute(initialized(source, state))
 
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ class ParallelModule(nn.Module):
             setattr(root, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As on the model. Values may be whole tensors, of which this rank takes its slice, or DTensors."""
+        """As on the model. Values may be global tensors, of which this rank takes its slice, or DTensors."""
         state = _state(self)
         sliced = dict(state_dict)
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -208,8 +208,8 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with values of its own, on the same mesh with the same programs."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         modes: Versions = vars(self)["_modes"]
         memo.update((id(version.guard), version.guard) for version in modes.versions)
         memo.update((id(version.pinned), version.pinned) for version in modes.versions)
@@ -217,10 +217,10 @@ class ParallelModule(nn.Module):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
             memo.update((id(part), part) for part in one_for_all)
         memo[id(modes.again)] = modes.again
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        _state(made).shells.clear()  # those of the original
-        vars(made)["_modes"].guard_again()
-        return made
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        _state(copied).shells.clear()  # those of the original
+        vars(copied)["_modes"].guard_again()
+        return copied
 
     def __copy__(self) -> ParallelModule:
         raise ValueError("a parallel module has no shallow copy: use copy.deepcopy for one with values of its own")
@@ -228,14 +228,14 @@ class ParallelModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
             "a parallel module cannot be pickled, since it belongs to the process groups of its mesh: save its "
-            "state_dict() with torch.distributed.checkpoint, or the whole tensors of it with torch.save, and load "
+            "state_dict() with torch.distributed.checkpoint, or its full tensors with torch.save, and load "
             "them into a module that parallelize makes"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         raise ValueError(
             "a parallel module keeps its device and dtype, which are part of its program: move or cast the model "
-            "before it is made parallel, and use materialize() for a model on meta"
+            "before parallelize, and use materialize() for a model on meta"
         )
 
     def _get_name(self) -> str:
@@ -263,17 +263,17 @@ def values_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def values_from(source: Mapping[str, torch.Tensor], state: State) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor's value in a state_dict, under any of its names."""
     missing = []
-    for name, aliases in state.aliases.items():
-        present = state.value(name)
-        found = next((alias for alias in aliases if alias in source), None)
-        if found is None:
+    for canonical, aliases in state.aliases.items():
+        present = state.value(canonical)
+        alias = next((name for name in aliases if name in source), None)
+        if alias is None:
             if present.device.type == "meta":
-                missing.append(name)
+                missing.append(canonical)
             continue
-        value = source[found]
+        value = source[alias]
         if value.shape != present.shape:
-            raise ValueError(f"{found} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
-        yield name, value.to(present.dtype)
+            raise ValueError(f"{alias} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
+        yield canonical, value.to(present.dtype)
     if missing:
         raise ValueError(
             f"the state_dict lacks {', '.join(missing)}, which are on meta (buffers that the model's own state_dict "
@@ -281,24 +281,24 @@ def values_from(source: Mapping[str, torch.Tensor], state: State) -> Iterator[tu
         )
 
 
-def values_made(function: InitFunction, state: State) -> Iterator[tuple[str, torch.Tensor]]:
+def initialized(function: InitFunction, state: State) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor on meta, filled by `function`."""
     for name in state.aliases:
         present = state.value(name)
         if present.device.type != "meta":
             continue
-        whole = torch.empty(present.shape, dtype=present.dtype)
+        value = torch.empty(present.shape, dtype=present.dtype)
         with torch.no_grad():
-            returned = function(name, whole)
-        whole = whole if returned is None else returned
-        if whole.shape != present.shape:
-            raise ValueError(f"init_fn made {list(whole.shape)} for {name}, which is {list(present.shape)}")
-        yield name, whole.to(present.dtype)
+            returned = function(name, value)
+        value = value if returned is None else returned
+        if value.shape != present.shape:
+            raise ValueError(f"init_fn made {list(value.shape)} for {name}, which is {list(present.shape)}")
+        yield name, value.to(present.dtype)
 
 
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A submodule called by itself: `parallel.lm_head(h)`. Its parameters are DTensors, and a plain tensor beside one
-    is an error deep in torch. So it gathers them, and runs whole on every rank, on what every rank must give it alike:
+    is an error deep in torch. So it gathers them, and every rank runs all of it, on inputs that are equal on all:
     right, differentiable, and no faster than on one device."""
     split = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
     if not split:  # called by a submodule that has gathered them, or there are none
@@ -307,14 +307,14 @@ def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs
     if meta:
         raise ValueError(f"parameter {meta[0]} is on meta: call materialize(init_fn or state_dict) first")
     args, kwargs = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (args, kwargs))
-    whole = {name: p.full_tensor() for name, p in split.items()}
-    return torch.func.functional_call(module, whole, args, kwargs)
+    gathered = {name: p.full_tensor() for name, p in split.items()}
+    return torch.func.functional_call(module, gathered, args, kwargs)
 
 
 def empty_submodule(kind: type[nn.Module]) -> nn.Module:
     """A module of a class that passes for this one, with calls that gather its parameters, and without attributes."""
-    made: nn.Module = object.__new__(_callable_alone(kind))  # type: ignore[arg-type]
-    return made
+    module: nn.Module = object.__new__(_callable_alone(kind))  # type: ignore[arg-type]
+    return module
 
 
 @cache
@@ -331,14 +331,14 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
 def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
     """A module of the same class and attributes, with tensors of its own to come."""
     if id(module) not in mirrors:
-        made = empty_submodule(type(module))
-        vars(made).update(vars(module))
-        vars(made).update(
+        mirror = empty_submodule(type(module))
+        vars(mirror).update(vars(module))
+        vars(mirror).update(
             _parameters=dict(module._parameters),
             _buffers=dict(module._buffers),
             _modules={},
             _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
         )
-        mirrors[id(module)] = made
-        made._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
+        mirrors[id(module)] = mirror
+        mirror._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
     return mirrors[id(module)]

@@ -16,7 +16,7 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Within it an attribute of a module or a class is another one; a class that inherits it has none of its own
     afterwards, as before."""
     inherits = isinstance(holder, type) and name not in vars(holder)
-    known = None if inherits else vars(holder)[name] if isinstance(holder, type) else getattr(holder, name)
+    original = None if inherits else vars(holder)[name] if isinstance(holder, type) else getattr(holder, name)
     setattr(holder, name, value)
     try:
         yield
@@ -24,7 +24,7 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
         if inherits:
             delattr(holder, name)
         else:
-            setattr(holder, name, known)
+            setattr(holder, name, original)
 
 
 @contextlib.contextmanager
@@ -53,14 +53,14 @@ def _regions_within_regions() -> contextlib.AbstractContextManager[None]:
     """Within it `torch.export` keeps a change of grad mode that stands in a region with autocast. Its pass that makes
     regions without gradients splits a graph at such a change, enters autocast again at the head of the piece, and then
     does not find the change there, which is lost without a word."""
-    from torch._export.passes import replace_set_grad_with_hop_pass as found
+    from torch._export.passes import replace_set_grad_with_hop_pass
 
-    passes: Any = found
-    known = passes.replace_set_grad_with_hop_pass
+    passes: Any = replace_set_grad_with_hop_pass
+    original = passes.replace_set_grad_with_hop_pass
 
     def replace_set_grad(module: fx.GraphModule, signature: Any) -> Any:
         _close_autocast_where_grad_changes(module.graph)
-        return known(module, signature)
+        return original(module, signature)
 
     return patched(passes, "replace_set_grad_with_hop_pass", replace_set_grad)
 
@@ -98,9 +98,9 @@ def _settled_modules() -> contextlib.AbstractContextManager[None]:
     def settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         with torch.no_grad():
             for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
-                made = fn(tensor)
-                if made is not tensor and storage_span(made) != storage_span(tensor):
-                    was, now = (f"{t.dtype} on {t.device}" for t in (tensor, made))
+                converted = fn(tensor)
+                if converted is not tensor and storage_span(converted) != storage_span(tensor):
+                    was, now = (f"{t.dtype} on {t.device}" for t in (tensor, converted))
                     raise ValueError(
                         f"forward converts {name} of a {type(self).__name__} from {was} to {now}, which a program does "
                         f"not write: convert the module before, outside of forward"

@@ -16,7 +16,7 @@ from .tensors import memory_of
 
 
 class WritesReal(Exception):
-    """An operator of a traced model writes a tensor that is neither of the traced copy nor made by it."""
+    """An operator of a traced model writes a tensor that is neither of the traced copy nor produced by it."""
 
     def __init__(self, op: str, tensor: torch.Tensor) -> None:
         super().__init__(f"{op} writes a tensor that is not a buffer of the model")
@@ -104,7 +104,7 @@ def decides_by_data(error: Exception) -> bool:
 
 
 def leaves_numbers(error: Exception) -> bool:
-    """Whether tracing stopped since a number that was read of a tensor is known to nobody."""
+    """Whether tracing stopped since a number that was read of a tensor has no concrete value."""
     return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
 
 
@@ -180,37 +180,37 @@ def seeding(seeded: Callable[[], None]) -> contextlib.AbstractContextManager[Non
 def saving(saved: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `saved` is called where hooks are set on what autograd saves (not those of torch itself)."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
-    known = hooks.__enter__
+    original = hooks.__enter__
 
     def enter(self: Any) -> None:
         if type(self) is hooks:
             saved()
-        known(self)
+        original(self)
 
     return patched(hooks, "__enter__", enter)
 
 
 def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `asked` is called where Python asks whether inference mode is on (not that of torch itself)."""
-    known = torch.is_inference_mode_enabled
+    original = torch.is_inference_mode_enabled
 
     def ask() -> bool:
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             asked()
-        return known()
+        return original()
 
     return patched(torch, "is_inference_mode_enabled", ask)
 
 
 def differentiating(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `asked` is called where Python begins to differentiate in reverse by `torch.func`: `grad`, `vjp`,
-    `jacrev` and what is made of them."""
+    `jacrev` and what builds on them."""
     from torch._functorch import eager_transforms
 
-    known = eager_transforms.grad_increment_nesting
+    original = eager_transforms.grad_increment_nesting
 
     def nest() -> contextlib.AbstractContextManager[int]:
         asked()
-        return known()
+        return original()
 
     return patched(eager_transforms, "grad_increment_nesting", nest)

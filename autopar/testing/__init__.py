@@ -2,9 +2,9 @@
 
     from autopar.testing import check
 
-    found = check(model, {"dp": 2, "tp": 2}, args, kwargs, plans=20, steps=3)
-    print(found)
-    assert found.equal
+    result = check(model, {"dp": 2, "tp": 2}, args, kwargs, plans=20, steps=3)
+    print(result)
+    assert result.equal
 
 Every number is computed: each rank of the mesh runs the program that it would run on a device, collectives and all, in
 lock step with the others. What is compared with is eager PyTorch of a copy of the model, whose own Python runs every
@@ -33,7 +33,7 @@ RANDOM_DRAWS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """What `check` found, a row for each plan. Prints as a table."""
+    """The result of `check`, a row for each plan. Prints as a table."""
 
     mesh: Mapping[str, int]
     steps: int
@@ -81,8 +81,8 @@ class Check:
             ]
         )
         shape = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        told = f"{self.steps} step{'s' * (self.steps > 1)} on {shape}, largest relative errors beside eager"
-        lines = [f"{told} (equal up to {self.tolerance:g}):", *lines]
+        heading = f"{self.steps} step{'s' * (self.steps > 1)} on {shape}, largest relative errors beside eager"
+        lines = [f"{heading} (equal up to {self.tolerance:g}):", *lines]
         for row in self.rows:
             if row.failure:
                 lines.append(f"{row.plan}: {row.failure}")

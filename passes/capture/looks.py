@@ -43,7 +43,7 @@ def is_library_module(name: str) -> bool:
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:
-    """Values of arguments that are made once."""
+    """Default values of arguments, which Python builds once."""
     given = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     if len(given) > len(names):  # a decorator gave its wrapper the defaults of what it wraps
@@ -53,11 +53,11 @@ def defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 def names_of(code: types.CodeType) -> set[str]:
     """Names that a function's code mentions, functions inside of it too."""
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= names_of(constant)
-    return found
+            names |= names_of(constant)
+    return names
 
 
 def line_of_model() -> str:
@@ -133,12 +133,12 @@ class Look:
     def differs(self, other: Look, same: Callable[[Any, Any], bool] = lambda a, b: False) -> list[str]:
         """Paths at which they differ, the outermost of each. `same` decides where tokens differ."""
         paths = dict.fromkeys((*self.facts, *other.facts))
-        found = {
+        differing = {
             path: None
             for path in paths
             if (a := self.facts.get(path, ABSENT)) != (b := other.facts.get(path, ABSENT)) and not same(a, b)
         }
-        return [path for path in found if not any(outer in found for outer in outer_paths(path))]
+        return [path for path in differing if not any(outer in differing for outer in outer_paths(path))]
 
     def restore(self) -> None:
         """Put everything back as it was when this look was taken, in the order in which it was reached."""

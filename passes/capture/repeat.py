@@ -56,14 +56,14 @@ class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _expression(self, tensor: torch.Tensor) -> int:
-        known = self.leaves.get(id(tensor), self.of.get(id(tensor)))
-        if known is None:
+        number = self.leaves.get(id(tensor), self.of.get(id(tensor)))
+        if number is None:
             value = compat.value_of(tensor)
-            known = self._number("constant", id(tensor) if value is None else value, tensor.dtype, tuple(tensor.shape))
-            self.constant.add(known)
-            self.of[id(tensor)] = known
+            number = self._number("constant", id(tensor) if value is None else value, tensor.dtype, tuple(tensor.shape))
+            self.constant.add(number)
+            self.of[id(tensor)] = number
             self.kept.append(tensor)
-        return known
+        return number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,9 +87,9 @@ class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {id(value) for value in flat if isinstance(value, torch.Tensor)}
         for i, result in enumerate(pytree.tree_leaves(results)):
             if isinstance(result, torch.Tensor) and id(result) not in given:
-                self.of[id(result)] = made = self._number("result", number, i)
+                self.of[id(result)] = of_result = self._number("result", number, i)
                 if number in self.constant:
-                    self.constant.add(made)
+                    self.constant.add(of_result)
                 self.kept.append(result)
         return results
 

@@ -110,7 +110,7 @@ class _Walk(Streams):
         self.look.kept.append(module)
         names = self.names.get(path, set())
         if self.reads is None or "__dict__" in names:
-            self._whole(attributes)
+            self._mapping(attributes)
             names = {*names, *attributes}
         for name in sorted(names - (REGISTRIES if self.reads is None else _OTHERWISE)):
             if name in attributes:
@@ -203,7 +203,7 @@ class _Walk(Streams):
         facts = self.look.facts
         if isinstance(value, dict):
             facts[path] = (type(value), tuple(map(_key, dict.keys(value))))
-            self._whole(value)
+            self._mapping(value)
             for key, item in _items(value).items():
                 self.look.entries.append((value, key, item))
                 self.value(f"{path}[{key!r}]", item)
@@ -311,7 +311,7 @@ class _Walk(Streams):
         fields = getattr(value, "__dict__", None)
         if isinstance(fields, dict):
             if wanted is None:
-                self._whole(fields)
+                self._mapping(fields)
             for name in [name for name in fields if wanted is None or name in wanted]:
                 if isinstance(value, nn.Module) and name in REGISTRIES:
                     for key, item in fields[name].items():
@@ -323,14 +323,14 @@ class _Walk(Streams):
         for cls in type(value).__mro__:
             slots = vars(cls).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                known = name not in ("__dict__", "__weakref__") and (wanted is None or name in wanted)
-                if known and hasattr(value, name):
+                included = name not in ("__dict__", "__weakref__") and (wanted is None or name in wanted)
+                if included and hasattr(value, name):
                     item = getattr(value, name)
                     self.value(f"{path}.{name}", item)
                     self.look.others.append((functools.partial(getattr, value, name, None), item))
                     self.look.undo.append(functools.partial(put_back_attribute, value, name, item))
 
-    def _whole(self, value: dict[Any, Any]) -> None:
+    def _mapping(self, value: dict[Any, Any]) -> None:
         kept = _items(value)
         self.look.sized.append(value)
         self.look.undo.append(lambda: put_back_mapping(value, kept))

@@ -141,8 +141,8 @@ class Witness:
     def written(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be written in place."""
         storage = compat.storage_span(tensor)[0]
-        found = [path for path, known in self.seen.tensors if compat.storage_span(known)[0] == storage]
-        name = found[0] if found else f"a tensor {list(tensor.shape)} that is not the model's"
+        paths = [path for path, held in self.seen.tensors if compat.storage_span(held)[0] == storage]
+        name = paths[0] if paths else f"a tensor {list(tensor.shape)} that is not the model's"
         return (
             f"forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program "
             f"writes buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it)"
@@ -231,12 +231,12 @@ class Witness:
 
 
 def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
-    known = cls.__getattribute__
+    getattribute = cls.__getattribute__
 
     def read(value: Any, name: str) -> Any:
         if type(value) is cls:
             noted.add(name)
-        return known(value, name)
+        return getattribute(value, name)
 
     return read
 
@@ -276,11 +276,11 @@ _HOOKS = {
 }
 
 
-def _refusing(told: str) -> Callable[[], None]:
+def _refusing(message: str) -> Callable[[], None]:
     """What refuses a call, naming the line of the model that makes it."""
 
     def refuse() -> None:
-        raise Beside(told.format(line=line_of_model()))
+        raise Beside(message.format(line=line_of_model()))
 
     return refuse
 
@@ -358,7 +358,7 @@ def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Mo
         storage, begin, end = compat.storage_span(tensor)
         shared = [other for other, memory, first, last in held if memory == storage and first < end and begin < last]
         if shared:
-            paths = [path for path, known in seen.tensors if compat.storage_span(known) == (storage, begin, end)]
+            paths = [path for path, other in seen.tensors if compat.storage_span(other) == (storage, begin, end)]
             raise Beside(
                 f"{paths[0] if paths else name} is on the memory of {shared[0]}, and would not change with it: a "
                 f"program keeps parameters and buffers in memory of their own. Take it of {shared[0]} in forward "
@@ -370,11 +370,11 @@ def check_constants(constants: Mapping[str, torch.Tensor], seen: Look) -> None:
     """Raises Beside where a constant of the graph is to be trained: no parameter of the model, and yet it requires
     a gradient."""
     trained = {compat.storage_span(t)[0]: path for path, t in reversed(seen.tensors) if t.requires_grad}
-    found = [trained[s] for t in constants.values() if (s := compat.storage_span(t)[0]) in trained]
-    if found:
+    paths = [trained[s] for t in constants.values() if (s := compat.storage_span(t)[0]) in trained]
+    if paths:
         raise Beside(
-            f"{_listed(found)} {'requires' if len(found) == 1 else 'require'} a gradient and "
-            f"{'is no parameter' if len(found) == 1 else 'are no parameters'} of the model: it would not train. "
+            f"{_listed(paths)} {'requires' if len(paths) == 1 else 'require'} a gradient and "
+            f"{'is no parameter' if len(paths) == 1 else 'are no parameters'} of the model: it would not train. "
             f"Make it one (an nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a "
             f"module of the model), or detach() it"
         )
