@@ -14,13 +14,11 @@ from typing import Any
 from torch import nn
 
 from autopar import compat
-from autopar.passes.capture.looks import Drawn, Look, Reads
+from autopar.passes.capture.looks import Drawn, Look, Reads, listed
 from autopar.passes.capture.state import look
 from autopar.passes.capture.witness import check_hooks
 
 logger = logging.getLogger("autopar")
-
-SHOWN = 5
 
 
 class Guard:
@@ -66,10 +64,7 @@ class Guard:
         )
 
     def _check(self) -> None:
-        try:
-            check_hooks(self.model)
-        except ValueError as error:
-            raise ValueError(str(error)) from None
+        check_hooks(self.model)
         for path, children in self.children.items():
             now = self.modules[path]._modules
             for name in {**children, **now}:
@@ -114,16 +109,15 @@ def _both_drawn(a: Any, b: Any) -> bool:
 
 def report_changed(paths: Sequence[str], *, possible: bool) -> None:
     """Say what differs from what the module's programs hold. Raises ValueError where another cannot be had."""
-    names = ", ".join(paths[:SHOWN]) + (f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else "")
     if not possible:
         raise ValueError(
-            f"{names} changed since the model was captured, and the program holds what it was: set it before, or make "
-            f"the module with autopar.parallelize, which captures again"
+            f"{listed(paths)} changed since the model was captured, and the program holds what it was: set it before, or "
+            f"make the module with autopar.parallelize, which captures again"
         )
     logger.warning(
         "%s changed since the model was captured: it is captured and planned again. What changes often should be an "
         "input or a buffer",
-        names,
+        listed(paths),
     )
 
 

@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class ParallelModule(nn.Module):
         state.own(self)
         vars(self)["_modes"] = Versions(self, model, state, again)
         vars(self)["_verifier"] = verifier
-        state.distribute(values_of(model))
+        state.distribute(chain(model.named_parameters(), model.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(model, root, captured.reads)
 
@@ -255,11 +256,6 @@ def _state(module: nn.Module) -> State:
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
-def values_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def values_from(source: Mapping[str, torch.Tensor], state: State) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor's value in a state_dict, under any of its names."""
     missing = []
@@ -311,14 +307,10 @@ def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs
     return torch.func.functional_call(module, gathered, args, kwargs)
 
 
-def empty_submodule(kind: type[nn.Module]) -> nn.Module:
-    """A module of a class that passes for this one, with calls that gather its parameters, and without attributes."""
-    module: nn.Module = object.__new__(_callable_alone(kind))  # type: ignore[arg-type]
-    return module
-
-
 @cache
 def _callable_alone(kind: type[Any]) -> type[Any]:
+    """A class that passes for this one, and whose calls gather the parameters."""
+
     class Submodule(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return _call(Submodule, self, args, kwargs)
@@ -331,7 +323,7 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
 def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
     """A module of the same class and attributes, with tensors of its own to come."""
     if id(module) not in mirrors:
-        mirror = empty_submodule(type(module))
+        mirror: nn.Module = object.__new__(_callable_alone(type(module)))  # type: ignore[arg-type]
         vars(mirror).update(vars(module))
         vars(mirror).update(
             _parameters=dict(module._parameters),

@@ -317,7 +317,7 @@ def lead(bench: Bench, search: Callable[[Callable[[Order], Measurement]], Any]) 
     assert mesh is not None
     if any(coordinate_of(mesh)):
         while True:
-            heard = on_first_rank(_nothing, mesh)
+            heard: Any = on_first_rank(lambda: None, mesh)
             if not isinstance(heard, Order):
                 return heard
             bench.measured(heard)
@@ -331,11 +331,6 @@ def lead(bench: Bench, search: Callable[[Callable[[Order], Measurement]], Any]) 
     except ValueError as error:
         return on_first_rank(partial(_raised, error), mesh)
     return on_first_rank(lambda: result, mesh)
-
-
-def _nothing() -> Any:
-    """What the others have to say."""
-    return None
 
 
 def _raised(error: Exception) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -45,21 +45,8 @@ UNDECIDED = 1e-2
 Values = dict[str, torch.Tensor]
 
 
-class Reference(Protocol):
-    """A step in one process."""
-
-    outputs: Values
-    """By path."""
-    buffers: Values
-    """What buffers are after it, by name."""
-
-    def gradients(self, tangents: Values) -> Values:
-        """By the parameter's name or the input's path, from those of outputs by path."""
-        ...
-
-
 class Eager:
-    """The model itself on global tensors."""
+    """A step in one process: the model itself on global tensors. `outputs` by path, `buffers` after it by name."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, captured: Captured, given: Given
@@ -84,6 +71,7 @@ class Eager:
         self.buffers = dict(model.named_buffers())
 
     def gradients(self, tangents: Values) -> Values:
+        """By the parameter's name or the input's path, from those of outputs by path."""
         wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         roots = [(self.outputs[path], t) for path, t in tangents.items() if self.outputs[path].requires_grad]
         gradients = torch.autograd.grad(
@@ -93,7 +81,7 @@ class Eager:
 
 
 class GraphReference:
-    """The captured graph on global tensors."""
+    """The same by the captured graph."""
 
     def __init__(self, graph: JointGraph, given: Given) -> None:
         self.graph = graph
@@ -173,7 +161,7 @@ class Check:
     model: nn.Module
     loss_fn: Callable[[Any], torch.Tensor] | None
     given: Given
-    reference: Reference = field(init=False)
+    reference: Eager | GraphReference = field(init=False)
 
     def forward(self, outputs: Mapping[str, torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
         """Compare what forward gave. `keys` are those of its random operators."""
@@ -203,7 +191,7 @@ class Check:
             pairs = [(f"the gradient of {name}", name, "gradient", g, expected.get(name)) for name, g in actual.items()]
             self._compare(pairs, filled)
 
-    def _eager(self) -> Reference:
+    def _eager(self) -> Eager:
         try:
             return Eager(self.model, self.loss_fn, self.state.captured, self._copy())
         except Exception as error:
@@ -280,17 +268,28 @@ def difference(actual: torch.Tensor, expected: torch.Tensor | None, floor: float
         actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
     if not actual.dtype.is_floating_point:
         return float((actual != expected).double().mean())
-    actual, expected = actual.detach().double(), expected.detach().double()
+    return relative_error(actual, expected, max(floor, 1e-30))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    """The largest difference relative to the largest element of what is expected, which counts as `floor` at least.
+    Infinite where shapes, dtypes or elements that are not finite differ."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.detach().to(wide), expected.detach().to(wide)
     finite = expected.isfinite()
-    if (
-        not torch.equal(actual[~finite].nan_to_num(0.5), expected[~finite].nan_to_num(0.5))
-        or not actual[finite].isfinite().all()
-    ):
+    if not torch.equal(finite, actual.isfinite()) or not _equal(actual[~finite], expected[~finite]):
         return float("inf")
     if not finite.any():
         return 0.0
-    scale = max(float(expected[finite].abs().max()), floor, 1e-30)
-    return float((actual[finite] - expected[finite]).abs().max()) / scale
+    return float((actual - expected)[finite].abs().max()) / max(float(expected[finite].abs().max()), floor)
+
+
+def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether elements are equal; NaN is NaN."""
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in (actual, expected)]
+    return torch.equal(*(x.nan_to_num(0.5) for x in parts))
 
 
 def _largest(tensor: torch.Tensor) -> float:

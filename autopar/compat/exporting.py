@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import fx, nn
 from .tensors import storage_span
 
 
-@contextmanager
+@contextlib.contextmanager
 def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Within it an attribute of a module or a class is another one; a class that inherits it has none of its own
     afterwards, as before."""

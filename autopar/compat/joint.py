@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from .exporting import autocast_dtype, without_autocast
@@ -256,8 +256,6 @@ _KEPT = (
 
 
 def _as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    from torch._subclasses import FakeTensor
-
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
     with mode:

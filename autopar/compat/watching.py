@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .exporting import patched
 from .tensors import memory_of
@@ -125,27 +126,21 @@ def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 def global_forward_hooks() -> dict[str, dict[int, Any]]:
     """The hooks that run before and after the forward of every module."""
-    from torch.nn.modules import module
-
     return {
-        "the global forward hooks": module._global_forward_hooks,
-        "the global forward pre-hooks": module._global_forward_pre_hooks,
+        "the global forward hooks": every_module._global_forward_hooks,
+        "the global forward pre-hooks": every_module._global_forward_pre_hooks,
     }
 
 
 def global_backward_hooks() -> str:
     """What kind of hooks torch has for the backward of every module; empty where it has none."""
-    from torch.nn.modules import module
-
-    if module._global_backward_pre_hooks:
+    if every_module._global_backward_pre_hooks:
         return "global full backward pre-hooks"
-    return "global backward hooks" if module._global_backward_hooks else ""
+    return "global backward hooks" if every_module._global_backward_hooks else ""
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """A context in which tensors are what they are, while a model is traced too."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     stack = contextlib.ExitStack()
     stack.enter_context(_disable_current_modes())
     stack.enter_context(torch._C.DisableTorchFunction())

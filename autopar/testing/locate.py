@@ -1,7 +1,7 @@
 """The first operator at which a program departs from the captured graph."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,8 @@ def _difference(
     local = tuple(next(iter(shards.values())).shape)
     if not isinstance(reference, torch.Tensor) or local != program.metas[name].shape:
         return None
-    floor = NEGLIGIBLE * max((_size(x) for x in _operands(node, expected)), default=0.0)
+    operands = (expected[name] for name in references((node.args, node.kwargs)))
+    floor = NEGLIGIBLE * max((_size(x) for x in operands if isinstance(x, torch.Tensor)), default=0.0)
     try:
         assembled = assemble(shards, tuple(reference.shape), layout, program.mesh, math.inf, name)
     except (AssertionError, RuntimeError) as raised:
@@ -126,12 +127,6 @@ def _difference(
         module=node.module,
         error=error,
     )
-
-
-def _operands(node: Node, values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for name in references((node.args, node.kwargs)):
-        if isinstance(values[name], torch.Tensor):
-            yield values[name]
 
 
 def _size(tensor: torch.Tensor) -> float:

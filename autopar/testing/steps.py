@@ -14,6 +14,7 @@ from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ir.tree import flatten
 from autopar.passes.capture.captured import Captured
+from autopar.runtime import verify
 from autopar.runtime.simulate import simulate_step
 
 from .draws import Draws, Readers
@@ -49,26 +50,7 @@ class StepResult:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """The largest difference relative to the largest element of what is expected, which counts as `floor` at least.
     Infinite where shapes, dtypes or elements that are not finite differ."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return math.inf
-    if not expected.numel():
-        return 0.0
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    actual, expected = actual.detach().to("cpu", wide), expected.detach().to("cpu", wide)
-    difference = (actual - expected).abs()
-    finite = expected.isfinite()
-    if not finite.all():
-        if not torch.equal(finite, actual.isfinite()) or not torch.allclose(
-            torch.view_as_real(actual[~finite]) if actual.is_complex() else actual[~finite],
-            torch.view_as_real(expected[~finite]) if actual.is_complex() else expected[~finite],
-            equal_nan=True,
-        ):
-            return math.inf
-        difference, expected = difference[finite], expected[finite]
-        if not expected.numel():
-            return 0.0
-    error, largest = difference.max().item(), expected.abs().max().item()
-    return math.inf if math.isnan(error) else error / max(largest, floor, LEAST)
+    return verify.relative_error(actual.cpu(), expected.cpu(), max(floor, LEAST))
 
 
 def errors(actual: StepResult, expected: StepResult) -> dict[tuple[str, str], float]:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,12 @@ def names_of(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= names_of(constant)
     return names
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in a message, and how many more there are."""
+    shown = ", ".join(dict.fromkeys(names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def line_of_model() -> str:
@@ -171,14 +177,6 @@ def put_back_sequence(value: Any, kept: tuple[Any, ...]) -> None:
         (value.update if isinstance(value, set) else value.extend)(kept)
 
 
-def put_back_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
-
-
-def put_back_cell(cell: types.CellType, held: Any) -> None:
-    cell.cell_contents = held
-
-
 def put_back_class(cls: type, kept: dict[str, Any]) -> None:
     for name in [*vars(cls)]:
         if name not in kept and not name.startswith("__"):
@@ -249,7 +247,7 @@ class Streams:
         elif isinstance(value, torch.Generator):
             state = value.get_state()
             facts[path] = Drawn((_bytes(state),))
-            self.look.undo.append(functools.partial(put_back_generator, value, state))
+            self.look.undo.append(functools.partial(value.set_state, state))
         elif isinstance(value, contextvars.ContextVar):
             held = value.get(None)
             self.value(f"{path}.get()", held)

@@ -40,7 +40,6 @@ from .looks import (
     is_stream,
     names_of,
     put_back_attribute,
-    put_back_cell,
     put_back_class,
     put_back_mapping,
     put_back_sequence,
@@ -262,7 +261,7 @@ class _Walk(Streams):
             except ValueError:
                 continue
             if name != "__class__":
-                self.look.undo.append(functools.partial(put_back_cell, cell, held))
+                self.look.undo.append(functools.partial(setattr, cell, "cell_contents", held))
                 self.look.others.append((functools.partial(getattr, cell, "cell_contents", None), held))
                 self.value(f"{of} {name}", held)
         for name, held in defaults_of(function).items():

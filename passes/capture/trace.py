@@ -23,10 +23,11 @@ from .captured import Captured, CaptureError, NothingTrainedError, input_names, 
 from .conversion import Conversion
 from .cut import cut
 from .fakes import Fakes, canonical_names
+from .looks import listed
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
 from .stamp import Unfit, stamped
 from .step import Replaced, TracedStep
-from .witness import Beside, check_constants, check_hooks, check_memory
+from .witness import check_constants, check_hooks, check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,7 @@ def _capture(
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
-    try:
-        check_hooks(model)
-    except Beside as error:
-        raise CaptureError(str(error)) from None
+    check_hooks(model)
     fakes = Fakes(mode, device_type, grad)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
@@ -123,8 +121,6 @@ def _capture(
             if isinstance(error, OfData) and (located := unread_refusal(model, step.outcomes.unread)):
                 raise located from None
             raise
-        except Beside as error:
-            raise CaptureError(str(error)) from None
         except compat.WritesReal as error:
             raise CaptureError(f"{step.witness.written(error.tensor)}{line_raised(error)}") from None
         except compat.WritesInput as error:
@@ -202,9 +198,8 @@ def _without_gradient(
     if lost or missing == trainable:
         error = CaptureError if lost else NothingTrainedError
         lost = lost or missing
-        shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         raise error(
-            f"{len(lost)} trainable parameters get no gradient from {loss or 'any output'}: {shown}. "
+            f"{len(lost)} trainable parameters get no gradient from {loss or 'any output'}: {listed(lost, 10)}. "
             f"Call requires_grad_(False) on them, or use them in what is differentiated"
         )
     return tuple(missing)
