@@ -111,8 +111,8 @@ def report_changed(paths: Sequence[str], *, possible: bool) -> None:
     """Say what differs from what the module's programs hold. Raises ValueError where another cannot be had."""
     if not possible:
         raise ValueError(
-            f"{listed(paths)} changed since the model was captured, and the program holds what it was: set it before, or "
-            f"make the module with autopar.parallelize, which captures again"
+            f"{listed(paths)} changed since the model was captured, and the program holds what it was: set it before, "
+            f"or make the module with autopar.parallelize, which captures again"
         )
     logger.warning(
         "%s changed since the model was captured: it is captured and planned again. What changes often should be an "

@@ -128,7 +128,7 @@ class Look:
     others: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     arrays: list[tuple[Any, bytes]] = field(default_factory=list)
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
     is_cut: bool = False
     names: set[str] = field(default_factory=set)
