@@ -125,7 +125,7 @@ def meshslice() -> dict[str, Any]:
             [
                 "four rates fitted to the text, which prints none; contention for memory, which the paper simulates, "
                 "is in the fitted FLOP/s",
-                "Wang: how its messages lie under products is not stated in full; here what is gathered starts at once "
+                "Wang: how its messages lie under products is not stated in full; here what is unsliced starts at once "
                 f"and products wait for it (GPT-3's gain is {abs(faster - text['over Wang']) * 100:.1f} points off)"
                 if name == "GPT-3"
                 else "other layers: from the preset's program on tpu-v4; the paper measured them on a chip",

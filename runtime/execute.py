@@ -235,7 +235,7 @@ class SourceWriter:
             return f"float({str(value)!r})"
         if isinstance(value, torch.device) and self.device is not None:
             value = self.device
-        return self.bind(f"constant_{_identifier(str(value))}", value)
+        return self.bind("constant_" + "".join(c if c.isalnum() else "_" for c in str(value)), value)
 
     def bind(self, name: str, value: Any) -> str:
         bound = self.bound.setdefault(name, value)
@@ -249,10 +249,6 @@ class SourceWriter:
 
     def tuple(self, names: Iterable[str | None]) -> str:
         return "(" + "".join(f"{'None' if n is None else self.local(n)}, " for n in names) + ")"
-
-
-def _identifier(text: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in text)
 
 
 def _returns_tuple(op: str) -> bool:

@@ -45,7 +45,8 @@ class Guard:
             return True
         self._check()
         now = self._look()
-        self.changed = Look(facts=self.facts).differs(now, _both_drawn)
+        # generators go on outside of the model: capture saw that forward does not use them
+        self.changed = Look(facts=self.facts).differs(now, lambda a, b: isinstance(a, Drawn) and isinstance(b, Drawn))
         if not self.changed:
             self._arm(now)
         return not self.changed
@@ -100,11 +101,6 @@ class Guard:
         self.sizes = list(map(len, self.sized))
         self.sequences, self.others = tuple(seen.sequences), tuple(seen.others)
         self.versions, self.arrays = tuple(seen.versions), tuple(seen.arrays)
-
-
-def _both_drawn(a: Any, b: Any) -> bool:
-    """Generators go on outside of the model; that forward does not use them was seen at capture."""
-    return isinstance(a, Drawn) and isinstance(b, Drawn)
 
 
 def report_changed(paths: Sequence[str], *, possible: bool) -> None:

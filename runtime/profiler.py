@@ -157,7 +157,6 @@ class _Alone(_Timed):
         return f"{self.bind(f'alone_{kind}', _STAND_INS[kind])}({x}{sizes})"
 
 
-@dataclass(frozen=True, slots=True)
 class _Done:
     def wait(self) -> None:
         """There is nothing to wait for."""

@@ -55,7 +55,7 @@ class Check:
                 {
                     "plan": row.plan,
                     "equal": row.equal,
-                    "errors": {kind: _finite(error) for kind, error in row.errors.items()},
+                    "errors": {kind: error if math.isfinite(error) else None for kind, error in row.errors.items()},
                     "worst": dict(row.worst),
                     "step": row.step,
                     "first": None if row.first is None else str(row.first),
@@ -140,10 +140,6 @@ def _random(trial: Trial, mesh_shape: Mapping[str, int], seed: int) -> Row:
         except ValueError:
             continue
     return trial.of_random(mesh_shape, seed + RANDOM_DRAWS - 1)
-
-
-def _finite(error: float) -> float | None:
-    return error if math.isfinite(error) else None
 
 
 __all__ = ["Check", "Difference", "Row", "Trial", "check", "random_assignment", "relative_error"]

@@ -123,12 +123,9 @@ class Readers(Draws):  # type: ignore[no-untyped-call]
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    storages = [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if _is_strided(leaf)]
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     return [storage for storage in storages if storage.nbytes()]
-
-
-def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
 def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, dict[str, torch.Tensor]]:

@@ -82,15 +82,10 @@ class Pinned:
             if any(call.writes for call in self.calls):
                 values = {slot: value.clone() for slot, value in values.items()}
             for call in self.calls:
-                result = call.run(values)
-                if call.read is not None and not same_leaves(pytree.tree_leaves(result), call.read):
+                leaves, read = pytree.tree_leaves(call.run(values)), call.read
+                if read is not None and not (len(leaves) == len(read) and all(map(same_value, leaves, read))):
                     return call
         return None
-
-
-def same_leaves(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether numbers and tensors are equal, one by one."""
-    return len(first) == len(second) and all(map(same_value, first, second))
 
 
 def same_value(a: Any, b: Any) -> bool:

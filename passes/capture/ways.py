@@ -302,12 +302,7 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 
 
 TRACED: Mapping[Any, Callable[..., Tensor]] = {
-    torch.cov: cov,
-    torch.Tensor.cov: cov,
-    torch.corrcoef: corrcoef,
-    torch.Tensor.corrcoef: corrcoef,
-    torch.bincount: bincount,
-    torch.Tensor.bincount: bincount,
+    getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)
 }
 """Functions of torch -> what is traced in their place, with static shapes: torch's own look at data on the way, to warn
 or to size the result."""

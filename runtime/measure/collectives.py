@@ -146,18 +146,13 @@ def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor,
     return (time.perf_counter() - began) / repeats
 
 
-def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    ranks = group.size()
-    return exchange(x, torch.full((2, ranks), x.numel() // ranks), group)
-
-
 _CALLS: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], Pending]] = {
     "all_reduce": lambda x, group: all_reduce_in_place(x, "sum", group),
     "all_gather": all_gather,
     "reduce_scatter": lambda x, group: reduce_scatter(x, "sum", group),
     "all_to_all": all_to_all,
     "shift": lambda x, group: shift(x, 1, group),
-    "exchange": _exchange,
+    "exchange": lambda x, group: exchange(x, torch.full((2, group.size()), x.numel() // group.size()), group),
 }
 
 
