@@ -42,7 +42,7 @@ def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def exchange(value: T, mesh: DeviceMesh) -> list[T]:
-    """What every rank of the mesh brought, in row-major order of their coordinates.
+    """The values of all ranks of the mesh, in row-major order of their coordinates.
 
     Values travel pickled, one mesh axis after the other, so that no group beyond the axes' is needed.
     """
@@ -59,7 +59,7 @@ def exchange(value: T, mesh: DeviceMesh) -> list[T]:
 def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     """The result of `function`, which runs on the mesh's first rank only, on every rank.
 
-    What it raises is raised on every rank, with its type and message. The result must be picklable.
+    If it raises, every rank raises the same, with its type and message. The result must be picklable.
     """
     groups, coordinate = process_groups(mesh), coordinate_of(mesh)
     original: Exception | None = None
@@ -105,7 +105,7 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def together(mesh: DeviceMesh, kind: type[Exception] = Exception) -> Iterator[None]:
-    """What any rank raises within it, of this kind, is raised on every rank at its end."""
+    """Raises on every rank, at its end, what any rank raised within it, of this kind."""
     error: Exception | None = None
     try:
         yield
@@ -115,7 +115,7 @@ def together(mesh: DeviceMesh, kind: type[Exception] = Exception) -> Iterator[No
 
 
 def first_different(digests: Mapping[str, int], mesh: DeviceMesh) -> str | None:
-    """The first of these names for which another rank has another number, or none."""
+    """The first name whose number differs between ranks, or None."""
     everyone = exchange(digests, mesh)
     return next((name for name in digests if any(other.get(name) != digests[name] for other in everyone)), None)
 
@@ -182,7 +182,7 @@ def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> str:
-    """What is said of a collective that ended with a backend's `error`."""
+    """The message for a collective that failed with a backend's `error`."""
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"

@@ -118,8 +118,7 @@ def report_changed(paths: Sequence[str], *, possible: bool) -> None:
 
 
 class Original:
-    """The model that was given to parallelize, from which the parallel module was made. What is set on it afterwards is
-    not seen by any program, and a warning says so once."""
+    """The model that was given to parallelize. No program sees what is set on it afterwards: a warning says so once."""
 
     def __init__(self, model: nn.Module, mirror: nn.Module, reads: Reads) -> None:
         modules, mirrors = dict(model.named_modules()), dict(mirror.named_modules())

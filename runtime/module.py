@@ -288,7 +288,7 @@ def initialized(function: InitFunction, state: State) -> Iterator[tuple[str, tor
             returned = function(name, value)
         value = value if returned is None else returned
         if value.shape != present.shape:
-            raise ValueError(f"init_fn made {list(value.shape)} for {name}, which is {list(present.shape)}")
+            raise ValueError(f"init_fn returned {list(value.shape)} for {name}, which is {list(present.shape)}")
         yield name, value.to(present.dtype)
 
 

@@ -1,8 +1,8 @@
 """The profiler: a segment program as its ranks run it, instruction by instruction.
 
 What runs is what training runs, the compiled program with its collectives under way, and a clock read after each
-instruction. On one device alone there are no peers: collectives are stood in for by local tensors of the right
-shapes, and only what the device itself does is believed.
+instruction. On one device alone there are no peers: local tensors of the right shapes stand in for what
+collectives bring, and only the times of the device's own operators count.
 """
 
 import math

@@ -55,9 +55,9 @@ class Mode:
 
 
 Again = Callable[[Mode, nn.Module, Sequence[Captured], Mapping[str, torch.Tensor]], tuple[Captured, Program | int]]
-"""What is captured in another mode, with other attributes of the model or with other values of inputs (by path), and
-its program, with the parameters where they are, or which of the steps captured earlier has a program that serves it.
-Called on all ranks at once."""
+"""Captures in another mode, with other attributes of the model or with other values of inputs (by path). Gives the step
+and its program, with the parameters where they are, or the index of an earlier step whose program serves it. Called on
+all ranks at once."""
 
 
 logger = logging.getLogger("autopar")

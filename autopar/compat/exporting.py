@@ -1,4 +1,4 @@
-"""Parts of torch that do what they do in another way while a model is exported, which a graph can hold."""
+"""Parts of torch that are replaced while a model is exported: the same results, in operators that a graph can hold."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from .tensors import storage_span
 
 @contextlib.contextmanager
 def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it an attribute of a module or a class is another one; a class that inherits it has none of its own
-    afterwards, as before."""
+    """Replaces an attribute of a module or a class within the context. A class that inherited it does so again
+    afterwards."""
     inherits = isinstance(holder, type) and name not in vars(holder)
     original = None if inherits else vars(holder)[name] if isinstance(holder, type) else getattr(holder, name)
     setattr(holder, name, value)
@@ -28,7 +28,7 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_exported() -> Iterator[None]:
-    """Within it a module that runs takes the branches that it takes while it is exported."""
+    """Within it modules take the branches that they take while they are exported."""
     from torch._export.utils import _compiling_state_context
 
     with _compiling_state_context(), as_captured():
@@ -37,7 +37,7 @@ def as_exported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_captured() -> Iterator[None]:
-    """Within it parts of torch do what they do in another way, which a graph can hold."""
+    """Within it the parts of torch below run in ways that a graph can hold."""
     with (
         _masks_as_they_are(),
         _averaged_norms(),

@@ -149,7 +149,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Seeded:
-    """Torch's default generator, but for seeds."""
+    """Torch's default generator, which reports when it is seeded."""
 
     def __init__(self, generator: torch.Generator, seeded: Callable[[], None]) -> None:
         self._generator, self._seeded = generator, seeded

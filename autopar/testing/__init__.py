@@ -7,8 +7,7 @@
     assert result.equal
 
 Every number is computed: each rank of the mesh runs the program that it would run on a device, collectives and all, in
-lock step with the others. What is compared with is eager PyTorch of a copy of the model, whose own Python runs every
-step.
+lock step with the others. The reference is eager PyTorch on a copy of the model, whose own Python runs every step.
 """
 
 import math

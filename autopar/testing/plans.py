@@ -1,4 +1,4 @@
-"""Random points of a search space, for what is claimed of every plan."""
+"""Random points of a search space, to test what is claimed of every plan."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

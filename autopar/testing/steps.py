@@ -1,4 +1,4 @@
-"""What steps make, by eager and by a program on simulated ranks, and how far two of them are apart."""
+"""Results of steps, by eager and by programs on simulated ranks, and how far apart they are."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -30,7 +30,7 @@ Slot = tuple[int, int]
 """(index of a node of the record, number of an operand)"""
 
 PERIODS_LEAST = 2
-"""What must be taken out for a cut to pay."""
+"""Periods that a cut must take out to pay."""
 PERIOD_MOST = 4096
 """Nodes of a layer; longer ones are captured in full."""
 

@@ -1,4 +1,4 @@
-"""What a trace that ended says to the person: the cause, the line of the model, and what to do."""
+"""Errors for traces that fail: the cause, the line of the model, and what to do."""
 
 import re
 import sysconfig
@@ -23,7 +23,7 @@ class Unlocated(OfData):
 
 
 def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
-    """The error for a trace that ended. `unread` are the values that Python asked for and that are not concrete."""
+    """The error for a trace that failed. `unread` are the values that Python asked for and that are not concrete."""
     decides, sizes = compat.decides_by_data(error), compat.leaves_numbers(error)
     if decides or sizes:
         cause = unread_refusal(model, unread[-1:] if decides else unread)
@@ -46,7 +46,7 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
 
 
 def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
-    """What is said of values that Python asked for and got none of."""
+    """The error for values that Python asked for and did not get."""
     subject = f"{type(model).__name__} cannot be captured as a graph of static shapes: its code reads"
     bare = [(line, paths) for line, paths in unread if paths]
     if bare:
@@ -72,7 +72,7 @@ def line_raised(error: Exception) -> str:
 
 
 def _line(error: Exception) -> str:
-    """What stands there."""
+    """The code on that line."""
     frame = _frame(error)
     return (frame.line or "").strip().rstrip(":") if frame else ""
 

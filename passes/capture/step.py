@@ -35,7 +35,7 @@ class _Outcome:
 
 
 class _Outcomes:
-    """Where a step leaves what it saw: export puts a module's own attributes back as they were."""
+    """What a step saw, in an object of its own: export restores a module's own attributes."""
 
     def __init__(self) -> None:
         self.last: _Outcome | None = None
