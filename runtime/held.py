@@ -311,14 +311,14 @@ class Shared:
         saved: Sequence[torch.Tensor],
     ) -> Shared:
         """`written` are the indices of the inputs that are buffers and written by the program."""
-        storages = [storage_span(x)[0] for x in given]
+        storages = [compat.memory_of(x) for x in given]
         taken, buffers = set(storages), {storages[k] for k in written}
-        behind = [storage_span(x)[0] for x in saved]
+        behind = [compat.memory_of(x) for x in saved]
         kept = {storage for storage in behind if storage not in buffers}
         shared = []
         for index, value in enumerate(results):
             if value is not None and value.numel():
-                storage = storage_span(value)[0]
+                storage = compat.memory_of(value)
                 if storage in taken:
                     shared.append(index)
                 taken.add(storage)

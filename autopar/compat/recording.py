@@ -109,20 +109,13 @@ def record_of(exported: Any, canonical: Mapping[str, str], device_type: str) -> 
 @contextlib.contextmanager
 def _lean(lines: bool) -> Iterator[None]:
     """Trace without what nobody reads: a stack trace for each node, and Python code of each graph on the way."""
+    from torch.fx import config
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True), contextlib.ExitStack() as stack:
-        if not lines:
-            stack.enter_context(_without_stack_traces())
+        if not lines and hasattr(config, "do_not_emit_stack_traces"):  # before 2.12 tracing always takes them
+            stack.enter_context(patched(config, "do_not_emit_stack_traces", True))
         yield
-
-
-def _without_stack_traces() -> contextlib.AbstractContextManager[None]:
-    from torch.fx import config
-
-    if not hasattr(config, "do_not_emit_stack_traces"):
-        return contextlib.nullcontext()  # before 2.12 tracing always takes them
-    return patched(config, "do_not_emit_stack_traces", True)
 
 
 def is_recorded_function(node: fx.Node) -> bool:

@@ -32,8 +32,8 @@ class WritesInput(Exception):
         self.index = index
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call of an operator writes."""
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -42,7 +42,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
         for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return list(pytree.tree_leaves(given))
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ class Writes(Watching):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.memory.update(memory_of(x) for x in written_by(func, args, kwargs or {}) if isinstance(x, torch.Tensor))
+        self.memory.update(map(memory_of, written_by(func, args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 

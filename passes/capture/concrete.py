@@ -141,7 +141,7 @@ class ConcreteValues(compat.Watching):
             number = self.read(func, args, kwargs)
             if number is not NotImplemented:
                 return number
-        written = [x for x in compat.written_by(func, args, kwargs) if isinstance(x, torch.Tensor)]
+        written = compat.written_by(func, args, kwargs)
         for x in written:
             if compat.is_real(x):
                 raise compat.WritesReal(str(func), x)

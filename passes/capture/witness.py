@@ -67,7 +67,7 @@ class Witness:
         return Reads(
             modules=frozenset(self.read),
             fields={cls: frozenset(names) for cls, names in self.fields.items()},
-            values=frozenset(p for p, tensor in self.seen.tensors if compat.storage_span(tensor)[0] in self.valued),
+            values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
         )
 
     @contextlib.contextmanager
@@ -135,8 +135,8 @@ class Witness:
 
     def written(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be written in place."""
-        storage = compat.storage_span(tensor)[0]
-        paths = [path for path, held in self.seen.tensors if compat.storage_span(held)[0] == storage]
+        storage = compat.memory_of(tensor)
+        paths = [path for path, held in self.seen.tensors if compat.memory_of(held) == storage]
         name = paths[0] if paths else f"a tensor {list(tensor.shape)} that is not the model's"
         return (
             f"forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program "
@@ -259,7 +259,7 @@ class _Functions(TorchFunctionMode):
                 f"on data: run the layer on the padded sequences, and mask what it makes of the padding"
             )
         if name in _VALUES and compat.is_real(args[0]):
-            self.valued.add(compat.storage_span(args[0])[0])
+            self.valued.add(compat.memory_of(args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -364,8 +364,8 @@ def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Mo
 def check_constants(constants: Mapping[str, torch.Tensor], seen: Look) -> None:
     """Raises CaptureError where a constant of the graph is to be trained: no parameter of the model, and yet it
     requires a gradient."""
-    trained = {compat.storage_span(t)[0]: path for path, t in reversed(seen.tensors) if t.requires_grad}
-    paths = [trained[s] for t in constants.values() if (s := compat.storage_span(t)[0]) in trained]
+    trained = {compat.memory_of(t): path for path, t in reversed(seen.tensors) if t.requires_grad}
+    paths = [trained[s] for t in constants.values() if (s := compat.memory_of(t)) in trained]
     if paths:
         raise CaptureError(
             f"{listed(paths)} {'requires' if len(paths) == 1 else 'require'} a gradient and "
