@@ -346,7 +346,7 @@ def ranks_here(mesh_shape: Mapping[str, int], device_type: str) -> Iterator[Devi
     world = int(os.environ["WORLD_SIZE"])
     if math.prod(mesh_shape.values()) != world:
         shown = ",".join(f"{axis}={size}" for axis, size in mesh_shape.items())
-        raise ValueError(f"mesh {shown} is not of the {world} ranks that there are: give axes whose product is {world}")
+        raise ValueError(f"mesh {shown} does not have the {world} ranks that run: give axes whose product is {world}")
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device_type, tuple(mesh_shape.values()), mesh_dim_names=tuple(mesh_shape))

@@ -174,7 +174,7 @@ class _Walk(Streams):
         look = self.look
         if len(look.facts) >= FACTS_MOST:
             if not look.is_cut:
-                logger.warning("the model holds so much in Python that not all is looked at: from %s on", path)
+                logger.warning("the model holds too much in Python to compare all of it: not from %s on", path)
             look.is_cut = True
             return
         if isinstance(value, _ATOMS):

@@ -57,8 +57,8 @@ def measured_here(
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} not set: ranks measure; start them with torchrun --no-python autopar calibrate, or "
-            "with autopar lab --nodes 2 --ranks 2 -- autopar calibrate"
+            f"{', '.join(missing)} not set: ranks measure, so start them with torchrun --no-python autopar calibrate, "
+            "or with autopar lab --nodes 2 --ranks 2 -- autopar calibrate"
         )
     world = int(os.environ["WORLD_SIZE"])
     if levels is None:
