@@ -103,7 +103,7 @@ def measure(name: str, until: str, memory_bytes: int, seconds: int, results: Con
         _measure(row, name, until, entered)
     except Exception as error:
         row["outcome"] = row.get("outcome") or "crash"
-        row["error"] = steps.told(error)
+        row["error"] = steps.described(error)
         row["traceback"] = traceback.format_exc()[-3000:]
     entered("done")
 
@@ -136,7 +136,7 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     try:
         planner = Planner(case.model, MESH, case.args, case.kwargs, loss_fn=case.loss_fn)
     except ValueError as error:
-        row |= {"outcome": "refused", "error": steps.told(error), "traceback": traceback.format_exc()[-3000:]}
+        row |= {"outcome": "refused", "error": steps.described(error), "traceback": traceback.format_exc()[-3000:]}
         return
     row |= {"nodes": len(planner.captured.graph.nodes), "without_rule": dict(planner.space.without_rule)}
     if until == "capture":
@@ -146,18 +146,18 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     if trains.random:
         one = Planner(case.model, {"a": 1}, case.args, case.kwargs, loss_fn=case.loss_fn)
         expected = models.simulated(one.program(one.plan(solver="dp")), one.captured, case, seed=steps.SEED)
-    found: dict[str, Row] = row.setdefault("plans", {})
+    plans: dict[str, Row] = row.setdefault("plans", {})
     for solver in SOLVERS:
         entered(f"plan {solver}")
         try:
             program = planner.program(planner.plan(solver=solver))
         except ValueError as error:
-            found[solver] = {"outcome": "no plan", "error": steps.told(error)}
+            plans[solver] = {"outcome": "no plan", "error": steps.described(error)}
             continue
         except Exception as error:
-            found[solver] = {
+            plans[solver] = {
                 "outcome": "crash",
-                "error": steps.told(error),
+                "error": steps.described(error),
                 "traceback": traceback.format_exc()[-3000:],
             }
             continue
@@ -168,17 +168,17 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
             )
         except Exception as error:
             kind = "wrong" if isinstance(error, AssertionError) else "crash"
-            found[solver] = {
+            plans[solver] = {
                 "outcome": kind,
-                "error": steps.told(error),
+                "error": steps.described(error),
                 "traceback": traceback.format_exc()[-3000:],
             }
             continue
         worst = max(differences, key=lambda what: (differences[what] != differences[what], differences[what]))
         equal = differences[worst] <= steps.TOLERANCE
-        found[solver] = {"outcome": "equal" if equal else "wrong", "worst": worst, "difference": differences[worst]}
-        found[solver]["differ"] = sum(not d <= steps.TOLERANCE for d in differences.values())
-    kinds = {plan["outcome"] for plan in found.values()}
+        plans[solver] = {"outcome": "equal" if equal else "wrong", "worst": worst, "difference": differences[worst]}
+        plans[solver]["differ"] = sum(not d <= steps.TOLERANCE for d in differences.values())
+    kinds = {plan["outcome"] for plan in plans.values()}
     row["outcome"] = next((o for o in ("wrong", "crash", "no plan") if o in kinds), "equal in all three")
 
 
@@ -263,7 +263,7 @@ def _end(one: Running) -> None:
 # ---- what is shown ------------------------------------------------------------------------------------
 
 
-def told(row: Mapping[str, Any]) -> str:
+def described(row: Mapping[str, Any]) -> str:
     """What came of it, in a line."""
     plans = row.get("plans", {})
     reasons = [
@@ -291,7 +291,7 @@ def printed(rows: Sequence[Row]) -> None:
     console.print(table)
     for row in rows:
         if row["outcome"] not in QUIET:
-            console.print(f"{row['model']} ({row.get('class', '')}): {told(row)[:400]}", markup=False)
+            console.print(f"{row['model']} ({row.get('class', '')}): {described(row)[:400]}", markup=False)
     seconds = [row["seconds_in_all"] for row in rows]
     if seconds:
         console.print(f"{len(rows)} architectures, {sum(seconds):.0f} s, {sum(seconds) / len(seconds):.1f} s each")
@@ -337,7 +337,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file.write(json.dumps(row, default=str) + "\n")
             file.flush()
             rows[row["model"]] = row
-            print(f"{number}/{len(names)} {row['model']} [{row['seconds_in_all']:.0f} s] {told(row)[:200]}", flush=True)
+            print(
+                f"{number}/{len(names)} {row['model']} [{row['seconds_in_all']:.0f} s] {described(row)[:200]}",
+                flush=True,
+            )
     printed(list(rows.values()))
 
 

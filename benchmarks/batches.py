@@ -36,38 +36,38 @@ class Batches:
         inputs = self.inputs()
         labels = LABELS.get(kind)
         if labels is not None:
-            for made in labels(self, inputs):
-                yield {**inputs, **made}
+            for labelled in labels(self, inputs):
+                yield {**inputs, **labelled}
                 if "attention_mask" in inputs:
-                    yield {**{k: v for k, v in inputs.items() if k != "attention_mask"}, **made}
+                    yield {**{k: v for k, v in inputs.items() if k != "attention_mask"}, **labelled}
         else:
             yield inputs
 
     # -- inputs
 
     def inputs(self) -> Batch:
-        made: Batch = {}
+        batch: Batch = {}
         for name in self.takes:
             if name == "pixel_values_videos" and self.model.main_input_name != name:
                 continue
             if make := INPUTS.get(name):
-                made[name] = make(self)
+                batch[name] = make(self)
         for name, turn in TURNED.items() if self.turned else ():
-            if name in made:
-                made[name] = turn(made[name])
-        if "pixel_values" in made and "input_ids" in made:
-            self._placed(made, "get_image_features", "pixel_values", ("image_token_id", "image_token_index"))
-        if "input_features" in made and "input_ids" in made:
-            self._placed(made, "get_audio_features", "input_features", ("audio_token_id", "audio_token_index"))
-        if "input_ids" in made and "attention_mask" in self.takes:
-            made["attention_mask"] = self._mask(made["input_ids"].shape[1])
-        if "input_ids" in made and "decoder_input_ids" in self.takes and not self.config.is_encoder_decoder:
-            made["decoder_input_ids"] = self._ids(SEQUENCE // 2)
+            if name in batch:
+                batch[name] = turn(batch[name])
+        if "pixel_values" in batch and "input_ids" in batch:
+            self._placed(batch, "get_image_features", "pixel_values", ("image_token_id", "image_token_index"))
+        if "input_features" in batch and "input_ids" in batch:
+            self._placed(batch, "get_audio_features", "input_features", ("audio_token_id", "audio_token_index"))
+        if "input_ids" in batch and "attention_mask" in self.takes:
+            batch["attention_mask"] = self._mask(batch["input_ids"].shape[1])
+        if "input_ids" in batch and "decoder_input_ids" in self.takes and not self.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = self._ids(SEQUENCE // 2)
         if "return_loss" in self.takes:
-            made["return_loss"] = True
-        return made
+            batch["return_loss"] = True
+        return batch
 
-    def _placed(self, made: Batch, method: str, of: str, names: tuple[str, ...]) -> None:
+    def _placed(self, batch: Batch, method: str, of: str, names: tuple[str, ...]) -> None:
         """Puts as many places for features into the text as there are."""
         token = next((t for n in names if isinstance(t := getattr(self.config, n, None), int)), None)
         if token is None or not hasattr(self.model, method):
@@ -75,14 +75,14 @@ class Batches:
         taken = inspect.signature(getattr(self.model, method)).parameters
         with torch.no_grad():
             features = getattr(self.model, method)(
-                **{of: made[of]} | {name: made[name] for name in taken if name in made}
+                **{of: batch[of]} | {name: batch[name] for name in taken if name in batch}
             )
         features = getattr(features, "pooler_output", features)
         rows = sum(f.numel() // f.shape[-1] for f in pytree.tree_leaves(features) if isinstance(f, torch.Tensor))
         places = torch.full((BATCH, rows // BATCH), token)
-        made["input_ids"] = torch.cat([made["input_ids"][:, :1], places, made["input_ids"][:, 1:]], 1)
+        batch["input_ids"] = torch.cat([batch["input_ids"][:, :1], places, batch["input_ids"][:, 1:]], 1)
         if "mm_token_type_ids" in self.takes:
-            made["mm_token_type_ids"] = (made["input_ids"] == token).int()
+            batch["mm_token_type_ids"] = (batch["input_ids"] == token).int()
 
     def _ids(self, length: int = SEQUENCE) -> torch.Tensor:
         ids = torch.randint(3, TOKENS, (BATCH, length), generator=self.generator)

@@ -46,7 +46,7 @@ def measure(planner: Planner) -> Row:
     descent, options = search.descent, search.options
     axes = descent.axes()
     begun = time.process_time()
-    found = blocks(planner.space.graph, max(planner.space.mesh))
+    grouped = blocks(planner.space.graph, max(planner.space.mesh))
     finding = time.process_time() - begun
 
     def descend(start: Mapping[str, Any], order: list[Any]) -> Solved:
@@ -56,7 +56,7 @@ def measure(planner: Planner) -> Row:
         "whole, slow first": lambda: descend(options.replicated(), axes),
         "whole, fast first": lambda: descend(options.replicated(), axes[::-1]),
         "batch": lambda: descend(options.batch(without=-1), axes),
-        "blocks": lambda: descend(by_blocks(options, found, axes[-1][0]), axes[::-1]),
+        "blocks": lambda: descend(by_blocks(options, grouped, axes[-1][0]), axes[::-1]),
     }
     row: Row = {"blocks_seconds": finding, "objective": {}, "seconds": {}}
     for name in STARTS:

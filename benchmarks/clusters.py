@@ -61,8 +61,8 @@ def collectives() -> list[str]:
         mesh = mesh_of(cluster)
         for which, link in zip(("outer", "inner"), cluster.links(mesh), strict=True):
             for kind in KINDS if link.ranks > 1 else ():
-                found = [price(kind, size, link) for size in SIZES]
-                cells = " | ".join(f"{p.seconds() * 1e3:.3g} ms {p.algorithm}" for p in found)
+                prices = [price(kind, size, link) for size in SIZES]
+                cells = " | ".join(f"{p.seconds() * 1e3:.3g} ms {p.algorithm}" for p in prices)
                 lines.append(f"| `{name}` {mesh[0]} x {mesh[1]}, {which} | {kind} | {cells} |")
     return lines
 

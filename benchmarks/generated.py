@@ -46,8 +46,8 @@ class Failed(Exception):
 class Batch:
     """The models of one seed."""
 
-    def __init__(self, number: int, known: set[str], families: Sequence[str], shrink_seconds: float) -> None:
-        self.number, self.known, self.families, self.shrink_seconds = number, known, families, shrink_seconds
+    def __init__(self, number: int, earlier: set[str], families: Sequence[str], shrink_seconds: float) -> None:
+        self.number, self.earlier, self.families, self.shrink_seconds = number, earlier, families, shrink_seconds
         self.counts: Counter[str] = Counter()
         self.refused: dict[str, list[Any]] = {}
         self.failures: dict[str, dict[str, Any]] = {}
@@ -83,16 +83,16 @@ class Batch:
         for outcome in outcomes(spec, self.number + self.models):
             self.counts[f"{spec.family} {outcome.kind}"] += 1
             if outcome.kind in ("refused", "invalid"):
-                found = self.refused.setdefault(outcome.signature, [0, outcome.message, repr(spec)])
-                found[0] += 1
+                entry = self.refused.setdefault(outcome.signature, [0, outcome.message, repr(spec)])
+                entry[0] += 1
             if outcome.kind in FAILURES:
                 signature = outcome.signature
                 entry = self.failures.setdefault(signature, {"count": 0, **_reproducer(spec, outcome)})
                 entry["count"] += 1
-                if signature not in self.known and failed is None and self.shrink_seconds:
+                if signature not in self.earlier and failed is None and self.shrink_seconds:
                     failed = outcome
         if failed is not None:
-            self.known.add(failed.signature)
+            self.earlier.add(failed.signature)
             print(f"  new: {failed.signature}\n    {_shown(_reproducer(spec, failed))}", file=sys.stderr, flush=True)
             self.shrinking, self.until = failed.signature, time.process_time() + self.shrink_seconds
             self.draws = self.number + self.models
@@ -106,9 +106,9 @@ class Batch:
                 return None
             alike = (o for o in outcomes(spec, self.draws) if o.signature == self.shrinking)
             self.seen[spec] = next(alike, None)
-        found = self.seen[spec]
-        if found is not None and self.shrinking is not None:
-            self.failures[self.shrinking].update(_reproducer(spec, found))
+        outcome = self.seen[spec]
+        if outcome is not None and self.shrinking is not None:
+            self.failures[self.shrinking].update(_reproducer(spec, outcome))
             return self.shrinking
         return None
 
@@ -132,28 +132,28 @@ def _alone(job: int) -> None:
 def work(
     job: int, numbers: list[int], programs: int, path: Path, families: Sequence[str], shrink_seconds: float
 ) -> None:
-    """Batches until there are so many programs; what they found is in a file after each."""
+    """Batches until there are so many programs; what they report is in a file after each."""
     _alone(job)
     logging.getLogger("autopar").setLevel(logging.ERROR)
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"batches": {}}
-    known = {signature for batch in found["batches"].values() for signature in batch["failures"]}
-    done = sum(sum(batch["counts"].values()) for batch in found["batches"].values())
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"batches": {}}
+    earlier = {signature for batch in report["batches"].values() for signature in batch["failures"]}
+    done = sum(sum(batch["counts"].values()) for batch in report["batches"].values())
     for number in numbers:
         if done >= programs:
             return
-        if str(number) in found["batches"]:
+        if str(number) in report["batches"]:
             continue
         started = time.process_time()
-        batch = Batch(number, known, families, shrink_seconds)
+        batch = Batch(number, earlier, families, shrink_seconds)
         batch.run()
-        found["batches"][str(number)] = {
+        report["batches"][str(number)] = {
             "counts": dict(batch.counts),
             "refused": batch.refused,
             "failures": batch.failures,
             "models": batch.models,
             "seconds": time.process_time() - started,
         }
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(report))
         done += sum(batch.counts.values())
         print(f"batch {number}: {sum(batch.counts.values())} programs, {done} in all", file=sys.stderr, flush=True)
         for signature, failure in batch.failures.items():
@@ -167,13 +167,13 @@ def report(batches: list[dict[str, Any]]) -> str:
     failures: dict[str, dict[str, Any]] = {}
     for batch in batches:
         counts.update(batch["counts"])
-        for signature, (count, *told) in batch["refused"].items():
-            refused.setdefault(signature, [0, *told])[0] += count
+        for signature, (count, *described) in batch["refused"].items():
+            refused.setdefault(signature, [0, *described])[0] += count
         for signature, failure in batch["failures"].items():
-            known = failures.setdefault(signature, {**failure, "count": 0})
-            known["count"] += failure["count"]
-            if len(failure["spec"]) < len(known["spec"]):
-                known.update({key: failure[key] for key in ("spec", "mesh", "plan", "message")})
+            kept = failures.setdefault(signature, {**failure, "count": 0})
+            kept["count"] += failure["count"]
+            if len(failure["spec"]) < len(kept["spec"]):
+                kept.update({key: failure[key] for key in ("spec", "mesh", "plan", "message")})
     seconds, models = (sum(batch[key] for batch in batches) for key in ("seconds", "models"))
     total = sum(counts.values())
     lines = [f"{total} programs of {models} models, {total / max(seconds, 1e-9):.1f} a second of processor time"]
@@ -184,7 +184,7 @@ def report(batches: list[dict[str, Any]]) -> str:
         "all     " + "".join(f"  {k} {sum(n for name, n in counts.items() if name.endswith(k))}" for k in kinds)
     )
     lines.append(f"\nrefused, {len(refused)} messages:")
-    lines += [f"{count:6}  {told[:300]}" for count, told, _ in sorted(refused.values(), reverse=True)]
+    lines += [f"{count:6}  {described[:300]}" for count, described, _ in sorted(refused.values(), reverse=True)]
     lines.append(f"\nfailures, {len(failures)} kinds:")
     for failure in sorted(failures.values(), key=lambda f: -f["count"]):
         lines.append(f"{failure['count']:6}  {failure['message'][:400]}\n        {_shown(failure)}")

@@ -1,4 +1,4 @@
-"""Plans measured on links that are as slow as they are told: `python benchmarks/lab.py [CELL ...] [--json lab.json]`.
+"""Plans measured on links slowed down as configured: `python benchmarks/lab.py [CELL ...] [--json lab.json]`.
 
 A cell is a model, a batch and a lab (`autopar lab`: real gloo ranks in network namespaces; needs root). In each, DDP,
 FSDP2 and `parallelize_module` as their documentation writes them, alone and combined on two axes, autopar's presets on
@@ -79,7 +79,7 @@ VOCABULARY, HEADS, KEY_VALUE_HEADS = 512, 8, 4
 
 
 def model_of(cell: Cell) -> Any:
-    """The same weights wherever it is made."""
+    """The same weights on every rank."""
     import torch
     from transformers import (
         BertConfig,
@@ -181,22 +181,22 @@ def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mappin
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    made: dict[str, tuple[Any, Mapping[str, Any]]] = {
+    variants: dict[str, tuple[Any, Mapping[str, Any]]] = {
         "DDP": (DistributedDataParallel(model_of(cell)), part(world, rank)),
         "FSDP2": (sharded(model_of(cell), flat), part(world, rank)),
     }
     if cell.experts or cell.family not in STYLES:
-        return made
+        return variants
     outer_part, inner_part = part(world // inner, rank // inner), part(inner, rank % inner)
     if KEY_VALUE_HEADS % world == 0 or cell.family == "BERT":
-        made["TP"] = (tensor_parallel(flat), batch)
+        variants["TP"] = (tensor_parallel(flat), batch)
     # replicated parameters of data parallel ranks, as `replicate` of a two-dimensional mesh: FSDP2 without sharding
-    made["FSDP x TP"] = (sharded(tensor_parallel(grid[INNER]), grid[OUTER]), outer_part)
-    made["TP x FSDP"] = (sharded(tensor_parallel(grid[OUTER]), grid[INNER]), inner_part)
+    variants["FSDP x TP"] = (sharded(tensor_parallel(grid[INNER]), grid[OUTER]), outer_part)
+    variants["TP x FSDP"] = (sharded(tensor_parallel(grid[OUTER]), grid[INNER]), inner_part)
     for name, across, mine in (("DP x TP", (OUTER, INNER), outer_part), ("TP x DP", (INNER, OUTER), inner_part)):
         data, tensor = across
-        made[name] = (_Averaged(tensor_parallel(grid[tensor]), grid.get_group(data)), mine)
-    return made
+        variants[name] = (_Averaged(tensor_parallel(grid[tensor]), grid.get_group(data)), mine)
+    return variants
 
 
 class _Averaged:
@@ -240,7 +240,7 @@ def ours(
         str(mesh): init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         for mesh in (grid, swapped, {"tp": world})
     }
-    made, same = {}, {}
+    modules, same = {}, {}
     programs: dict[tuple[str, str], str] = {}
     for name, mesh, solver in (
         ("free", grid, "dp"),
@@ -256,12 +256,12 @@ def ours(
             model_of(cell), meshes[str(mesh)], kwargs=batch, solver=solver, cluster=file, optimizer="sgd"
         )
         plan = module.plan
-        known = programs.setdefault((str(mesh), module.program.digest), name)
-        if known == name:
-            made[name] = (module, batch, {"apart": plan.account.seconds, "overlapped": plan.seconds})
+        twin = programs.setdefault((str(mesh), module.program.digest), name)
+        if twin == name:
+            modules[name] = (module, batch, {"apart": plan.account.seconds, "overlapped": plan.seconds})
         else:
-            same[name] = known
-    return made, same
+            same[name] = twin
+    return modules, same
 
 
 def in_turns(
@@ -312,7 +312,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     batch = {"input_ids": ids, "labels": ids}
     mine, same = ours(cell, batch, file)
     predicted = {name: seconds for name, (_, _, seconds) in mine.items()}
-    made = {**by_hand(cell, batch), **{name: (module, inputs) for name, (module, inputs, _) in mine.items()}}
+    variants = {**by_hand(cell, batch), **{name: (module, inputs) for name, (module, inputs, _) in mine.items()}}
     free = mine["free"][0]
     cases = list(cases_of(free))
     alone: list[dict[Any, float]] = []
@@ -320,11 +320,11 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     def between(number: int) -> None:
         alone.append(collectives_seconds(cases, free.mesh))
 
-    seconds = in_turns({name: training_step(*given) for name, given in made.items()}, rounds, between)
+    seconds = in_turns({name: training_step(*given) for name, given in variants.items()}, rounds, between)
     return {
         "seconds": seconds,
         "predicted": predicted,
-        "by_hand": [name for name in made if name not in mine],
+        "by_hand": [name for name in variants if name not in mine],
         "same": same,
         "collectives": collectives(free, file, alone),
     }
@@ -376,18 +376,18 @@ def calibrated(cell: Cell, again: bool) -> str:
     return str(file)
 
 
-def steps_of(found: list[dict[str, Any]]) -> dict[str, list[float]]:
+def steps_of(ranks: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Of each plan, what each of its steps took on its slowest rank, from what ranks measured."""
     return {
-        plan: [max(times) for times in zip(*(rank["seconds"][plan] for rank in found), strict=True)]
-        for plan in found[0]["seconds"]
+        plan: [max(times) for times in zip(*(rank["seconds"][plan] for rank in ranks), strict=True)]
+        for plan in ranks[0]["seconds"]
     }
 
 
-def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
+def report(name: str, cell: Cell, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Prints a cell's table; returns it."""
-    predicted, hand, same = (found[0][key] for key in ("predicted", "by_hand", "same"))
-    steps = steps_of(found)
+    predicted, hand, same = (ranks[0][key] for key in ("predicted", "by_hand", "same"))
+    steps = steps_of(ranks)
     medians = {plan: statistics.median(times) for plan, times in steps.items()}
     best = min(hand, key=lambda plan: medians[plan])
     ratio = statistics.median(a / b for a, b in zip(steps["free"], steps[best], strict=True))
@@ -395,12 +395,12 @@ def report(name: str, cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]
     print(f"\n{name}: hidden {cell.hidden}, {cell.layers} layers, {cell.batch} x {cell.sequence}, {cell.links()}")
     print(f"{'plan':<20} {'measured ms':>12} {'predicted ms':>13} {'without overlap':>16}")
     for plan in sorted(medians, key=lambda plan: medians[plan]):
-        told = "{overlapped:13.0f} {apart:16.0f}" if plan in predicted else ""
-        told = told.format(**{name: seconds * 1e3 for name, seconds in predicted.get(plan, {}).items()})
+        figures = "{overlapped:13.0f} {apart:16.0f}" if plan in predicted else ""
+        figures = figures.format(**{name: seconds * 1e3 for name, seconds in predicted.get(plan, {}).items()})
         alike = " = ".join([plan, *(name for name, other in same.items() if other == plan)])
-        print(f"{alike:<20} {medians[plan] * 1e3:12.0f} {told}")
+        print(f"{alike:<20} {medians[plan] * 1e3:12.0f} {figures}")
     print(f"free / best by hand ({best}): {ratio:.2f}; order of predictions (Spearman): {order:.2f}")
-    rows = found[0]["collectives"]
+    rows = ranks[0]["collectives"]
     print(f"{'collective of the free plan':<40} {'count':>5} {'predicted ms':>13} {'measured ms':>12} {'off':>5}")
     for row in rows:
         what = f"{row['kind']} of {row['bytes']:,} bytes, {row['axis']}"

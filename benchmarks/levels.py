@@ -130,12 +130,12 @@ def tiny() -> Mapping[str, Callable[[], Planner]]:
     import models
     import zoo
 
-    def made(case: Any) -> Planner:
+    def planned(case: Any) -> Planner:
         return Planner(case.model, {"a": 1}, case.args, case.kwargs, loss_fn=case.loss_fn)
 
     return {
-        **{name: lambda name=name: made(models.case(name)) for name in models.CASES},  # type: ignore[misc]
-        **{f"zoo {name}": lambda name=name: made(zoo.case(name)) for name in zoo.ZOO},  # type: ignore[misc]
+        **{name: lambda name=name: planned(models.case(name)) for name in models.CASES},  # type: ignore[misc]
+        **{f"zoo {name}": lambda name=name: planned(zoo.case(name)) for name in zoo.ZOO},  # type: ignore[misc]
     }
 
 
@@ -160,22 +160,22 @@ def variables(problem: Problem) -> int:
     return len(problem.variables) + sum(variables(repeat.body) for repeat in problem.repeats)
 
 
-def measure(model: str, made: Planner, cluster: str, levels: Sequence[str], with_limits: bool) -> list[Row]:
+def measure(model: str, planner: Planner, cluster: str, levels: Sequence[str], with_limits: bool) -> list[Row]:
     """One row a level, without a limit and with one."""
-    original = operator_level(made.space)
+    original = operator_level(planner.space)
     fastest = optimum(original, 0.0).score
-    rows = _levels(made, levels, original, None, [0.0], fastest)
+    rows = _levels(planner, levels, original, None, [0.0], fastest)
     if with_limits:
-        original = operator_level(made.space, 1.0)
+        original = operator_level(planner.space, 1.0)
         unit = fastest.seconds / fastest.bytes
         smallest = evaluate(original, optimum(original, SMALLEST * unit).choice)
         limit = (fastest.bytes + smallest.bytes) / 2
-        rows += _levels(made, levels, original, limit, [unit * price for price in PRICES], fastest)
-    return [{"model": model, "mesh": dict(made.mesh), "cluster": cluster, **row} for row in rows]
+        rows += _levels(planner, levels, original, limit, [unit * price for price in PRICES], fastest)
+    return [{"model": model, "mesh": dict(planner.mesh), "cluster": cluster, **row} for row in rows]
 
 
 def _levels(
-    made: Planner,
+    planner: Planner,
     levels: Sequence[str],
     original: Problem,
     limit: float | None,
@@ -185,11 +185,11 @@ def _levels(
     rows: list[Row] = []
     for level in levels:
         started = time.perf_counter()
-        grouped = at_level(made.space, original, level, limited=limit is not None)
+        grouped = at_level(planner.space, original, level, limited=limit is not None)
         group_seconds = time.perf_counter() - started
         problem = original if grouped is None else grouped.problem
 
-        def found(solution: Solution, price: float = 0.0, grouped: Grouped | None = grouped) -> float:
+        def objective(solution: Solution, price: float = 0.0, grouped: Grouped | None = grouped) -> float:
             score = evaluate(original, solution.choice if grouped is None else grouped.expand(solution.choice))
             return score.objective + price * score.bytes
 
@@ -197,8 +197,8 @@ def _levels(
         began = time.perf_counter()
         solution = at_prices[0] if limit is None else solve_ilp(problem, bytes_limit=limit, limited_gap=GAP)
         took = solution.seconds_to_solve or time.perf_counter() - began
-        best = found(solution)
-        priced_optima = [found(s, price) for s, price in zip(at_prices, prices, strict=True)]
+        best = objective(solution)
+        priced_optima = [objective(s, price) for s, price in zip(at_prices, prices, strict=True)]
         first = rows[0] if rows else None
         rows.append(
             {
@@ -224,9 +224,9 @@ def _levels(
     return rows
 
 
-def _lost(found: float, best: float) -> float:
+def _lost(seconds: float, best: float) -> float:
     """In percent; below the rounding of sums nothing."""
-    loss = found / best - 1
+    loss = seconds / best - 1
     return 0.0 if abs(loss) < 1e-9 else 100 * loss
 
 
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     every = tiny() if options.tiny else {name: lambda name=name: planner(name) for name in MODELS}  # type: ignore[misc]
     print(HEADER)
-    known: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    earlier: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     rows: list[Row] = []
     for model in options.models or every:
         base = every[model]()
@@ -310,10 +310,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print_row(row)
                     rows.append(row)
     measured = {(row["model"], mesh_text(row["mesh"])) for row in rows}
-    rows += [row for row in known if (row["model"], mesh_text(row["mesh"])) not in measured]
+    rows += [row for row in earlier if (row["model"], mesh_text(row["mesh"])) not in measured]
     rows.sort(key=lambda row: (row["model"], mesh_text(row["mesh"])))
-    found = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
-    options.json.write_text(json.dumps(found, indent=1))
+    data = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
+    options.json.write_text(json.dumps(data, indent=1))
     if options.docs:
         marked.write("levels.md", "levels", table(rows))
 

@@ -13,9 +13,9 @@ def write(file: str, name: str, text: str) -> None:
     Raises ValueError for a file that has no such place.
     """
     path = DOCS / file
-    whole, begin, end = path.read_text(), f"<!-- {name} -->\n", "<!-- end -->"
-    before, found, rest = whole.partition(begin)
+    text, begin, end = path.read_text(), f"<!-- {name} -->\n", "<!-- end -->"
+    before, marker, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    if not (found and closed):
+    if not (marker and closed):
         raise ValueError(f"{path} has no lines {begin.strip()} and, after it, {end}: write them where the table goes")
     path.write_text(f"{before}{begin}{text}\n{end}{after}")

@@ -111,14 +111,14 @@ def measured(name: str, mesh: dict[str, int], plans: list[Any]) -> list[int]:
     from autopar.runtime.memory import step_bytes
 
     on = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    found = []
+    peaks = []
     for plan in plans:
-        made = case(name)
-        module = autopar.parallelize(made.model, on, made.args, made.kwargs, plan=plan)
-        given = {k: distribute_tensor(v, on, module.input_placements[f"kwargs.{k}"]) for k, v in made.kwargs.items()}
+        built = case(name)
+        module = autopar.parallelize(built.model, on, built.args, built.kwargs, plan=plan)
+        given = {k: distribute_tensor(v, on, module.input_placements[f"kwargs.{k}"]) for k, v in built.kwargs.items()}
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        found.append(step_bytes(module, optimizer, (), given, models.loss_of))
-    return found
+        peaks.append(step_bytes(module, optimizer, (), given, models.loss_of))
+    return peaks
 
 
 def rows(name: str, mesh: dict[str, int]) -> list[dict[str, Any]]:
@@ -127,8 +127,8 @@ def rows(name: str, mesh: dict[str, int]) -> list[dict[str, Any]]:
     from autopar.planning.planner import Planner
     from autopar.solve.problem import Infeasible
 
-    made = case(name)
-    planner = Planner(made.model, mesh, made.args, made.kwargs)
+    built = case(name)
+    planner = Planner(built.model, mesh, built.args, built.kwargs)
     started = time.perf_counter()
     free = planner.plan()
     try:
@@ -167,18 +167,18 @@ def main() -> None:
     parser.add_argument("--mesh", default="ranks=4")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     for name in chosen.models:
-        found += rows(name, mesh_shape(chosen.mesh))
+        measured += rows(name, mesh_shape(chosen.mesh))
         print(f"{name} done", file=sys.stderr, flush=True)
     lines = [("model", "limit", "predicted", "measured", "predicted / measured", "predicted step")]
-    for r in found:
+    for r in measured:
         sizes = (bytes_text(r[key]) for key in ("limit", "predicted", "measured"))
         lines.append((r["model"], *sizes, f"{r['ratio']:.3f}", seconds_text(r["step_seconds"])))
     print("\n".join(table(lines)))
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
-    wrong = [r for r in found if abs(r["ratio"] - 1) > TOLERANCE or r["measured"] > r["limit"] * (1 + TOLERANCE)]
+        chosen.json.write_text(json.dumps(measured, indent=1) + "\n")
+    wrong = [r for r in measured if abs(r["ratio"] - 1) > TOLERANCE or r["measured"] > r["limit"] * (1 + TOLERANCE)]
     sys.exit(bool(wrong))
 
 

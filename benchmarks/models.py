@@ -76,20 +76,20 @@ def _measure(row: Row, name: str, layers: int, randoms: int, gloo: bool, dropout
         row["rest_nodes"] = len(planner.segments.rest)
         row["without_rule"] = dict(planner.space.without_rule)
         there = row["meshes"][title] = {}
-        made: dict[str, Any] = {}
+        plans: dict[str, Any] = {}
         for kind in ("dp", *PRESETS):
-            there[kind] = _attempt(partial(_plan, planner, kind, made))
+            there[kind] = _attempt(partial(_plan, planner, kind, plans))
         row["search_seconds"][title] = there["dp"].get("plan_seconds")
         for seed in range(randoms):
-            there[f"random {seed}"] = _attempt(partial(_random, planner, seed, made))
+            there[f"random {seed}"] = _attempt(partial(_random, planner, seed, plans))
         if gloo:
-            for found in ranks.run(RANKS, _rank, name, layers, dropout, mesh, made, timeout_seconds=600.0):
-                for kind, step in found.items():
+            for by_kind in ranks.run(RANKS, _rank, name, layers, dropout, mesh, plans, timeout_seconds=600.0):
+                for kind, step in by_kind.items():
                     error = step if isinstance(step, dict) else _errors(step, expected)
                     if error.get("error", math.inf) >= there[kind].get("error", 0.0):
                         there[kind] |= error
             continue
-        for kind, plan in made.items():
+        for kind, plan in plans.items():
             there[kind] |= _attempt(partial(_simulated, partial(planner.program, plan), planner, case, expected))
 
 
@@ -127,13 +127,13 @@ def _attempt(function: Callable[[], Any]) -> Any:
         return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
 
-def _plan(planner: Any, solver: str, made: dict[str, Any]) -> Row:
+def _plan(planner: Any, solver: str, plans: dict[str, Any]) -> Row:
     started = time.perf_counter()
-    made[solver] = planner.plan(solver=solver)
+    plans[solver] = planner.plan(solver=solver)
     return {"plan_seconds": time.perf_counter() - started}
 
 
-def _random(planner: Any, seed: int, made: dict[str, Any]) -> Row:
+def _random(planner: Any, seed: int, plans: dict[str, Any]) -> Row:
     import plans
 
     from autopar.planning.account import account
@@ -144,8 +144,8 @@ def _random(planner: Any, seed: int, made: dict[str, Any]) -> Row:
     assignment = plans.random_assignment(planner.space, seed)
     priced = account(planner.space, assignment)
     score = Score(seconds=priced.seconds, bytes=priced.bytes)
-    found = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=0.0)
-    made[f"random {seed}"] = planner.describe(found, Request())
+    solution = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=0.0)
+    plans[f"random {seed}"] = planner.describe(solution, Request())
     return {}
 
 
@@ -257,7 +257,7 @@ def page(rows: Sequence[Row], command: str, gloo: bool, dropout: float) -> str:
         "and the largest difference of the loss, any other output, any gradient or any buffer from "
         f"{reference}, relative to the tensor's largest element (for gradients to a hundredth of the largest of all, "
         "where that is more);",
-        "- *no rule*: operators that every rank computes whole.",
+        "- *no rule*: operators that every rank computes in full.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -305,9 +305,9 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     printed(rows)
     if options.docs:
-        told = ["--random", str(options.random), *(["--gloo"] if options.gloo else []), "--docs"]
-        told += ["--dropout", str(options.dropout)] if options.dropout else []
-        command = shlex.join(["python", "benchmarks/models.py", *options.names, *told])
+        arguments = ["--random", str(options.random), *(["--gloo"] if options.gloo else []), "--docs"]
+        arguments += ["--dropout", str(options.dropout)] if options.dropout else []
+        command = shlex.join(["python", "benchmarks/models.py", *options.names, *arguments])
         file = ROOT / "docs" / ("models-dropout.md" if options.dropout else "models.md")
         file.write_text(page(rows, command, options.gloo, options.dropout))
 

@@ -82,15 +82,15 @@ def operators_alone(program: Any) -> Any:
             return replace(i, op="aten.view.default", args=(i.args[0], program.metas[i.inputs[0]].shape))
         if not i.collective:
             return i
-        given, made = (program.metas[name].shape for name in (i.inputs[0], i.outputs[0]))
-        if given == made:
-            return replace(i, op="aten.view.default", args=(Ref(i.inputs[0]), made))
+        given, wanted = (program.metas[name].shape for name in (i.inputs[0], i.outputs[0]))
+        if given == wanted:
+            return replace(i, op="aten.view.default", args=(Ref(i.inputs[0]), wanted))
         if i.collective == "all_gather":
             return replace(
-                i, op="aten.repeat.default", args=(Ref(i.inputs[0]), (made[0] // given[0], *[1] * (len(given) - 1)))
+                i, op="aten.repeat.default", args=(Ref(i.inputs[0]), (wanted[0] // given[0], *[1] * (len(given) - 1)))
             )
         assert i.collective == "reduce_scatter", i
-        return replace(i, op="aten.slice.Tensor", args=(Ref(i.inputs[0]), 0, 0, made[0]))
+        return replace(i, op="aten.slice.Tensor", args=(Ref(i.inputs[0]), 0, 0, wanted[0]))
 
     forward, backward = (tuple(map(answered, half)) for half in (program.forward, program.backward))
     return replace(program, forward=forward, backward=backward)
@@ -165,9 +165,9 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
             if same[key] == key:
                 module = ParallelModule(model_of(cell), planner.captured, program, plan, device_mesh)
                 runs[key] = step(key, module, batch)
-            told = timeline(program, planner.cluster)
-            busy = {stream: told.busy_seconds(stream) for stream in (COMPUTE, *told.axes)}
-            predicted[key] = {"seconds": told.seconds, "bound": max(busy.values())}
+            simulated = timeline(program, planner.cluster)
+            busy = {stream: simulated.busy_seconds(stream) for stream in (COMPUTE, *simulated.axes)}
+            predicted[key] = {"seconds": simulated.seconds, "bound": max(busy.values())}
         local = ParallelModule(model_of(cell), planner.captured, operators_alone(program), plan, device_mesh)
         runs[f"{name}|operators"] = step(f"{name}|operators", local, batch)
         runs[f"{name}|collectives"] = collectives_alone(program, device_mesh)
@@ -178,35 +178,37 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, An
     return {"seconds": seconds, "predicted": predicted, "losses": losses, "same": same}
 
 
-def report(cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
-    predicted, same, losses = (found[0][key] for key in ("predicted", "same", "losses"))
-    steps = steps_of(found)
+def report(cell: Cell, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    predicted, same, losses = (ranks[0][key] for key in ("predicted", "same", "losses"))
+    steps = steps_of(ranks)
     medians = {key: statistics.median(times) for key, times in steps.items()}
     print(
         f"\n{cell.family}, {cell.batch} x {cell.sequence}, hidden {cell.hidden}, {cell.layers} layers, {cell.links()}"
     )
     print(f"{'plan':<24} {'program':<9} {'measured ms':>12} {'predicted ms':>13} {'gain':>6} {'predicted':>10}")
     rows, bounds = [], []
-    for key, told in predicted.items():
+    for key, simulated in predicted.items():
         plan, lowering = key.split("|")
         base = f"{plan}|plain"
         gain = statistics.median(1 - a / b for a, b in zip(steps[same[key]], steps[base], strict=True))
-        foretold = 1 - told["seconds"] / predicted[base]["seconds"]
+        foretold = 1 - simulated["seconds"] / predicted[base]["seconds"]
         median = medians[same[key]]
-        rows.append({"plan": plan, "program": lowering, "measured": median, **told, "gain": gain, "told": foretold})
-        figures = f"{median * 1e3:12.0f} {told['seconds'] * 1e3:13.0f} {gain:6.0%} {foretold:10.0%}"
+        rows.append(
+            {"plan": plan, "program": lowering, "measured": median, **simulated, "gain": gain, "foretold": foretold}
+        )
+        figures = f"{median * 1e3:12.0f} {simulated['seconds'] * 1e3:13.0f} {gain:6.0%} {foretold:10.0%}"
         if same[key] != key:
             figures = f"{'= ' + same[key].split('|')[1]:>12}"
         print(f"{plan:<24} {lowering:<9} {figures}", flush=True)
         if lowering == "all":
             parts = {part: medians[f"{plan}|{part}"] for part in ("operators", "collectives")}
             bounds.append({"plan": plan, "step": median, **parts, "over": median / max(parts.values())})
-            bounds[-1]["told"] = told["seconds"] / told["bound"]
+            bounds[-1]["simulated"] = simulated["seconds"] / simulated["bound"]
     print(f"{'plan':<24} {'step ms':>9} {'operators':>10} {'collectives':>12} {'step / longer':>14} {'predicted':>10}")
     for b in bounds:
         print(
             f"{b['plan']:<24} {b['step'] * 1e3:9.0f} {b['operators'] * 1e3:10.0f} {b['collectives'] * 1e3:12.0f} "
-            f"{b['over']:14.2f} {b['told']:10.2f}"
+            f"{b['over']:14.2f} {b['simulated']:10.2f}"
         )
     ratios = {}
     for preset, hand in HAND.items():
@@ -215,7 +217,7 @@ def report(cell: Cell, found: list[dict[str, Any]]) -> dict[str, Any]:
             ratios[key] = statistics.median(a / b for a, b in pairs)
             print(f"{key.split('|')[0]} / {hand} ({medians[hand] * 1e3:.0f} ms): {ratios[key]:.2f}")
     measured = [row for row in rows if same[f"{row['plan']}|{row['program']}"] == f"{row['plan']}|{row['program']}"]
-    off = [abs(row["gain"] - row["told"]) for row in measured if row["program"] != "plain"]
+    off = [abs(row["gain"] - row["foretold"]) for row in measured if row["program"] != "plain"]
     right = sum(o <= CLOSE for o in off)
     print(f"gains predicted within {CLOSE * 100:.0f} points: {right} of {len(off)}, the worst is off by {max(off):.0%}")
     values = [loss for key, loss in losses.items() if key in predicted]
@@ -234,8 +236,8 @@ def main() -> None:
     for family in options.families:
         cell = replace(SLOW, family=family, hidden=options.hidden)
         arguments = (asdict(cell), calibrated(cell, False), options.rounds)
-        found = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
-        results[family] = report(cell, found)
+        ranks = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
+        results[family] = report(cell, ranks)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

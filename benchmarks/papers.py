@@ -40,11 +40,13 @@ def show(title: str, rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -
         print(f"  * {note}")
 
 
-def all_reduces(found: papers.Collectives, axis: str, unit: int) -> float:
+def all_reduces(collectives: papers.Collectives, axis: str, unit: int) -> float:
     """Bytes over an axis in all-reduces of `unit`, without norms' statistics: a gather or a scatter is half of one."""
     share = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
     small = 16 * BATCH * LENGTH
-    return sum(share[kind] * size * n / unit for (_, kind, a, size), n in found.items() if a == axis and size > small)
+    return sum(
+        share[kind] * size * n / unit for (_, kind, a, size), n in collectives.items() if a == axis and size > small
+    )
 
 
 def atp() -> dict[str, Any]:
@@ -87,8 +89,10 @@ def atp() -> dict[str, Any]:
     rows: list[Sequence[Any]] = [("mesh", "first axis, paper", "program", "second axis, paper", "program")]
     counted = {}
     for d1, d2 in ((4, 2), (2, 4)):
-        found = papers.of_one_layer({"d1": d1, "d2": d2}, "atp", batch=BATCH, length=LENGTH, hidden=HIDDEN, heads=HEADS)
-        ours = all_reduces(found, "d1", U // d2), all_reduces(found, "d2", U // d1)
+        collectives = papers.of_one_layer(
+            {"d1": d1, "d2": d2}, "atp", batch=BATCH, length=LENGTH, hidden=HIDDEN, heads=HEADS
+        )
+        ours = all_reduces(collectives, "d1", U // d2), all_reduces(collectives, "d2", U // d1)
         counted[f"{d1}x{d2}"] = ours
         rows.append((f"({d1}, {d2})", "4 x u/d2", f"{ours[0]:g} x u/d2", "14 x u/d1", f"{ours[1]:g} x u/d1"))
     show(
@@ -148,14 +152,14 @@ def par4d() -> dict[str, Any]:
     orientation = {"x": "S(0)", "y": "S(1)"}, {"x": "S(1)", "y": "S(0)"}
     names = ("qkv", "projection", "fc1", "fc2")
     pinned = {f"*.{name}.weight": orientation[number % 2] for number, name in enumerate(names)}
-    found = papers.of_one_layer(
+    collectives = papers.of_one_layer(
         grid, "par4d", batch=BATCH, length=LENGTH, hidden=HIDDEN, heads=HEADS, constraints=pinned
     )
     small = 16 * BATCH * LENGTH
     rows = [("phase", "collective", "axis", "count", "MB")]
     rows += [
         (phase, kind, axis, str(count), f"{size * count / 1e6:.1f}")
-        for (phase, kind, axis, size), count in sorted(found.items())
+        for (phase, kind, axis, size), count in sorted(collectives.items())
         if size > small
     ]
     show(
@@ -193,10 +197,10 @@ def meshslice() -> dict[str, Any]:
         model = nn.Sequential(nn.GELU(), nn.Linear(k, n, bias=False), nn.GELU()).to(torch.bfloat16)
         x = torch.zeros(m, k, dtype=torch.bfloat16, requires_grad=True)
     mesh = {"data": 4, "rows": 32, "cols": 8}
-    found = papers.collectives(papers.planned(model, x, mesh, "meshslice", "tpu-v4")[1])
+    collectives = papers.collectives(papers.planned(model, x, mesh, "meshslice", "tpu-v4")[1])
     received = sum(
         (mesh[axis] - 1) / mesh[axis] * size * count
-        for (phase, _, axis, size), count in found.items()
+        for (phase, _, axis, size), count in collectives.items()
         if phase == "forward"
     )
     rows += [
@@ -226,8 +230,8 @@ def meshslice() -> dict[str, Any]:
 def cfp() -> dict[str, Any]:
     with torch.device("meta"):
         model, x = nn.Sequential(*(papers.Layer(256, 8) for _ in range(3))), torch.zeros(8, 64, 256)
-    found = blocks(capture(model, (x,), {}).graph, 4, merge=False)
-    dims = [[len(b.dims) for b in found.blocks if b.name.startswith(f"{number}.")] for number in range(2)]
+    grouped = blocks(capture(model, (x,), {}).graph, 4, merge=False)
+    dims = [[len(b.dims) for b in grouped.blocks if b.name.startswith(f"{number}.")] for number in range(2)]
     inside = figures.profiled_programs(dims[:1]) - dims[0][-1] * dims[0][0]
     programs = figures.profiled_programs(dims)
     show(
@@ -243,11 +247,11 @@ def cfp() -> dict[str, Any]:
     return {"dims": dims, "configurations": inside, "programs": programs}
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(figures: Mapping[str, Any], path: Path) -> None:
     """Fig. 12 of ATP, V.C of Par4D, Fig. 13 of MeshSlice."""
     figure = Figure(figsize=(14, 4), layout="constrained")
     first, second, third = figure.subplots(1, 3)
-    curves = found["ATP"]["figure 12"]
+    curves = figures["ATP"]["figure 12"]
     for d2 in (1, 2, 4):
         points = [(n, curve[d2]) for n, curve in curves.items() if d2 in curve and n >= 2 * d2]
         first.plot(*zip(*points, strict=True), marker="o", label=f"ATP-{d2}")
@@ -255,12 +259,12 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     first.set_xscale("log", base=2)
     first.set(title="ATP Fig. 12", xlabel="devices", ylabel="seconds / (2 L b s h / GroupBW)")
     first.legend()
-    aware = found["Par4D"]["aware"]
-    rank = {grid: place for place, grid in enumerate(found["Par4D"]["agnostic"], start=1)}
+    aware = figures["Par4D"]["aware"]
+    rank = {grid: place for place, grid in enumerate(figures["Par4D"]["agnostic"], start=1)}
     second.scatter(range(1, len(aware) + 1), [rank[grid] for grid in aware])
     second.plot([1, len(aware)], [1, len(aware)], "k:", linewidth=1)
     second.set(title="Par4D V.C: grids of 32 GPUs", xlabel="rank, placement-aware", ylabel="rank, placement-agnostic")
-    for name, by_mesh in found["MeshSlice"]["utilization"].items():
+    for name, by_mesh in figures["MeshSlice"]["utilization"].items():
         (line,) = third.plot(list(by_mesh), [b for _, b in by_mesh.values()], marker="o", label=name)
         third.plot(list(by_mesh), [a for a, _ in by_mesh.values()], ":", color=line.get_color(), label=f"{name}, Y-stn")
     third.set(title="MeshSlice Fig. 13, Table 2", xlabel="rows x columns", ylabel="part of the peak")
@@ -273,9 +277,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("papers.json"))
     parser.add_argument("--figure", type=Path, default=Path("papers.svg"))
     options = parser.parse_args()
-    found = {"ATP": atp(), "Par4D": par4d(), "MeshSlice": meshslice(), "CFP": cfp()}
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
-    draw(found, options.figure)
+    figures = {"ATP": atp(), "Par4D": par4d(), "MeshSlice": meshslice(), "CFP": cfp()}
+    options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    draw(figures, options.figure)
     print(f"\nwritten to {options.json} and {options.figure}")
 
 

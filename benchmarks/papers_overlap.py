@@ -75,13 +75,15 @@ def ranked(by: Mapping[str, float]) -> str:
 def other_seconds(name: str) -> float:
     """What a layer's operators besides products and their copies take on a chip: from the programs of four layers and
     of three on 32 x 8 chips of tpu-v4."""
-    found = []
+    seconds = []
     for count in (3, 4):
         model, x = stack(figures.MESHSLICE_MODELS[name], HEADS[name], count, figures.CHIPS // 2)
         planner, program = papers.planned(model, x, {"rows": 32, "cols": 8}, "meshslice", "tpu-v4")
         events = timeline(program, planner.cluster).events
-        found.append(sum(e.seconds for e in events if e.stream == COMPUTE and "mm" not in e.op and e.op not in COPIES))
-    return found[1] - found[0]
+        seconds.append(
+            sum(e.seconds for e in events if e.stream == COMPUTE and "mm" not in e.op and e.op not in COPIES)
+        )
+    return seconds[1] - seconds[0]
 
 
 def meshslice() -> dict[str, Any]:
@@ -94,8 +96,8 @@ def meshslice() -> dict[str, Any]:
             [
                 ("chips", *SEVEN),
                 *(
-                    (chips, *(f"{u:.1%} {r}x{c}" if u else "-" for u, (r, c) in found.values()))
-                    for chips, found in by_chips.items()
+                    (chips, *(f"{u:.1%} {r}x{c}" if u else "-" for u, (r, c) in shapes.values()))
+                    for chips, shapes in by_chips.items()
                 ),
             ],
         )
@@ -104,7 +106,7 @@ def meshslice() -> dict[str, Any]:
         sums = {a: sum(gemms.seconds_of(a, p, *last[a][1]) for p in product) for a in ("MeshSlice", "Wang")}
         other = other_seconds(name)
         faster = sums["Wang"] / sums["MeshSlice"] - 1
-        whole = (sums["Wang"] + other) / (sums["MeshSlice"] + other) - 1
+        faster_in_all = (sums["Wang"] + other) / (sums["MeshSlice"] + other) - 1
         lost = 1 - last["MeshSlice"][0] / by_chips[16]["MeshSlice"][0]
         show(
             f"MeshSlice, 5.1.1, {name} on 256 chips",
@@ -113,7 +115,7 @@ def meshslice() -> dict[str, Any]:
                 ("utilization", f"{text['MeshSlice']:.1%}", f"{last['MeshSlice'][0]:.1%}"),
                 ("lost from 16 chips on", f"{text['lost']:.1%}", f"{lost:.1%}"),
                 ("FC layers, faster than Wang", f"{text['over Wang']:.1%}", f"{faster:.1%}"),
-                ("end to end, faster than Wang", f"{text['end to end']:.1%}", f"{whole:.1%}"),
+                ("end to end, faster than Wang", f"{text['end to end']:.1%}", f"{faster_in_all:.1%}"),
                 (
                     "order",
                     "MeshSlice, Wang, Collective, others",
@@ -123,7 +125,7 @@ def meshslice() -> dict[str, Any]:
             [
                 "four rates fitted to the text, which prints none; contention for memory, which the paper simulates, "
                 "is in the fitted FLOP/s",
-                "Wang: how its messages lie under products is not stated in full; here what is whole starts at once "
+                "Wang: how its messages lie under products is not stated in full; here what is unsliced starts at once "
                 f"and products wait for it (GPT-3's gain is {abs(faster - text['over Wang']) * 100:.1f} points off)"
                 if name == "GPT-3"
                 else "other layers: from the preset's program on tpu-v4; the paper measured them on a chip",
@@ -144,7 +146,7 @@ def meshslice() -> dict[str, Any]:
              "hop, the paper's once a packet (2.3.3)"],
         )  # fmt: skip
         every[name] = {
-            "figure 9": by_chips, "over wang": faster, "end to end": whole, "lost": lost, "programs": lowered,
+            "figure 9": by_chips, "over wang": faster, "end to end": faster_in_all, "lost": lost, "programs": lowered,
         }  # fmt: skip
     meshes = figures.meshes_of(256)
     by_mesh = {
@@ -219,14 +221,14 @@ def par4d() -> dict[str, Any]:
     rows: list[Sequence[Any]] = [
         ("GPUs", "grid", "Megatron-LM", "ZeRO-3", "DeepSpeed-3D", "Par4D", "paper's order", "ours")
     ]
-    found: dict[int, Any] = {}
+    table: dict[int, Any] = {}
     for gpus, stated in layers.PAR4D_TABLE_3.items():
         grid, best = layers.par4d_best(gpus)
         ours = {
             "Megatron-LM": layers.pipelined(gpus, sharded=False), "ZeRO-3": layers.zero3(gpus),
             "DeepSpeed-3D": layers.pipelined(gpus, sharded=True), "Par4D": best,
         }  # fmt: skip
-        found[gpus] = {"grid": grid, **ours}
+        table[gpus] = {"grid": grid, **ours}
         cells = (f"{stated[name]:.0%} / {ours[name]:.1%}" for name in ours)
         order = [ranked(by) for by in (stated, ours)]
         rows.append((gpus, "x".join(map(str, grid)), *cells, *order))
@@ -245,7 +247,7 @@ def par4d() -> dict[str, Any]:
             "grids are not printed: of the five best by Eq. 9 and 10, the one with the shortest step",
         ],
     )
-    return {"figure 3": times, "gains": gains, "table 3": found}
+    return {"figure 3": times, "gains": gains, "table 3": table}
 
 
 # ------------------------------------------------------------------------------------------------- ATP
@@ -268,7 +270,7 @@ def atp() -> dict[str, Any]:
         ],
     )
     rows: list[Sequence[Any]] = [("", "", "TFLOP/s", "2 chunks, paper", "ours", "4 chunks, paper", "ours", "operators")]
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for ic, stated in layers.ATP_TABLE_3.items():
         for name, (base, two, four) in stated.items():
             ours = layers.atp_chunks(name, ic)
@@ -287,7 +289,7 @@ def atp() -> dict[str, Any]:
                     f"{alone / part:.0%}",
                 )
             )
-            found[f"{ic} {name}"] = ours
+            table[f"{ic} {name}"] = ours
     show(
         "ATP, Table 3: what chunks gain, and the part of the step that operators take",
         rows,
@@ -300,12 +302,12 @@ def atp() -> dict[str, Any]:
             "IC4: 16% to 22% are more than all operators of forward take, which is all that chunks of forward can hide",
         ],
     )
-    return {"figure 10": gains, "table 3": found}
+    return {"figure 10": gains, "table 3": table}
 
 
 # ------------------------------------------------------------------------------------------------- CFP
 
-Made = tuple[nn.Module, dict[str, Any]]
+ModelAndBatch = tuple[nn.Module, dict[str, Any]]
 
 
 def tokens(batch: int, length: int, **more: Any) -> dict[str, Any]:
@@ -313,32 +315,32 @@ def tokens(batch: int, length: int, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, **more}
 
 
-def cfp_models(batch: int) -> Iterator[tuple[str, Callable[[], Made]]]:
+def cfp_models(batch: int) -> Iterator[tuple[str, Callable[[], ModelAndBatch]]]:
     """The four models at the sizes of their first papers, with four layers each; float32, which runs as TF32."""
     length = 1024
 
-    def bert() -> Made:
+    def bert() -> ModelAndBatch:
         config = transformers.BertConfig(
             hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, intermediate_size=4096,
             max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         return transformers.BertForMaskedLM(config), tokens(batch, length)
 
-    def gpt() -> Made:
+    def gpt() -> ModelAndBatch:
         config = transformers.GPT2Config(
             n_embd=2560, n_layer=4, n_head=32, n_positions=length, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config), tokens(batch, length)
 
-    def moe() -> Made:
+    def moe() -> ModelAndBatch:
         config = transformers.MixtralConfig(
             hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16,
             num_key_value_heads=16, num_local_experts=8, num_experts_per_tok=2, use_cache=False, vocab_size=32000,
         )  # fmt: skip
         return transformers.MixtralForCausalLM(config), tokens(batch, length)
 
-    def llama() -> Made:
+    def llama() -> ModelAndBatch:
         config = transformers.LlamaConfig(
             hidden_size=4096, intermediate_size=11008, num_hidden_layers=4, num_attention_heads=32, use_cache=False
         )
@@ -359,16 +361,16 @@ def with_buckets_hidden(space: Space) -> Redistributor:
 def frameworks(planner: Planner) -> dict[str, float]:
     """Simulated steps: data parallel; Megatron's; the plan of fewest bytes; the quicker of two plans in which CFP's
     blocks decide, without and with most of what travels in buckets hidden. And the free plan."""
-    found = {"PyTorch": planner.plan(solver="ddp").seconds, "DS-M": planner.plan(solver="megatron").seconds}
-    found["Alpa"] = planner.plan(cost="volume").seconds
+    seconds = {"PyTorch": planner.plan(solver="ddp").seconds, "DS-M": planner.plan(solver="megatron").seconds}
+    seconds["Alpa"] = planner.plan(cost="volume").seconds
     space = planner.space
     steps = []
     for priced in (space, replace(space, redistributor=with_buckets_hidden(space))):
         planner.steps.forget()
         steps.append(planner.describe(best(priced, "cfp"), Request(cost="serial")).seconds)
-    found["CFP"] = min(steps)
-    found["free"] = planner.plan().seconds
-    return found
+    seconds["CFP"] = min(steps)
+    seconds["free"] = planner.plan().seconds
+    return seconds
 
 
 def cfp() -> dict[str, Any]:
@@ -377,9 +379,11 @@ def cfp() -> dict[str, Any]:
         for name, make in cfp_models(8 * gpus):
             with torch.device("meta"):
                 model, batch = make()
-            found = frameworks(Planner(model, {"tp": gpus}, (), batch, cluster="a100-pcie"))
-            every[f"{name} on {gpus}"] = found
-            print(f"  CFP {name} on {gpus}:", *(f"{s * 1e3:.1f}" for s in found.values()), file=sys.stderr, flush=True)
+            seconds = frameworks(Planner(model, {"tp": gpus}, (), batch, cluster="a100-pcie"))
+            every[f"{name} on {gpus}"] = seconds
+            print(
+                f"  CFP {name} on {gpus}:", *(f"{s * 1e3:.1f}" for s in seconds.values()), file=sys.stderr, flush=True
+            )
     show_frameworks(every)
     return every
 
@@ -387,10 +391,10 @@ def cfp() -> dict[str, Any]:
 def show_frameworks(every: Mapping[str, Mapping[str, float]]) -> None:
     rows = [("", *(f"{name}, ms" for name in (*FRAMEWORKS, "free")), "order, best first")]
     over: dict[str, list[float]] = {}
-    for name, found in every.items():
-        over.setdefault(name.split(" on ")[1], []).append(found["Alpa"] / found["CFP"])
-        order = ranked({f: min(found.values()) / found[f] for f in FRAMEWORKS})
-        rows.append((name, *(f"{found[f] * 1e3:.1f}" for f in (*FRAMEWORKS, "free")), order))
+    for name, seconds in every.items():
+        over.setdefault(name.split(" on ")[1], []).append(seconds["Alpa"] / seconds["CFP"])
+        order = ranked({f: min(seconds.values()) / seconds[f] for f in FRAMEWORKS})
+        rows.append((name, *(f"{seconds[f] * 1e3:.1f}" for f in (*FRAMEWORKS, "free")), order))
     means = ", ".join(f"{sum(v) / len(v):.2f}x on {gpus} GPUs" for gpus, v in over.items())
     show(
         "CFP, Fig. 7: steps of four layers on A100 PCIe, batch 8 a GPU, by the number of GPUs",
@@ -438,7 +442,7 @@ def against() -> Iterator[Row]:
 
 def free() -> list[dict[str, Any]]:
     rows: list[Sequence[Any]] = [("paper", "model", "cluster", "method, ms", "free, ms", "faster by")]
-    found = []
+    rows = []
     for paper, name, cluster, preset, make, meshes in against():
         model, x = make()
         planner = Planner(model, meshes[0], (x,), cluster=cluster)
@@ -454,11 +458,11 @@ def free() -> list[dict[str, Any]]:
                 best[solver] = min(best.get(solver, seconds), seconds)
         theirs, ours = best[preset], best["dp"]
         row = {"paper": paper, "model": name, "cluster": cluster, "method": theirs, "free": ours}
-        found.append(row)
+        rows.append(row)
         rows.append((paper, name, cluster, f"{theirs * 1e3:.2f}", f"{ours * 1e3:.2f}", f"{theirs / ours - 1:.1%}"))
         print(f"  {paper} {name} {cluster}: {theirs * 1e3:.2f} {ours * 1e3:.2f}", file=sys.stderr, flush=True)
     show("The free solver and each paper's method: simulated steps of four layers, each on its best mesh", rows)
-    return found
+    return rows
 
 
 PARTS: Mapping[str, Callable[[], Any]] = {
@@ -482,12 +486,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, default=Path("papers_overlap.json"))
     options = parser.parse_args()
-    found = {}
+    results = {}
     for part in options.only:
         began = time.perf_counter()
-        found[part] = PARTS[part]()
+        results[part] = PARTS[part]()
         print(f"\n({part}: {time.perf_counter() - began:.0f} s)", file=sys.stderr, flush=True)
-        options.json.write_text(json.dumps(plain(found), indent=1) + "\n")
+        options.json.write_text(json.dumps(plain(results), indent=1) + "\n")
     print(f"\nwritten to {options.json}")
 
 

@@ -100,7 +100,7 @@ class _Stretch:
 
 def _rewritten(program: Program, rival: Rival) -> Program:
     metas: dict[str, TensorMeta] = dict(program.metas)
-    made = []
+    halves = []
     for half, later in halves_of(program):
         around = Around(half, metas)
         last_read = {name: position for position, i in enumerate(half) for name in i.inputs}
@@ -121,8 +121,8 @@ def _rewritten(program: Program, rival: Rival) -> Program:
                 written[first : last + 1] = window
                 begin = first
                 break
-        made.append(tuple(written))
-    return replace(program, forward=made[0], backward=made[1], metas=metas)
+        halves.append(tuple(written))
+    return replace(program, forward=halves[0], backward=halves[1], metas=metas)
 
 
 def _stretches(around: Around, product: int, rival: Rival) -> Iterator[_Stretch]:
@@ -339,16 +339,16 @@ class _Writer(PartsWriter):
             raise Refused(f"{value} has no shards that come")
         return value
 
-    def _together(self, instruction: Node, value: str, whole: str) -> None:
+    def _together(self, instruction: Node, value: str, full: str) -> None:
         cut = self.region.cuts[value]
         if isinstance(cut, Split) and self.rival.arrives == "skew":
-            raise Refused(f"{value} is needed whole, and its shards come in an order of each rank's own")
+            raise Refused(f"{value} is needed unsplit, and its shards come in an order of each rank's own")
         if not isinstance(cut, Split) or self._turns() is None:
-            super()._together(instruction, value, whole)
+            super()._together(instruction, value, full)
             return
         parts = self._name(f"{value}_parts", 0)
         super()._together(instruction, value, parts)
-        self._turn(instruction, parts, cut, whole)
+        self._turn(instruction, parts, cut, full)
 
 
 RIVALS: Mapping[str, Write] = {"wang": wang, "summa": summa, "cannon": cannon}
@@ -377,14 +377,19 @@ def main() -> None:
         x = torch.zeros(32, 2048, 12288, dtype=torch.bfloat16)
     first = Planner(model, {"rows": 8, "cols": 8}, (x,), loss_fn=torch.mean, cluster="tpu-v4")
     plan = first.plan(solver="meshslice")
+<<<<<<< ours
     whole = first.writer.unsplit(first.assignment(plan), plan.bucket_bytes, 0)
     print(f"nothing in parts: {timeline(whole, first.cluster).seconds * 1e3:.3f} ms")
+=======
+    unsplit = first.writer.whole(first.assignment(plan), plan.bucket_bytes, 0)
+    print(f"nothing in parts: {timeline(unsplit, first.cluster).seconds * 1e3:.3f} ms")
+>>>>>>> theirs
     print(f"slices and chunks, where quicker: {first.timeline(plan).seconds * 1e3:.3f} ms")
     for name, write in RIVALS.items():
         with scoped():
             register(name)
             seconds = first.on(first.mesh, first.cluster).timeline(plan).seconds
-        everywhere = timeline(write(whole), first.cluster).seconds
+        everywhere = timeline(write(unsplit), first.cluster).seconds
         print(f"{name} everywhere: {everywhere * 1e3:.3f} ms; with it in the table: {seconds * 1e3:.3f} ms")
 
 

@@ -75,16 +75,16 @@ def _random(space: Space, region: Region, name: str, rng: random.Random) -> Site
 
 def restarts(planner: Planner, limit: float | None, count: int, seconds: float) -> dict[str, Any]:
     """The best of descents from random starts, as seconds of the objective."""
-    best, made, started = math.inf, 0, time.perf_counter()
-    while made < count and time.perf_counter() - started < seconds:
+    best, restarted, started = math.inf, 0, time.perf_counter()
+    while restarted < count and time.perf_counter() - started < seconds:
         search = planner.search(Request(memory_limit_bytes=limit))
-        start = scattered(planner.space, random.Random(made))
-        made += 1
+        start = scattered(planner.space, random.Random(restarted))
+        restarted += 1
         try:
             best = min(best, search.run(start=start, bounded=False, thorough=False).score.objective)
         except Infeasible:
             continue
-    return {"restarts": made, "best_seconds": best, "restarts_took_seconds": time.perf_counter() - started}
+    return {"restarts": restarted, "best_seconds": best, "restarts_took_seconds": time.perf_counter() - started}
 
 
 def planned(planner: Planner, limit: float | None) -> tuple[Plan, dict[str, Any]]:
@@ -109,8 +109,8 @@ def planned(planner: Planner, limit: float | None) -> tuple[Plan, dict[str, Any]
 def on_the_mesh(case: str, layers: int, limit: float | None, count: int) -> dict[str, Any]:
     planner = captured(layers)
     _, row = planned(planner, limit)
-    found = restarts(planner, limit, count, TIMES_AS_LONG * row["seconds"]) if count else {"restarts": 0}
-    return {"case": case, "mesh": MESH, "limit_bytes": limit, **row, **found}
+    reached = restarts(planner, limit, count, TIMES_AS_LONG * row["seconds"]) if count else {"restarts": 0}
+    return {"case": case, "mesh": MESH, "limit_bytes": limit, **row, **reached}
 
 
 def on_any_mesh(layers: int) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def main() -> None:
             print(
                 "    " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in row["phases"].items()), flush=True
             )
-        told = {"processor": platform.processor(), "layers": options.layers, "rows": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        data = {"processor": platform.processor(), "layers": options.layers, "rows": rows}
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     print(f"written to {options.json}")
 
 

@@ -25,12 +25,12 @@ BATCH, LENGTH, LIMIT_SECONDS = 1536, 2048, 10.0
 
 
 def best(function: Callable[[], Any]) -> tuple[float, Any]:
-    found, made = [], None
+    seconds, result = [], None
     for _ in range(3):
         began = time.process_time()
-        made = function()
-        found.append(time.process_time() - began)
-    return min(found), made
+        result = function()
+        seconds.append(time.process_time() - began)
+    return min(seconds), result
 
 
 def main() -> None:
@@ -64,18 +64,18 @@ def main() -> None:
             return planner.timeline(plan)
 
         writing, program = best(written)
-        simulating, found = best(simulated)
+        simulating, step = best(simulated)
         instructions = len(program.forward) + len(program.backward)
         devices = mesh["dp"] * mesh["tp"]
         rows.append(
             {
                 "devices": devices, "instructions": instructions, "program_seconds": writing,
-                "simulate_seconds": simulating, "step_seconds": found.seconds, "exposed_seconds": found.exposed_seconds,
+                "simulate_seconds": simulating, "step_seconds": step.seconds, "exposed_seconds": step.exposed_seconds,
             }
         )  # fmt: skip
         print(
             f"{devices:8} {instructions:13} {writing:7.2f} s {simulating:8.2f} s {writing + simulating:7.2f} s "
-            f"{found.seconds:8.2f} s {found.exposed_seconds:7.2f} s",
+            f"{step.seconds:8.2f} s {step.exposed_seconds:7.2f} s",
             flush=True,
         )
     last = rows[-1]["program_seconds"] + rows[-1]["simulate_seconds"]

@@ -70,7 +70,7 @@ class Row:
 
 
 def llama(hidden: int, layers: int) -> Any:
-    """A byte-level Llama; the same weights wherever it is made."""
+    """A byte-level Llama; the same weights on every rank."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -108,21 +108,21 @@ def variants(settings: Settings, batch: Mapping[str, Any]) -> dict[str, tuple[An
             "eager": (model(), batch),
         }
     part = {key: value.chunk(settings.ranks)[get_rank()].clone() for key, value in batch.items()}
-    made = {p: (autopar.parallelize(model(), mesh, kwargs=batch, solver=p), batch) for p, _ in PAIRS[2]}
-    made["DDP"] = (DistributedDataParallel(model()), part)
+    modules = {p: (autopar.parallelize(model(), mesh, kwargs=batch, solver=p), batch) for p, _ in PAIRS[2]}
+    modules["DDP"] = (DistributedDataParallel(model()), part)
     sharded = model()
     for layer in sharded.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    made["FSDP2"] = (sharded, part)
+    modules["FSDP2"] = (sharded, part)
     tensor_parallel = model()
     styles: dict[str, Any] = {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         styles[name] = ColwiseParallel
     for layer in tensor_parallel.model.layers:
         parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
-    made["parallelize_module"] = (tensor_parallel, batch)
-    return made
+    modules["parallelize_module"] = (tensor_parallel, batch)
+    return modules
 
 
 def adamw(module: Any) -> Any:
@@ -143,12 +143,12 @@ def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], flo
 
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 256, (settings.batch, settings.sequence), generator=generator)
-    made = variants(settings, {"input_ids": ids, "labels": ids})
-    optimizers = {name: adamw(module) for name, (module, _) in made.items()}
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in made}
+    modules = variants(settings, {"input_ids": ids, "labels": ids})
+    optimizers = {name: adamw(module) for name, (module, _) in modules.items()}
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in modules}
     losses: dict[str, float] = {}
     for number in range(settings.warmup + settings.rounds):
-        for name, (module, inputs) in made.items():
+        for name, (module, inputs) in modules.items():
             dist.barrier()
             began = time.perf_counter()
             loss = module(**inputs).loss
@@ -162,22 +162,22 @@ def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], flo
             if number >= settings.warmup:
                 seconds[name][0].append(middle - began)
                 seconds[name][1].append(ended - resumed)
-            whole = loss.detach()
+            global_loss = loss.detach()
             if name in ("DDP", "FSDP2"):  # the loss of this rank's part of the batch
-                dist.all_reduce(whole)
-                whole /= settings.ranks
-            losses[name] = float(whole)
-    return {name: (*seconds[name], losses[name]) for name in made}
+                dist.all_reduce(global_loss)
+                global_loss /= settings.ranks
+            losses[name] = float(global_loss)
+    return {name: (*seconds[name], losses[name]) for name in modules}
 
 
 def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
     """Run one group of ranks and compare each pair of variants."""
-    found = run(settings, timeout_seconds)
+    ranks = run(settings, timeout_seconds)
     rows = []
     for preset, competitor in PAIRS[min(settings.ranks, 2)]:
         # a part of a step takes as long as its slowest rank
         ours, theirs = (
-            [[max(times) for times in zip(*(rank[name][part] for rank in found), strict=True)] for part in (0, 1)]
+            [[max(times) for times in zip(*(rank[name][part] for rank in ranks), strict=True)] for part in (0, 1)]
             for name in (preset, competitor)
         )
         ratios = [_ratio(ours[part], theirs[part]) for part in (0, 1)]
@@ -195,8 +195,8 @@ def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
                 competitor_optimizer_seconds=statistics.median(theirs[1]),
                 optimizer_ratio=ratios[1],
                 total_ratio=_ratio(*both),
-                loss=found[0][preset][2],
-                competitor_loss=found[0][competitor][2],
+                loss=ranks[0][preset][2],
+                competitor_loss=ranks[0][competitor][2],
             )
         )
     return rows

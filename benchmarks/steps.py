@@ -34,7 +34,7 @@ class Trains:
     how: Row
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:600]
 
 
@@ -42,17 +42,17 @@ def training(architecture: Any, errors: list[str]) -> Iterator[Trains]:
     """Sizes, classes and batches with which a step trains, the most wanted first."""
     ends = time.perf_counter() + EAGER_SECONDS
     default = transformers.models.auto.configuration_auto.CONFIG_MAPPING[architecture.name]
-    for made, batch in architecture.classes:
+    for head, batch in architecture.classes:
         for scale, rules in enumerate(tiny.SCALES):
             for dtype in (torch.float64, torch.float32):
                 if time.perf_counter() > ends:
                     return
-                how = {"class": made, "batch": batch, "scale": scale, "dtype": str(dtype).removeprefix("torch.")}
+                how = {"class": head, "batch": batch, "scale": scale, "dtype": str(dtype).removeprefix("torch.")}
                 try:
                     config = tiny.Shrinking(rules=rules).config(default())
-                    yield from _steps(getattr(transformers, made), config, dtype, batch, how, errors, ends)
+                    yield from _steps(getattr(transformers, head), config, dtype, batch, how, errors, ends)
                 except Exception as error:
-                    errors.append(f"{made}, scale {scale}, {how['dtype']}: {told(error)[:300]}{_line(error)}")
+                    errors.append(f"{head}, scale {scale}, {how['dtype']}: {described(error)[:300]}{_line(error)}")
                     if isinstance(error, MemoryError):
                         return
 
@@ -63,17 +63,17 @@ def _line(error: BaseException) -> str:
 
 
 def _steps(
-    made: Any, config: Any, dtype: Any, batch: str, how: Row, errors: list[str], ends: float
+    head: Any, config: Any, dtype: Any, batch: str, how: Row, errors: list[str], ends: float
 ) -> Iterator[Trains]:
     def failed(error: Exception) -> None:
-        errors.append(f"{how['class']}, scale {how['scale']}, {how['dtype']}: {told(error)[:300]}{_line(error)}")
+        errors.append(f"{how['class']}, scale {how['scale']}, {how['dtype']}: {described(error)[:300]}{_line(error)}")
 
     with torch.device("meta"):
-        count = _parameters(made, config)
+        count = _parameters(head, config)
     if count > LARGEST_PARAMETERS:
         raise ValueError(f"{count:,} parameters")
     torch.manual_seed(0)
-    model = _still(made(config).to(dtype)).train()
+    model = _still(head(config).to(dtype)).train()
     for kwargs in _batches(model, dtype, batch, failed):
         if time.perf_counter() > ends:
             return
@@ -109,10 +109,10 @@ def _batches(
             failed(error)
 
 
-def _parameters(made: Any, config: Any) -> int:
-    """How many, if the class can be made without them; 0 otherwise."""
+def _parameters(head: Any, config: Any) -> int:
+    """How many, if the class can be built without them; 0 otherwise."""
     try:
-        return sum(p.numel() for p in made(config).parameters())
+        return sum(p.numel() for p in head(config).parameters())
     except (NotImplementedError, RuntimeError):
         return 0
 

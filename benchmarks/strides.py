@@ -61,7 +61,7 @@ Way = tuple[int, ...]
 
 
 @dataclass
-class Found:
+class Sweep:
     """What was tried of an operator. `wrong` counts by argument, of which `example` has the first."""
 
     tried: int = 0
@@ -96,10 +96,10 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return dtype if value is torch.float64 else value
 
 
-def difference(expected: Any, found: Any, dtype: torch.dtype) -> float:
+def difference(expected: Any, actual: Any, dtype: torch.dtype) -> float:
     """How many times the tolerance the results differ, at most."""
     worst = 0.0
-    for (_, a), (_, b) in zip(each(expected), each(found), strict=True):
+    for (_, a), (_, b) in zip(each(expected), each(actual), strict=True):
         if a.is_complex():
             a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
         a, b = a.double(), b.double()
@@ -117,10 +117,10 @@ def expanded(x: torch.Tensor) -> Iterator[torch.Tensor]:
             yield x.narrow(dim, 0, 1).expand(x.shape)
 
 
-def sweep(op: str, draws: int, contract: bool) -> Found:
+def sweep(op: str, draws: int, contract: bool) -> Sweep:
     """Try one operator."""
     torch.set_num_threads(1)
-    found = Found()
+    swept = Sweep()
     function = overload(op)
     names = [parameter.name for parameter in parameters(op)]
     example = test_ops.EXAMPLES.get(op) or test_ops._pointwise(op)
@@ -128,29 +128,29 @@ def sweep(op: str, draws: int, contract: bool) -> Found:
     def run(args: list[Any], kwargs: dict[str, Any], kept: bool) -> Any:
         if kept:
             args, kwargs = given(op, args, kwargs)
-        made = function(*args, **kwargs)
-        return made if isinstance(made, (list, tuple)) else [made]
+        results = function(*args, **kwargs)
+        return results if isinstance(results, (list, tuple)) else [results]
 
     def attempt(
         what: str, dtype: torch.dtype, args: Any, kwargs: dict[str, Any], placed: list[tuple[Way, torch.Tensor]]
     ) -> None:
-        whole, strided = args, args
+        dense, strided = args, args
         for way, tensor in placed:
-            whole, strided = put(whole, way, tensor.contiguous()), put(strided, way, tensor)
+            dense, strided = put(dense, way, tensor.contiguous()), put(strided, way, tensor)
         try:
-            expected = run(whole, kwargs, True)
+            expected = run(dense, kwargs, True)
         except RuntimeError:  # equal rows may be no arguments of it
             return
-        found.tried += 1
+        swept.tried += 1
         try:
             wrong = difference(expected, run(strided, kwargs, contract), dtype)
             shown = f"{wrong:.2g} times the tolerance"
         except RuntimeError as error:
             wrong, shown = 1.0, str(error).split("\n")[0]
         if wrong:
-            found.wrong[what] += 1
+            swept.wrong[what] += 1
             lay = ", ".join(f"{list(t.shape)} with strides {list(t.stride())}" for _, t in placed)
-            found.example.setdefault(what, f"{dtype} {lay}: {shown}")
+            swept.example.setdefault(what, f"{dtype} {lay}: {shown}")
 
     for seed, dtype in zip(range(draws), itertools.cycle(DTYPES)):
         try:
@@ -158,7 +158,7 @@ def sweep(op: str, draws: int, contract: bool) -> Found:
             args, kwargs = cast(args, dtype), {key: cast(value, dtype) for key, value in kwargs.items()}
             run(args, kwargs, contract)
         except (RuntimeError, NotImplementedError) as error:  # no kernel of this dtype, or of this device
-            found.skipped = str(error).split("\n")[0]
+            swept.skipped = str(error).split("\n")[0]
             continue
         tensors, generator = list(each(args)), random.Random(seed)
         for way, tensor in tensors:
@@ -169,10 +169,10 @@ def sweep(op: str, draws: int, contract: bool) -> Found:
         for _ in range(TOGETHER if len(tensors) > 1 else 0):
             placed = [(way, laid_out(t, generator.randrange(LAYOUTS))) for way, t in tensors]
             attempt("several", dtype, args, kwargs, placed)
-    return found
+    return swept
 
 
-def alone(op: str, draws: int, contract: bool, answer: Callable[[Found], None]) -> None:
+def alone(op: str, draws: int, contract: bool, answer: Callable[[Sweep], None]) -> None:
     answer(sweep(op, draws, contract))
 
 
@@ -191,19 +191,19 @@ def main() -> None:
         process.start()
         send.close()
         try:
-            found: Found = receive.recv()
+            swept: Sweep = receive.recv()
         except EOFError:
             process.join()
             print(f"{op}: the process ended with {process.exitcode}")
             wrong += 1
             continue
         process.join()
-        tried += found.tried
-        wrong += sum(found.wrong.values())
-        if not found.tried:
-            print(f"{op}: not tried ({found.skipped})")
-        for name, count in found.wrong.items():
-            print(f"{op}, {name}: {count} of {found.tried} wrong; {found.example[name]}", flush=True)
+        tried += swept.tried
+        wrong += sum(swept.wrong.values())
+        if not swept.tried:
+            print(f"{op}: not tried ({swept.skipped})")
+        for name, count in swept.wrong.items():
+            print(f"{op}, {name}: {count} of {swept.tried} wrong; {swept.example[name]}", flush=True)
     print(f"{tried} calls, {wrong} wrong")
 
 

@@ -74,12 +74,12 @@ def architectures() -> tuple[Architecture, ...]:
     """Every model type that has a class, those with a loss first, each by name."""
     from transformers.models.auto import modeling_auto
 
-    found: dict[str, dict[str, str]] = {}
+    by_name: dict[str, dict[str, str]] = {}
     for table, batch in HEADS_OF_TASKS.items():
         for name, classes in getattr(modeling_auto, table, {}).items():
-            for made in [classes] if isinstance(classes, str) else classes:
-                found.setdefault(name, {}).setdefault(made, batch)
-    every = [Architecture(name=name, classes=tuple(classes.items())) for name, classes in found.items()]
+            for head in [classes] if isinstance(classes, str) else classes:
+                by_name.setdefault(name, {}).setdefault(head, batch)
+    every = [Architecture(name=name, classes=tuple(classes.items())) for name, classes in by_name.items()]
     return tuple(sorted(every, key=lambda a: (not a.has_loss, a.name)))
 
 
@@ -220,13 +220,13 @@ STATE_HEADS = (
 
 def _head_widths(default: Any, changed: Mapping[str, Any]) -> dict[str, int]:
     """The width of a head of state where it follows from the others."""
-    found = {}
+    widths = {}
     for expand, heads, width in STATE_HEADS:
         given = [changed.get(key, getattr(default, key, None)) for key in ("hidden_size", expand, heads, width)]
         if all(type(value) is int for value in given):
             inner = changed.get("mamba_d_ssm", getattr(default, "mamba_d_ssm", None)) or given[0] * given[1]
-            found[width] = inner // given[2]
-    return found
+            widths[width] = inner // given[2]
+    return widths
 
 
 def _may_have_sections(key: str, old: Mapping[str, Any]) -> bool:
@@ -251,10 +251,10 @@ class Shrinking:
         for key in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
             kept.pop(key, None)
         changed = {**kept, **dict(self._changes(default))}
-        made = type(default)(**{**changed, **_head_widths(default, changed)})
-        if made.is_encoder_decoder and getattr(made, "decoder_start_token_id", None) is None:
-            made.decoder_start_token_id = FIRST_TOKENS["decoder_start_token_id"]
-        return made
+        config = type(default)(**{**changed, **_head_widths(default, changed)})
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = FIRST_TOKENS["decoder_start_token_id"]
+        return config
 
     def _changes(self, default: Any) -> Iterator[tuple[str, Any]]:
         # the kinds of layers last: they say how many there are

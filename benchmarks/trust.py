@@ -107,20 +107,20 @@ def plans_of(planner: Any) -> dict[str, Any]:
     """Plans that differ, of the solver under several prices and of every preset."""
     from autopar.planning.presets import PRESETS
 
-    found: dict[str, Any] = {}
+    plans: dict[str, Any] = {}
     for name, options in (
         ("free", {}),
         ("volume", {"cost": "volume"}),
         *((preset, {"solver": preset}) for preset in PRESETS),
     ):
         try:
-            found[name] = planner.plan(**options)
+            plans[name] = planner.plan(**options)
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
-    return found
+    return plans
 
 
-def predictions(cell: Cell, file: str, found: Mapping[str, Any], folder: Path) -> dict[str, dict[str, float]]:
+def predictions(cell: Cell, file: str, measured: Mapping[str, Any], folder: Path) -> dict[str, dict[str, float]]:
     """Seconds of each plan by each model of cost, in this one process: from what the ranks kept in `folder`, and for
     hybrid costs from what this process measures alone (once: it is kept there, too)."""
     import torch
@@ -140,15 +140,17 @@ def predictions(cell: Cell, file: str, found: Mapping[str, Any], folder: Path) -
         return Costs(profiles=profiles, machine=machine, cluster=first.cluster, with_links=with_links)
 
     here = costs("alone.sqlite", bench.machine, with_links=False)
-    there = costs("ranks.sqlite", found["machine"], with_links=True)
-    plans = {key: Plan.from_json(data) for key, data in found["plans"].items()}
+    there = costs("ranks.sqlite", measured["machine"], with_links=True)
+    plans = {key: Plan.from_json(data) for key, data in measured["plans"].items()}
     planners = {tuple(mesh.items()): (first.on(mesh, rough), first.on(mesh, file)) for mesh in MESHES}
     for plan in plans.values():
         on = planners[tuple(plan.mesh.items())][1]
         segment = on.writer.segment_program(on.assignment(plan), plan.bucket_bytes)
         if here.row(structure(segment), segment.mesh) is None:
-            told = bench.measured(Order(program=segment, runs=RUNS, warm_ups=WARM_UPS))
-            here.keep(segment, told, "sgd", on.moved_bytes(segment), dict(model="", mesh="", label="", fingerprint=""))
+            measurement = bench.measured(Order(program=segment, runs=RUNS, warm_ups=WARM_UPS))
+            here.keep(
+                segment, measurement, "sgd", on.moved_bytes(segment), dict(model="", mesh="", label="", fingerprint="")
+            )
     predicted = {}
     for mesh, (nominally, on) in planners.items():
         models = dict(zip(KINDS, (nominally, on, on.profiled(here), on.profiled(there)), strict=True))
@@ -181,7 +183,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
 
     # what a user's one call does, on an empty database
     began = time.perf_counter()
-    chosen, told = profiled(first, meshes[0][1], Request())
+    chosen, search = profiled(first, meshes[0][1], Request())
     took = time.perf_counter() - began
 
     plans: dict[str, tuple[Any, Any, Any]] = {"chosen on dp 2 x tp 2": (first, meshes[0][1], chosen)}
@@ -211,27 +213,27 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
             order = Order(program=programs[key], cases=cases, runs=RUNS, warm_ups=WARM_UPS)
             sittings[key].append(bench_of(device_mesh, first.example_values, "sgd").measured(order))
             if dist.get_rank() == 0:
-                found = _together(sittings[key])
+                measurement = _together(sittings[key])
                 about = dict(model=plan.model, mesh=str(plan.mesh), label=plan.solver, fingerprint="")
-                costs.keep(programs[key], found, "sgd", planner.moved_bytes(programs[key]), about)
+                costs.keep(programs[key], measurement, "sgd", planner.moved_bytes(programs[key]), about)
 
-    made: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+    variants: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for key, (planner, device_mesh, plan) in plans.items():
-        made[key] = ParallelModule(model_of(cell), first.captured, planner.program(plan), plan, device_mesh), batch
+        variants[key] = ParallelModule(model_of(cell), first.captured, planner.program(plan), plan, device_mesh), batch
     hand = by_hand(cell, batch)
-    made |= hand
+    variants |= hand
 
     def between(number: int) -> None:
         if number % math.ceil(rounds / SITTINGS) == 0:
             sit(number)
 
-    seconds = in_turns({name: training_step(*given) for name, given in made.items()}, rounds, between)
+    seconds = in_turns({name: training_step(*given) for name, given in variants.items()}, rounds, between)
     return {
         "seconds": seconds,
         "by_hand": list(hand),
         "plans": {key: plan.to_json() for key, (_, _, plan) in plans.items()} if dist.get_rank() == 0 else {},
         "machine": machine,
-        "search": {**asdict(told), "seconds": took, "text": str(told)},
+        "search": {**asdict(search), "seconds": took, "text": str(search)},
     }
 
 
@@ -243,9 +245,9 @@ def _together(sittings: Sequence[Measurement]) -> Measurement:
 
     return replace(
         sittings[0],
-        steps=tuple(seconds for found in sittings for seconds in found.steps),
-        durations=means(found.durations for found in sittings),
-        spreads=means(found.spreads for found in sittings),
+        steps=tuple(seconds for sitting in sittings for seconds in sitting.steps),
+        durations=means(sitting.durations for sitting in sittings),
+        spreads=means(sitting.spreads for sitting in sittings),
     )
 
 
@@ -256,10 +258,10 @@ def error(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def report(
-    name: str, cell: Cell, found: list[dict[str, Any]], predicted: dict[str, dict[str, float]]
+    name: str, cell: Cell, ranks: list[dict[str, Any]], predicted: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    hand = found[0]["by_hand"]
-    steps = steps_of(found)
+    hand = ranks[0]["by_hand"]
+    steps = steps_of(ranks)
     medians = {plan: statistics.median(times) for plan, times in steps.items()}
     ours = sorted(predicted, key=lambda plan: medians[plan])
     print(f"\n{name}: hidden {cell.hidden}, {cell.layers} layers, {cell.batch} x {cell.sequence}, {cell.links()}")
@@ -271,13 +273,13 @@ def report(
     best = ours[0]
     print(f"{len(ours)} plans; best measured: {best}, {medians[best] * 1e3:.0f} ms")
     for kind in KINDS:
-        told = [predicted[plan][kind] for plan in ours]
-        scale = sum(p * m for p, m in zip(told, measured, strict=True)) / sum(p * p for p in told)
+        estimated = [predicted[plan][kind] for plan in ours]
+        scale = sum(p * m for p, m in zip(estimated, measured, strict=True)) / sum(p * p for p in estimated)
         choice = min(ours, key=lambda plan: predicted[plan][kind])
         rows[kind] = {
-            "spearman": spearman(told, measured),
-            "error": error(told, measured),
-            "scaled": error([scale * p for p in told], measured),
+            "spearman": spearman(estimated, measured),
+            "error": error(estimated, measured),
+            "scaled": error([scale * p for p in estimated], measured),
             "choice": choice,
             "over_best": medians[choice] / medians[best],
         }
@@ -302,7 +304,7 @@ def report(
     print(f"chosen / best by hand ({hand_best}): {ratio:.2f}")
     same = min(medians[plan] for plan in ours if plan.endswith("on dp 2 x tp 2"))
     print(f"chosen / best of its mesh: {chosen / same:.3f}, of all {chosen / medians[best]:.3f}")
-    search = found[0]["search"]
+    search = ranks[0]["search"]
     print(f"choosing: {search['text']}")
     print(
         f"  {search['seconds']:.0f} s in all, {search['seconds'] / chosen:.0f} steps; measuring alone "
@@ -347,10 +349,10 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "ranks.sqlite").unlink(missing_ok=True)  # of a run that did not end
             arguments = (asdict(cell), file, options.rounds, str(folder / "ranks.sqlite"))
-            found = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
-            kept.write_text(json.dumps(found))
-        found = json.loads(kept.read_text())
-        results[f"{name} {options.shape}"] = report(name, cell, found, predictions(cell, file, found[0], folder))
+            ranks = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
+            kept.write_text(json.dumps(ranks))
+        ranks = json.loads(kept.read_text())
+        results[f"{name} {options.shape}"] = report(name, cell, ranks, predictions(cell, file, ranks[0], folder))
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -47,9 +47,9 @@ def language(config: str, head: str, batch: int, sequence: int, **settings: Any)
     """A Hugging Face model of tokens in bfloat16."""
     import transformers
 
-    made = getattr(transformers, config)(use_cache=False, **settings)
+    built = getattr(transformers, config)(use_cache=False, **settings)
     with torch.device("meta"):
-        model = getattr(transformers, head)(made).to(torch.bfloat16)
+        model = getattr(transformers, head)(built).to(torch.bfloat16)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
     return Loaded(model, kwargs={"input_ids": tokens, "labels": tokens})
 
@@ -140,8 +140,8 @@ class UNet(nn.Module):
 
     @staticmethod
     def _stage(inputs: int, outputs: int, embedded: int, depth: int) -> nn.Module:
-        made: list[nn.Module] = [Residual(inputs, outputs, embedded)]
-        return nn.ModuleList([*made, Attention(outputs)] if depth in (1, 2) else made)
+        layers: list[nn.Module] = [Residual(inputs, outputs, embedded)]
+        return nn.ModuleList([*layers, Attention(outputs)] if depth in (1, 2) else layers)
 
     @staticmethod
     def _through(stage: nn.Module, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
@@ -237,26 +237,26 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write the table of docs/papers.md")
     parser.add_argument("--json", type=Path, default=Path("union.json"))
     options = parser.parse_args()
-    known = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    if any(row["fit"] != options.fit for row in known):
+    earlier = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    if any(row["fit"] != options.fit for row in earlier):
         parser.error(f"{options.json} has plans {'without' if options.fit else 'with'} --fit: name another file")
     rows: list[dict[str, Any]] = []
     header = ("model", "cluster", "mesh", "best preset", "its ms", "free ms", "below", "planned in")
     print("  ".join(f"{name:<17}" for name in header), flush=True)
     for name in options.model:
-        made = MODELS[name]()
+        case = MODELS[name]()
         first: Planner | None = None
         for place in options.cluster:
             cluster = named_cluster(place)
             for mesh in (m for m in meshes(cluster) if len(m) in options.axes):
                 if first is None:
-                    first = Planner(made.model, mesh, made.args, made.kwargs, loss_fn=made.loss_fn, cluster=cluster)
-                found = compared(first.on(mesh, cluster), cluster.device.memory_bytes if options.fit else None)
-                rows.append({"model": name, "cluster": place, "mesh": mesh, "fit": options.fit, **found})
+                    first = Planner(case.model, mesh, case.args, case.kwargs, loss_fn=case.loss_fn, cluster=cluster)
+                seconds = compared(first.on(mesh, cluster), cluster.device.memory_bytes if options.fit else None)
+                rows.append({"model": name, "cluster": place, "mesh": mesh, "fit": options.fit, **seconds})
                 print("  ".join(f"{cell:<17}" for cell in line(rows[-1])), flush=True)
-                told = {"machine": platform.processor(), "rows": merged(known, rows)}
-                options.json.write_text(json.dumps(told, indent=1) + "\n")
-    rows = merged(known, rows)
+                data = {"machine": platform.processor(), "rows": merged(earlier, rows)}
+                options.json.write_text(json.dumps(data, indent=1) + "\n")
+    rows = merged(earlier, rows)
     print()
     print("\n".join(summary(rows)))
     print(f"written to {options.json}")
@@ -264,13 +264,13 @@ def main() -> None:
         marked.write("papers.md", "union", documented(rows))
 
 
-def merged(known: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows, the new ones in the place of known ones of the same model, cluster and mesh."""
+def merged(earlier: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows, the new ones in the place of earlier ones of the same model, cluster and mesh."""
 
     def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return row["model"], row["cluster"], tuple(row["mesh"].items())
 
-    return list({key(row): dict(row) for row in (*known, *new)}.values())
+    return list({key(row): dict(row) for row in (*earlier, *new)}.values())
 
 
 def line(row: Mapping[str, Any]) -> list[str]:
@@ -303,16 +303,16 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def documented(rows: Sequence[Mapping[str, Any]]) -> str:
     """Cluster by model, on two axes: by how much the free plan is below the best preset, and which that is."""
-    found: dict[str, dict[str, str]] = {}
+    cells_of: dict[str, dict[str, str]] = {}
     for row in rows:
         if len(row["mesh"]) == 2 and row["presets"] and row["free"] is not None:
             mesh = "x".join(map(str, row["mesh"].values()))
             best = min(row["presets"], key=row["presets"].__getitem__)
             below = f"{1 - row['free'] / row['presets'][best]:.1%} ({best})"
-            found.setdefault(f"{row['cluster']}, {mesh}", {})[row["model"]] = below
-    models = [name for name in MODELS if any(name in cells for cells in found.values())]
+            cells_of.setdefault(f"{row['cluster']}, {mesh}", {})[row["model"]] = below
+    models = [name for name in MODELS if any(name in cells for cells in cells_of.values())]
     lines = [("cluster", *models), ("---",) * (1 + len(models))]
-    lines += [(place, *[found[place].get(name, "") for name in models]) for place in sorted(found)]
+    lines += [(place, *[cells_of[place].get(name, "") for name in models]) for place in sorted(cells_of)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -1,5 +1,5 @@
-"""Ranks that decide together: what one finds wrong, all raise, so that nobody waits in a collective. And what is said
-where something fails on a rank: in which instruction, of which module, with which peers."""
+"""Ranks that decide together: an error on one rank is raised on all, so that nobody waits in a collective. And the
+message of a failure on a rank: in which instruction, of which module, with which peers."""
 
 import itertools
 import pickle
@@ -42,7 +42,7 @@ def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def exchange(value: T, mesh: DeviceMesh) -> list[T]:
-    """What every rank of the mesh brought, in row-major order of their coordinates.
+    """The values of all ranks of the mesh, in row-major order of their coordinates.
 
     Values travel pickled, one mesh axis after the other, so that no group beyond the axes' is needed.
     """
@@ -59,7 +59,7 @@ def exchange(value: T, mesh: DeviceMesh) -> list[T]:
 def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     """The result of `function`, which runs on the mesh's first rank only, on every rank.
 
-    What it raises is raised on every rank, with its type and message. The result must be picklable.
+    If it raises, every rank raises the same, with its type and message. The result must be picklable.
     """
     groups, coordinate = process_groups(mesh), coordinate_of(mesh)
     original: Exception | None = None
@@ -73,7 +73,7 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     for axis, group in enumerate(groups):
         if group is not None and not any(coordinate[axis + 1 :]):
             box = [message]
-            with watched("a broadcast of what the first rank found,", axis_name(mesh, axis), group):
+            with watched("a broadcast of the first rank's result,", axis_name(mesh, axis), group):
                 dist.broadcast_object_list(box, group=group, group_src=0)
             message = box[0]
     result, failure = message
@@ -87,11 +87,11 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
 def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
     """Raise on every rank if any rank brings an error: its type and message, and which ranks had it."""
     errors = exchange(None if error is None else _portable(error), mesh)
-    failed = [(rank, found) for rank, found in enumerate(errors) if found is not None]
+    failed = [(rank, raised) for rank, raised in enumerate(errors) if raised is not None]
     if not failed:
         return
     first = failed[0][1]
-    same = [rank for rank, found in failed if type(found) is type(first) and str(found) == str(first)]
+    same = [rank for rank, raised in failed if type(raised) is type(first) and str(raised) == str(first)]
     if len(same) == len(errors):
         raise first
     ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
@@ -105,7 +105,7 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def together(mesh: DeviceMesh, kind: type[Exception] = Exception) -> Iterator[None]:
-    """What any rank raises within it, of this kind, is raised on every rank at its end."""
+    """Raises on every rank, at its end, what any rank raised within it, of this kind."""
     error: Exception | None = None
     try:
         yield
@@ -115,7 +115,7 @@ def together(mesh: DeviceMesh, kind: type[Exception] = Exception) -> Iterator[No
 
 
 def first_different(digests: Mapping[str, int], mesh: DeviceMesh) -> str | None:
-    """The first of these names for which another rank has another number, or none."""
+    """The first name whose number differs between ranks, or None."""
     everyone = exchange(digests, mesh)
     return next((name for name in digests if any(other.get(name) != digests[name] for other in everyone)), None)
 
@@ -147,11 +147,11 @@ def digest(tensor: torch.Tensor) -> int:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = bits.numel() // 8 * 8
-    words, rest = bits[:whole], bits[whole:]
+    aligned = bits.numel() // 8 * 8
+    words, rest = bits[:aligned], bits[aligned:]
     if words.storage_offset() % 8:
         words = words.clone()
-    weights = torch.arange(1, 2 * min(_WORDS, max(whole // 8, 8)), 2, device=bits.device) * _WEIGHT
+    weights = torch.arange(1, 2 * min(_WORDS, max(aligned // 8, 8)), 2, device=bits.device) * _WEIGHT
     total = int((rest.long() * weights[: rest.numel()]).sum())
     for number, chunk in enumerate(torch.split(words.view(torch.int64), _WORDS), 1):
         total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * number + 1)
@@ -182,7 +182,7 @@ def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> str:
-    """What is said of a collective that ended with a backend's `error`."""
+    """The message for a collective that failed with a backend's `error`."""
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"

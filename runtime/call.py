@@ -27,7 +27,7 @@ def prepared_call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _agree_on_first(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What is wrong with the first call of any rank is raised on all of them."""
+    """An error in the first call of any rank is raised on all of them."""
     digests: dict[str, int] = {}
     with together(state.mesh):
         _prepared(state, args, kwargs)
@@ -49,46 +49,46 @@ def _prepared(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _C
     sources: list[ProgramInput] = []
     for i in state.inputs:
         if i.role == "input":
-            whole = bound[i.target]
-            local = _local_input(state, i, whole)
-            _refuse_buffer(state, i, whole)
+            source = bound[i.target]
+            local = _local_input(state, i, source)
+            _refuse_buffer(state, i, source)
         elif i.target in state.constants and i.role == "buffer":
-            whole = local = state.constants[i.target]
+            source = local = state.constants[i.target]
             local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
         else:
-            whole = state.refuse_replaced(i.target)
-            local = state.padded(local_tensor(whole), i) if isinstance(whole, DTensor) else whole.detach()
+            source = state.refuse_replaced(i.target)
+            local = state.padded(local_tensor(source), i) if isinstance(source, DTensor) else source.detach()
             if i.role == "buffer":
                 local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
         if local.device != state.device:
             raise ValueError(_misplaced(state, i, local))
         values.append(local)
-        given.append(whole)
-        if i.role == "input" and whole.requires_grad and torch.is_grad_enabled() and i.target not in state.gradients:
+        given.append(source)
+        if i.role == "input" and source.requires_grad and torch.is_grad_enabled() and i.target not in state.gradients:
             raise ValueError(
                 f"input {i.target} requires a gradient, and the model was captured without: give parallelize an "
                 f"example input that requires one, or detach() this one"
             )
-        if whole.requires_grad and i.target in state.trained:
-            differentiable.append(whole)
+        if source.requires_grad and i.target in state.trained:
+            differentiable.append(source)
             sources.append(i)
     return _Call(state=state, values=values, given=given, differentiable=tuple(differentiable), sources=tuple(sources))
 
 
-def _local_input(state: State, i: ProgramInput, whole: torch.Tensor) -> torch.Tensor:
-    if not isinstance(whole, DTensor):
-        return local_slice(whole.detach(), i.layout, state.program.mesh, state.coordinate)
-    if whole.device_mesh != state.mesh:
-        raise ValueError(f"input {i.target} is a DTensor on {whole.device_mesh}; the module is on {state.mesh}")
+def _local_input(state: State, i: ProgramInput, source: torch.Tensor) -> torch.Tensor:
+    if not isinstance(source, DTensor):
+        return local_slice(source.detach(), i.layout, state.program.mesh, state.coordinate)
+    if source.device_mesh != state.mesh:
+        raise ValueError(f"input {i.target} is a DTensor on {source.device_mesh}; the module is on {state.mesh}")
     with torch.no_grad():
-        return state.padded(state.placed(whole, i.layout), i)
+        return state.padded(state.placed(source, i.layout), i)
 
 
-def _refuse_buffer(state: State, i: ProgramInput, whole: torch.Tensor) -> None:
+def _refuse_buffer(state: State, i: ProgramInput, source: torch.Tensor) -> None:
     """Where forward writes a buffer that it is given as an input too, eager sees the new values in both."""
-    if not state.mutations or not is_real(whole):
+    if not state.mutations or not is_real(source):
         return
-    place = storage_of(whole)
+    place = storage_of(source)
     for _, o in state.mutations:
         if storage_of(state.value(o.target)) == place:
             raise ValueError(
@@ -125,13 +125,13 @@ class _Call:
         self.values += self.keys
         seen = [*self.values] if state.shared is None else []
         with compat.without_autocast(state.device.type):
-            made, saved = state.executable.forward(self.values)
+            results, saved = state.executable.forward(self.values)
         if state.shared is None:
-            state.shared = Shared.of(seen, state.mutated, made, saved)
+            state.shared = Shared.of(seen, state.mutated, results, saved)
         with torch.no_grad():
-            made, saved = state.shared.apart(made, saved)
-            state.write_back(made)
-        return made, saved
+            results, saved = state.shared.apart(results, saved)
+            state.write_back(results)
+        return results, saved
 
 
 class ProgramStep(torch.autograd.Function):
@@ -140,8 +140,8 @@ class ProgramStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:
         state = call.state
-        made, saved = call.forward()
-        outputs = state.outputs(made)
+        results, saved = call.forward()
+        outputs = state.outputs(results)
         ctx.mark_non_differentiable(
             *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in state.differentiable)
         )
@@ -152,7 +152,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.check = call.check
         assert state.shared is not None
         read = [(state.inputs[k], call.given[k]) for k in state.shared.kept if k < len(call.given)]
-        ctx.read = [(i, whole, compat.version(whole)) for i, whole in read if isinstance(whole, DTensor)]
+        ctx.read = [(i, source, compat.version(source)) for i, source in read if isinstance(source, DTensor)]
         return outputs
 
     @staticmethod
@@ -162,9 +162,9 @@ class ProgramStep(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return results
         # the caller asked for a graph of the gradients
-        found = [index for index, value in enumerate(results) if value is not None]
-        marked = _Once.apply(*(results[index].detach().requires_grad_() for index in found))  # type: ignore
-        by_index = dict(zip(found, marked, strict=True))
+        present = [index for index, value in enumerate(results) if value is not None]
+        marked = _Once.apply(*(results[index].detach().requires_grad_() for index in present))  # type: ignore
+        by_index = dict(zip(present, marked, strict=True))
         return tuple(by_index.get(index) for index in range(len(results)))
 
     @staticmethod
@@ -181,22 +181,22 @@ class ProgramStep(torch.autograd.Function):
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
         held = arguments[len(arguments) - len(state.tangents) :] if look else []
         with compat.without_autocast(state.device.type):
-            made = list(state.executable.backward(arguments))
+            computed = list(state.executable.backward(arguments))
         if state.overlapping is None:
-            state.overlapping = overlapping(made, kept)
+            state.overlapping = overlapping(computed, kept)
             held.clear()
         # an optimizer writes into gradients: no two may share memory
         for index in state.overlapping:
-            value = made[index]
+            value = computed[index]
             assert value is not None
-            made[index] = value.clone(memory_format=torch.contiguous_format)
+            computed[index] = value.clone(memory_format=torch.contiguous_format)
         results: list[torch.Tensor | None] = [None]
         for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
-            local = made[state.gradients[i.target]] if needed else None
+            local = computed[state.gradients[i.target]] if needed else None
             results.append(None if local is None else state.gradient(i, form, local))
         if ctx.check is not None:
-            made_for = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
-            ctx.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, made_for)
+            by_target = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
+            ctx.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, by_target)
         return tuple(results)
 
 
@@ -217,8 +217,8 @@ class _Once(torch.autograd.Function):
 
 def _refuse_written(read: Sequence[tuple[ProgramInput, torch.Tensor, int]]) -> None:
     """As autograd does for plain tensors."""
-    for i, whole, version in read:
-        if compat.version(whole) != version:
+    for i, source, version in read:
+        if compat.version(source) != version:
             raise ValueError(
                 f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "
                 f"and other writes after backward(), or call the module again first"

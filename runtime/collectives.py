@@ -94,13 +94,16 @@ def ordered(x: torch.Tensor, reduction: str) -> torch.Tensor:
     return bits.masked_fill(x.isnan(), info.max if reduction == "max" else info.min)
 
 
+def _started(result: torch.Tensor, work: dist.Work | None) -> Pending:
+    assert work is not None  # this rank is in the group
+    return result, work
+
+
 def all_reduce_in_place(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
     if reduction != "sum" and x.is_floating_point():
         bits, pending = all_reduce_in_place(ordered(x, reduction), reduction, group)
         return x, Extremes(pending, bits, x)
-    work = dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True)
-    assert work is not None
-    return x, work
+    return _started(x, dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True))
 
 
 def all_reduce(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
@@ -109,9 +112,7 @@ def all_reduce(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pen
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    work = all_gather_single(gathered, x, group)
-    assert work is not None
-    return gathered, work
+    return _started(gathered, all_gather_single(gathered, x, group))
 
 
 def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
@@ -122,16 +123,12 @@ def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) ->
     if reduction == "sum" and x.is_cpu:
         exchanged, work = all_to_all(x, group)
         return part, Summed(work, exchanged.view(group.size(), *part.shape), part)
-    scattering = reduce_scatter_single(part, x, REDUCTIONS[reduction], group)
-    assert scattering is not None
-    return part, scattering
+    return _started(part, reduce_scatter_single(part, x, REDUCTIONS[reduction], group))
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     exchanged = torch.empty_like(x, memory_format=torch.contiguous_format)
-    work = dist.all_to_all_single(exchanged, x, group=group, async_op=True)
-    assert work is not None
-    return exchanged, work
+    return _started(exchanged, dist.all_to_all_single(exchanged, x, group=group, async_op=True))
 
 
 def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
@@ -160,9 +157,7 @@ def rotate(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
 
 def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> Pending:
     received = x.clone(memory_format=torch.contiguous_format)
-    work = dist.broadcast(received, group=group, group_src=root, async_op=True)
-    assert work is not None
-    return received, work
+    return _started(received, dist.broadcast(received, group=group, group_src=root, async_op=True))
 
 
 def reduce(x: torch.Tensor, reduction: str, root: int, group: dist.ProcessGroup) -> Pending:
@@ -175,9 +170,7 @@ def reduce(x: torch.Tensor, reduction: str, root: int, group: dist.ProcessGroup)
 def exchange(x: torch.Tensor, sizes: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     put, got = sizes.tolist()
     exchanged = x.new_empty((sum(got), *x.shape[1:]))
-    work = dist.all_to_all_single(exchanged, x, got, put, group=group, async_op=True)
-    assert work is not None
-    return exchanged, work
+    return _started(exchanged, dist.all_to_all_single(exchanged, x, got, put, group=group, async_op=True))
 
 
 def wait(pending: Pending) -> torch.Tensor:

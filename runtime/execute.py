@@ -90,9 +90,9 @@ def compile(
     """
     coordinate = []
     for axis, size, group in zip(program.axes, program.mesh, process_groups, strict=True):
-        given = 1 if group is None else group.size()
-        if given != size:
-            raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {given}")
+        ranks = 1 if group is None else group.size()
+        if ranks != size:
+            raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {ranks}")
         coordinate.append(0 if group is None else dist.get_rank(group))
     return SourceWriter(program, tuple(coordinate), tuple(process_groups), device).executable()
 
@@ -116,13 +116,13 @@ class SourceWriter:
         program = self.program
         saved = program.saved
         given = [i.name for i in program.inputs if i.role != "tangent"]
-        made = [o.name for o in program.outputs if o.role != "gradient"]
+        results = [o.name for o in program.outputs if o.role != "gradient"]
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
         gradients = [o.name for o in program.outputs if o.role == "gradient"]
 
         def written(marked: bool) -> str:
-            lines = self.function("forward", given, program.forward, (*made, *saved), 1, marked)
-            lines.append(f"    return {self.tuple(made)}, {self.tuple(saved)}")
+            lines = self.function("forward", given, program.forward, (*results, *saved), 1, marked)
+            lines.append(f"    return {self.tuple(results)}, {self.tuple(saved)}")
             lines.append("")
             lines += self.function("backward", [*saved, *tangents], program.backward, gradients, len(lines) + 1, marked)
             lines.append(f"    return {self.tuple(gradients)}")
@@ -235,7 +235,7 @@ class SourceWriter:
             return f"float({str(value)!r})"
         if isinstance(value, torch.device) and self.device is not None:
             value = self.device
-        return self.bind(f"constant_{_identifier(str(value))}", value)
+        return self.bind("constant_" + "".join(c if c.isalnum() else "_" for c in str(value)), value)
 
     def bind(self, name: str, value: Any) -> str:
         bound = self.bound.setdefault(name, value)
@@ -249,10 +249,6 @@ class SourceWriter:
 
     def tuple(self, names: Iterable[str | None]) -> str:
         return "(" + "".join(f"{'None' if n is None else self.local(n)}, " for n in names) + ")"
-
-
-def _identifier(text: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in text)
 
 
 def _returns_tuple(op: str) -> bool:

@@ -1,6 +1,6 @@
 """What Python read while a model was captured, compared at each call with what it is now.
 
-A program holds the values that attributes, closures and globals had when it was captured. At a call a guard finds in
+A program holds the values that attributes, closures and globals had when it was captured. At a call a guard checks in
 microseconds whether each of them is still the same object, and containers hold the same ones. Where not, it looks at
 values, as capture did, and says by name which differ: the module then needs another program.
 """
@@ -14,17 +14,15 @@ from typing import Any
 from torch import nn
 
 from autopar import compat
-from autopar.passes.capture.looks import Drawn, Look, Reads
+from autopar.passes.capture.looks import Drawn, Look, Reads, listed
 from autopar.passes.capture.state import look
 from autopar.passes.capture.witness import check_hooks
 
 logger = logging.getLogger("autopar")
 
-SHOWN = 5
-
 
 class Guard:
-    """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was made."""
+    """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was built."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, reads: Reads) -> None:
         self.model, self.reads = model, reads
@@ -37,9 +35,9 @@ class Guard:
         self.children = {path: dict(m._modules) for path, m in self.modules.items() if m._modules}
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
-        found = self._look()
-        self.facts = found.facts
-        self._arm(found)
+        seen = self._look()
+        self.facts = seen.facts
+        self._arm(seen)
 
     def holds(self) -> bool:
         """Whether all is as it was. Raises ValueError for what no program could serve."""
@@ -47,7 +45,8 @@ class Guard:
             return True
         self._check()
         now = self._look()
-        self.changed = Look(facts=self.facts).differs(now, _both_drawn)
+        # generators go on outside of the model: capture saw that forward does not use them
+        self.changed = Look(facts=self.facts).differs(now, lambda a, b: isinstance(a, Drawn) and isinstance(b, Drawn))
         if not self.changed:
             self._arm(now)
         return not self.changed
@@ -66,10 +65,7 @@ class Guard:
         )
 
     def _check(self) -> None:
-        try:
-            check_hooks(self.model)
-        except ValueError as error:
-            raise ValueError(str(error)) from None
+        check_hooks(self.model)
         for path, children in self.children.items():
             now = self.modules[path]._modules
             for name in {**children, **now}:
@@ -91,45 +87,38 @@ class Guard:
             if any(both := compat.hook_registries(module)[:2])
         }
 
-    def _arm(self, found: Look) -> None:
-        entries = [*found.entries]
+    def _arm(self, seen: Look) -> None:
+        entries = [*seen.entries]
         entries += [(hooks, key, value) for hooks in self.forward for key, value in hooks.items()]
         registries = [self.modules[path]._modules for path in self.children]
         entries += [(children, key, value) for children in registries for key, value in children.items()]
         self.dicts = tuple(mapping for mapping, _, _ in entries)
         self.keys = tuple(key for _, key, _ in entries)
         self.values = tuple(value for _, _, value in entries)
-        self.absent = tuple(mapping for mapping, _ in found.absent)
-        self.absent_keys = tuple(key for _, key in found.absent)
-        self.sized = (*found.sized, *self.forward, *registries)
+        self.absent = tuple(mapping for mapping, _ in seen.absent)
+        self.absent_keys = tuple(key for _, key in seen.absent)
+        self.sized = (*seen.sized, *self.forward, *registries)
         self.sizes = list(map(len, self.sized))
-        self.sequences, self.others = tuple(found.sequences), tuple(found.others)
-        self.versions, self.arrays = tuple(found.versions), tuple(found.arrays)
-
-
-def _both_drawn(a: Any, b: Any) -> bool:
-    """Generators go on outside of the model; that forward does not use them was seen at capture."""
-    return isinstance(a, Drawn) and isinstance(b, Drawn)
+        self.sequences, self.others = tuple(seen.sequences), tuple(seen.others)
+        self.versions, self.arrays = tuple(seen.versions), tuple(seen.arrays)
 
 
 def report_changed(paths: Sequence[str], *, possible: bool) -> None:
     """Say what differs from what the module's programs hold. Raises ValueError where another cannot be had."""
-    names = ", ".join(paths[:SHOWN]) + (f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else "")
     if not possible:
         raise ValueError(
-            f"{names} changed since the model was captured, and the program holds what it was: set it before, or make "
-            f"the module with autopar.parallelize, which captures again"
+            f"{listed(paths)} changed since the model was captured, and the program holds what it was: set it before, "
+            f"or make the module with autopar.parallelize, which captures again"
         )
     logger.warning(
         "%s changed since the model was captured: it is captured and planned again. What changes often should be an "
         "input or a buffer",
-        names,
+        listed(paths),
     )
 
 
 class Original:
-    """The model that was given to parallelize, from which the parallel module was made. What is set on it afterwards is
-    not seen by any program, and a warning says so once."""
+    """The model that was given to parallelize. No program sees what is set on it afterwards: a warning says so once."""
 
     def __init__(self, model: nn.Module, mirror: nn.Module, reads: Reads) -> None:
         modules, mirrors = dict(model.named_modules()), dict(mirror.named_modules())
@@ -144,7 +133,7 @@ class Original:
         changed = [
             i
             for i, (module, _, _, name, value) in enumerate(self.watched)
-            if (known := module()) is not None and known.__dict__.get(name) is not value
+            if (original := module()) is not None and original.__dict__.get(name) is not value
         ]
         for i in reversed(changed):
             module, mirror, path, name, value = self.watched.pop(i)
@@ -166,14 +155,14 @@ class Owners:
     """Which parallel module a parameter of a model went into."""
 
     def __init__(self) -> None:
-        self.known = compat.by_tensor()
+        self.owners = compat.by_tensor()
 
     def claim(self, model: nn.Module, parallel: nn.Module) -> None:
         """Raises ValueError if a parameter of the model went into a living parallel module of another model: each of
         the two would train a copy of its own."""
         claimed = []
         for name, parameter in model.named_parameters():
-            living = [owner for owner in self.known.get(parameter, ()) if owner[1]() is not None]
+            living = [owner for owner in self.owners.get(parameter, ()) if owner[1]() is not None]
             for first, _, other in living:
                 if (owned := first()) is not model:
                     kind = "model that is gone" if owned is None else type(owned).__name__
@@ -183,8 +172,8 @@ class Owners:
                     )
             claimed.append((parameter, [*living, (weakref.ref(model), weakref.ref(parallel), name)]))
         for parameter, owners in claimed:
-            self.known[parameter] = owners
+            self.owners[parameter] = owners
 
 
 OWNERS = Owners()
-"""The parameters of a process are known to all of it, so is who took them; nothing is kept alive by it."""
+"""One table for all models of the process. It keeps nothing alive."""

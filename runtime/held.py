@@ -43,7 +43,7 @@ def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], d
 
     Every rank draws, so that generators that were seeded alike stay alike (people draw batches from
     them), and so that `torch.manual_seed`, `torch.get_rng_state` and `torch.set_rng_state` mean what
-    they mean on one device. Ranks that were seeded differently are told the first one's.
+    they mean on one device. Ranks that were seeded differently take the first one's.
     """
     drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
     seed = torch.full((1,), int(drawn), dtype=torch.int64, device=device)
@@ -71,14 +71,15 @@ class State:
         self.carriers = frozenset(i.target for i in self.tangents)
         """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
         self.differentiable = self.carriers | {leaf.path for leaf in captured.output_leaves if leaf.requires_grad}
-        self.made = tuple(o for o in program.outputs if o.role != "gradient")
+        self.results = tuple(o for o in program.outputs if o.role != "gradient")
         self.gradients = {o.target: i for i, o in enumerate(o for o in program.outputs if o.role == "gradient")}
         self.gradient_outputs = tuple(o for o in program.outputs if o.role == "gradient")
         self.trained = frozenset(o.target for o in self.gradient_outputs if o.name is not None)
-        outputs = [(i, o) for i, o in enumerate(self.made) if o.role == "output" and o.name is not None]
+        outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
-        self.mutations = tuple((i, o) for i, o in enumerate(self.made) if o.role == "mutation" and o.name is not None)
+        written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation"]
+        self.mutations = tuple((i, o) for i, o in written if o.name is not None)
         self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
         self.owners: dict[str, tuple[dict[str, Any], str]] = {}
@@ -116,10 +117,10 @@ class State:
         all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
-        made = State(captured, program, self.plan, self.mesh)
-        made.at_rest, made.owners, made.aliases, made.mirrors = self.at_rest, self.owners, self.aliases, self.mirrors
-        made.whole_outputs, made.shells = self.whole_outputs, self.shells
-        return made
+        state = State(captured, program, self.plan, self.mesh)
+        state.at_rest, state.whole_outputs, state.shells = self.at_rest, self.whole_outputs, self.shells
+        state.owners, state.aliases, state.mirrors = self.owners, self.aliases, self.mirrors
+        return state
 
     def value(self, name: str) -> torch.Tensor:
         registry, key = self.owners[name]
@@ -138,45 +139,45 @@ class State:
         return placements_of(value.layout, value.meta.shape, self.program.mesh)
 
     def input_placements(self, i: ProgramInput) -> tuple[Placement, ...]:
-        """Uneven shards that are not those of torch are cut from the whole."""
+        """Those at which uneven shards, which torch would cut otherwise, are cut from the global tensor."""
         if is_chunked(i.meta.shape, i.layout, self.program.mesh):
             return self.placements(i)
         return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
 
-    def shard(self, name: str, whole: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        """The parameter of this name as a DTensor, from its whole value, in memory of its own."""
+    def shard(self, name: str, value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """The parameter of this name as a DTensor, from its global value, in memory of its own."""
         layout, mesh = self.layout(name), self.program.mesh
-        if not is_real(whole):
-            held = valid_shape(tuple(whole.shape), layout, mesh, self.coordinate)
-            local = torch.empty(held, dtype=whole.dtype, device="meta")
+        if not is_real(value):
+            held = valid_shape(tuple(value.shape), layout, mesh, self.coordinate)
+            local = torch.empty(held, dtype=value.dtype, device="meta")
         else:
-            padded = local_slice(whole.detach(), layout, mesh, self.coordinate)
-            local = unpadded(padded, tuple(whole.shape), layout, mesh, self.coordinate).to(self.device)
+            padded = local_slice(value.detach(), layout, mesh, self.coordinate)
+            local = unpadded(padded, tuple(value.shape), layout, mesh, self.coordinate).to(self.device)
             storage = local.untyped_storage()
-            if storage.data_ptr() == whole.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
+            if storage.data_ptr() == value.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
                 local = local.clone(memory_format=torch.contiguous_format)
-        placements = placements_of(layout, tuple(whole.shape), mesh)
-        stride = contiguous_stride(tuple(whole.shape))
-        return make_dtensor(local, self.mesh, placements, whole.shape, stride).requires_grad_(requires_grad)
+        placements = placements_of(layout, tuple(value.shape), mesh)
+        stride = contiguous_stride(tuple(value.shape))
+        return make_dtensor(local, self.mesh, placements, value.shape, stride).requires_grad_(requires_grad)
 
     def distribute(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take this rank's part of each value, and compare the whole values with the other ranks'.
+        """Take this rank's part of each value, and compare the global values with the other ranks'.
 
-        One value is held whole at a time. Nothing is changed if any rank finds something wrong.
+        One global value is in memory at a time. Nothing is changed if any rank raises.
         """
-        made: dict[str, torch.Tensor] = {}
+        parts: dict[str, torch.Tensor] = {}
         digests: dict[str, int] = {}
         with together(self.mesh):
             for name, value in values:
-                made[name] = self.part(name, value)
+                parts[name] = self.part(name, value)
                 if not isinstance(value, DTensor) and is_real(value):
                     digests[name] = digest(value)
         if (different := first_different(digests, self.mesh)) is not None:
             raise ValueError(
-                f"the ranks have different values for {different!r}: seed every rank equally before the model is made, "
-                f"or build it on meta and call materialize(state_dict)"
+                f"the ranks have different values for {different!r}: seed every rank equally before building the "
+                f"model, or build it on meta and call materialize(state_dict)"
             )
-        for name, tensor in made.items():
+        for name, tensor in parts.items():
             is_parameter = isinstance(self.value(name), nn.Parameter)
             new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
             compat.take_notes(new, self.value(name))
@@ -203,8 +204,8 @@ class State:
         wanted = placements_of(self.layout(name), shape, self.program.mesh)
         with torch.no_grad():
             local = self.placed(value, self.layout(name)).clone(memory_format=torch.contiguous_format)
-        made = make_dtensor(local, self.mesh, wanted, value.shape, contiguous_stride(shape))
-        return made.requires_grad_(requires_grad)
+        tensor = make_dtensor(local, self.mesh, wanted, value.shape, contiguous_stride(shape))
+        return tensor.requires_grad_(requires_grad)
 
     def placed(self, value: DTensor, layout: Layout) -> torch.Tensor:
         """This rank's part of a DTensor in `layout`, contiguous and without padding; communicates unless it is
@@ -228,8 +229,8 @@ class State:
         """The value of this name. DTensor forgets `parameter.data = ...`."""
         value = self.value(name)
         if isinstance(value, DTensor):
-            known, shell = self.shells.get(name, (None, 0))
-            if known is not value:
+            seen, shell = self.shells.get(name, (None, 0))
+            if seen is not value:
                 self.shells[name] = value, compat.shell(value)
             elif shell != compat.shell(value):
                 raise ValueError(
@@ -242,9 +243,9 @@ class State:
         """The keys of this step's random operators."""
         return keys(step_seed(self.program.axes, self.groups, self.device), self.seeds) if self.seeds else ()
 
-    def write_back(self, made: tuple[torch.Tensor | None, ...]) -> None:
+    def write_back(self, results: tuple[torch.Tensor | None, ...]) -> None:
         for index, o in self.mutations:
-            value = made[index]
+            value = results[index]
             assert value is not None
             held = self.value(o.target)
             if isinstance(held, DTensor):  # a parameter, of which each rank keeps its part
@@ -253,11 +254,11 @@ class State:
                 value, held = unpadded(part, shape, layout, mesh, self.coordinate), local_tensor(held)
             held.copy_(value)
 
-    def outputs(self, made: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
-        """What the caller sees of each output: whole ones as they are, split ones as DTensors, or gathered."""
+    def outputs(self, values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
+        """What the caller sees of each output: replicated ones as they are, split ones as DTensors, or gathered."""
         results: list[torch.Tensor] = []
         for index in self.output_indices:
-            local, output = made[index], self.made[index]
+            local, output = values[index], self.results[index]
             assert local is not None
             split = None if is_replicated(output.layout) else self._dtensor(local, output)
             results.append(local if split is None else split.full_tensor() if self.whole_outputs else split)
@@ -282,8 +283,8 @@ class State:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
         output = self.gradient_outputs[self.gradients[i.target]]
         if form is not None:
-            made = self._dtensor(local.contiguous(), output)
-            return made if made.placements == form else made.redistribute(self.mesh, form)
+            gradient = self._dtensor(local.contiguous(), output)
+            return gradient if gradient.placements == form else gradient.redistribute(self.mesh, form)
         return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
 
 
@@ -297,7 +298,7 @@ class Shared:
     where its values lie is enough.
     """
 
-    made: tuple[int, ...]
+    results: tuple[int, ...]
     saved: tuple[int, ...]
     kept: tuple[int, ...]
     """Inputs whose memory is kept for backward as it is."""
@@ -306,42 +307,42 @@ class Shared:
     def of(
         given: Sequence[torch.Tensor],
         written: Sequence[int],
-        made: Sequence[torch.Tensor | None],
+        results: Sequence[torch.Tensor | None],
         saved: Sequence[torch.Tensor],
     ) -> Shared:
         """`written` are the indices of the inputs that are buffers and written by the program."""
-        storages = [storage_span(x)[0] for x in given]
+        storages = [compat.memory_of(x) for x in given]
         taken, buffers = set(storages), {storages[k] for k in written}
-        behind = [storage_span(x)[0] for x in saved]
+        behind = [compat.memory_of(x) for x in saved]
         kept = {storage for storage in behind if storage not in buffers}
-        found = []
-        for index, value in enumerate(made):
+        shared = []
+        for index, value in enumerate(results):
             if value is not None and value.numel():
-                storage = storage_span(value)[0]
+                storage = compat.memory_of(value)
                 if storage in taken:
-                    found.append(index)
+                    shared.append(index)
                 taken.add(storage)
         return Shared(
-            made=tuple(found),
+            results=tuple(shared),
             saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
             kept=tuple(i for i, storage in enumerate(storages) if storage in kept),
         )
 
     def apart(
-        self, made: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
+        self, results: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
-        results, kept = list(made), list(saved)
-        for index in self.made:
-            value = results[index]
+        copies, kept = list(results), list(saved)
+        for index in self.results:
+            value = copies[index]
             assert value is not None
-            results[index] = value.clone(memory_format=torch.contiguous_format)
+            copies[index] = value.clone(memory_format=torch.contiguous_format)
         for index in self.saved:
             kept[index] = kept[index].clone()
-        return tuple(results), tuple(kept)
+        return tuple(copies), tuple(kept)
 
 
 def overlapping(
-    made: list[torch.Tensor | None], kept: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, int, int]]]
+    gradients: list[torch.Tensor | None], kept: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, int, int]]]
 ) -> tuple[int, ...]:
     """Indices of the gradients that share memory with an earlier one or with what backward was given and still lives,
     or are not contiguous, as the parameters are.
@@ -350,8 +351,8 @@ def overlapping(
     for weak, (storage, begin, end) in kept:
         if weak() is not None:
             taken.setdefault(storage, []).append((begin, end))
-    found = []
-    for index, value in enumerate(made):
+    indices = []
+    for index, value in enumerate(gradients):
         if value is not None:
             storage, begin, end = storage_span(value)
             spans = taken.setdefault(storage, [])
@@ -359,6 +360,6 @@ def overlapping(
                 any(begin < other_end and other_begin < end for other_begin, other_end in spans)
                 or not value.is_contiguous()
             ):
-                found.append(index)
+                indices.append(index)
             spans.append((begin, end))
-    return tuple(found)
+    return tuple(indices)

@@ -23,16 +23,16 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak_bytes = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         for tensor in held:
             self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:
         tensor = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         storage = tensor.untyped_storage()
-        if storage in self._known or storage.device.type == "meta":
+        if storage in self._counted or storage.device.type == "meta":
             return
-        self._known.add(storage)
+        self._counted.add(storage)
         size = storage.nbytes()
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
@@ -44,11 +44,11 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what it does to the local tensors is seen
-        made = func(*args, **(kwargs or {}))
-        for value in pytree.tree_leaves(made):
+        results = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(results):
             if isinstance(value, torch.Tensor):
                 self._see(value)
-        return made
+        return results
 
 
 def peak_bytes(step: Callable[[], object], held: Iterable[torch.Tensor], device: torch.device) -> int:

@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class ParallelModule(nn.Module):
     methods are not, since they would run the model and not the program.
 
     Plain tensors given to a call are the global batch on every rank, of which the rank takes its
-    slice; a DTensor says what it holds. Outputs that every rank has whole are plain tensors, and the
+    slice; a DTensor says what it holds. Replicated outputs are plain tensors, and the
     others are DTensors, or, with `whole_outputs`, are gathered. No output shares memory with a parameter, a buffer, an
     input or another output. If the model has a loss, that alone is differentiated: backward raises ValueError where a
     gradient reaches another output.
@@ -91,7 +92,7 @@ class ParallelModule(nn.Module):
         state.own(self)
         vars(self)["_modes"] = Versions(self, model, state, again)
         vars(self)["_verifier"] = verifier
-        state.distribute(values_of(model))
+        state.distribute(chain(model.named_parameters(), model.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(model, root, captured.reads)
 
@@ -104,7 +105,7 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Any:
-        """The plan that the program was made from."""
+        """The plan that the program was written from."""
         return _state(self).plan
 
     @property
@@ -123,12 +124,12 @@ class ParallelModule(nn.Module):
         return {i.target: state.input_placements(i) for i in state.program.inputs if i.role == "input"}
 
     def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
-        """Give values to parameters and buffers that are on `meta`, whole tensor by whole tensor, of which
+        """Give values to parameters and buffers that are on `meta`, one global tensor at a time, of which
         this rank keeps its slice. Make the optimizer afterwards: the parameters are new objects.
 
-        `source` is a state_dict (whole tensors or DTensors, under the model's names; buffers that a
+        `source` is a state_dict (global tensors or DTensors, under the model's names; buffers that a
         state_dict does not hold may be among them), which replaces real values too; or
-        `init_fn(name, tensor)`, called on every rank in the same order with one whole uninitialised
+        `init_fn(name, tensor)`, called on every rank in the same order with one global uninitialised
         CPU tensor, which it fills, or returns another for. Random values must be the same on all
         ranks: seed equally. Raises ValueError, on every rank, where a value is missing, has another
         shape, or differs between ranks.
@@ -137,7 +138,7 @@ class ParallelModule(nn.Module):
         if isinstance(source, Mapping):
             state.distribute(values_from(source, state))
         else:
-            state.distribute(values_made(source, state))
+            state.distribute(initialized(source, state))
 
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +198,7 @@ class ParallelModule(nn.Module):
             setattr(root, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As on the model. Values may be whole tensors, of which this rank takes its slice, or DTensors."""
+        """As on the model. Values may be global tensors, of which this rank takes its slice, or DTensors."""
         state = _state(self)
         sliced = dict(state_dict)
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -208,8 +209,8 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with values of its own, on the same mesh with the same programs."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         modes: Versions = vars(self)["_modes"]
         memo.update((id(version.guard), version.guard) for version in modes.versions)
         memo.update((id(version.pinned), version.pinned) for version in modes.versions)
@@ -217,10 +218,10 @@ class ParallelModule(nn.Module):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
             memo.update((id(part), part) for part in one_for_all)
         memo[id(modes.again)] = modes.again
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        _state(made).shells.clear()  # those of the original
-        vars(made)["_modes"].guard_again()
-        return made
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        _state(copied).shells.clear()  # those of the original
+        vars(copied)["_modes"].guard_again()
+        return copied
 
     def __copy__(self) -> ParallelModule:
         raise ValueError("a parallel module has no shallow copy: use copy.deepcopy for one with values of its own")
@@ -228,14 +229,14 @@ class ParallelModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
             "a parallel module cannot be pickled, since it belongs to the process groups of its mesh: save its "
-            "state_dict() with torch.distributed.checkpoint, or the whole tensors of it with torch.save, and load "
+            "state_dict() with torch.distributed.checkpoint, or its full tensors with torch.save, and load "
             "them into a module that parallelize makes"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         raise ValueError(
             "a parallel module keeps its device and dtype, which are part of its program: move or cast the model "
-            "before it is made parallel, and use materialize() for a model on meta"
+            "before parallelize, and use materialize() for a model on meta"
         )
 
     def _get_name(self) -> str:
@@ -255,25 +256,20 @@ def _state(module: nn.Module) -> State:
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
-def values_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def values_from(source: Mapping[str, torch.Tensor], state: State) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor's value in a state_dict, under any of its names."""
     missing = []
-    for name, aliases in state.aliases.items():
-        present = state.value(name)
-        found = next((alias for alias in aliases if alias in source), None)
-        if found is None:
+    for canonical, aliases in state.aliases.items():
+        present = state.value(canonical)
+        alias = next((name for name in aliases if name in source), None)
+        if alias is None:
             if present.device.type == "meta":
-                missing.append(name)
+                missing.append(canonical)
             continue
-        value = source[found]
+        value = source[alias]
         if value.shape != present.shape:
-            raise ValueError(f"{found} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
-        yield name, value.to(present.dtype)
+            raise ValueError(f"{alias} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
+        yield canonical, value.to(present.dtype)
     if missing:
         raise ValueError(
             f"the state_dict lacks {', '.join(missing)}, which are on meta (buffers that the model's own state_dict "
@@ -281,24 +277,24 @@ def values_from(source: Mapping[str, torch.Tensor], state: State) -> Iterator[tu
         )
 
 
-def values_made(function: InitFunction, state: State) -> Iterator[tuple[str, torch.Tensor]]:
+def initialized(function: InitFunction, state: State) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor on meta, filled by `function`."""
     for name in state.aliases:
         present = state.value(name)
         if present.device.type != "meta":
             continue
-        whole = torch.empty(present.shape, dtype=present.dtype)
+        value = torch.empty(present.shape, dtype=present.dtype)
         with torch.no_grad():
-            returned = function(name, whole)
-        whole = whole if returned is None else returned
-        if whole.shape != present.shape:
-            raise ValueError(f"init_fn made {list(whole.shape)} for {name}, which is {list(present.shape)}")
-        yield name, whole.to(present.dtype)
+            returned = function(name, value)
+        value = value if returned is None else returned
+        if value.shape != present.shape:
+            raise ValueError(f"init_fn returned {list(value.shape)} for {name}, which is {list(present.shape)}")
+        yield name, value.to(present.dtype)
 
 
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A submodule called by itself: `parallel.lm_head(h)`. Its parameters are DTensors, and a plain tensor beside one
-    is an error deep in torch. So it gathers them, and runs whole on every rank, on what every rank must give it alike:
+    is an error deep in torch. So it gathers them, and every rank runs all of it, on inputs that are equal on all:
     right, differentiable, and no faster than on one device."""
     split = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
     if not split:  # called by a submodule that has gathered them, or there are none
@@ -307,18 +303,14 @@ def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs
     if meta:
         raise ValueError(f"parameter {meta[0]} is on meta: call materialize(init_fn or state_dict) first")
     args, kwargs = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (args, kwargs))
-    whole = {name: p.full_tensor() for name, p in split.items()}
-    return torch.func.functional_call(module, whole, args, kwargs)
-
-
-def empty_submodule(kind: type[nn.Module]) -> nn.Module:
-    """A module of a class that passes for this one, with calls that gather its parameters, and without attributes."""
-    made: nn.Module = object.__new__(_callable_alone(kind))  # type: ignore[arg-type]
-    return made
+    gathered = {name: p.full_tensor() for name, p in split.items()}
+    return torch.func.functional_call(module, gathered, args, kwargs)
 
 
 @cache
 def _callable_alone(kind: type[Any]) -> type[Any]:
+    """A class that passes for this one, and whose calls gather the parameters."""
+
     class Submodule(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return _call(Submodule, self, args, kwargs)
@@ -331,14 +323,14 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
 def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
     """A module of the same class and attributes, with tensors of its own to come."""
     if id(module) not in mirrors:
-        made = empty_submodule(type(module))
-        vars(made).update(vars(module))
-        vars(made).update(
+        mirror: nn.Module = object.__new__(_callable_alone(type(module)))  # type: ignore[arg-type]
+        vars(mirror).update(vars(module))
+        vars(mirror).update(
             _parameters=dict(module._parameters),
             _buffers=dict(module._buffers),
             _modules={},
             _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
         )
-        mirrors[id(module)] = made
-        made._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
+        mirrors[id(module)] = mirror
+        mirror._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
     return mirrors[id(module)]

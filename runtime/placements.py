@@ -1,4 +1,4 @@
-"""Layouts as `torch.distributed.tensor` placements, and a rank's slice of a whole tensor."""
+"""Layouts as `torch.distributed.tensor` placements, and a rank's slice of a global tensor."""
 
 import math
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def is_strided(placements: Sequence[Placement]) -> bool:
 
 
 def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
-    """What the rank at `coordinate` holds of a whole tensor, contiguous. Not a copy where it need not be.
+    """What the rank at `coordinate` holds of a global tensor, contiguous. Not a copy where it need not be.
 
     As `autopar.layout.shard`, without index tensors. The layout has no Partial. Padding is zero.
     """
@@ -148,7 +148,7 @@ def mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
             return _unserved("output", o.target, o.layout, program)
         if o.role == "mutation" and not is_replicated(o.layout):
             return ValueError(
-                f"{o.target} is written as {describe(o.layout, program.axes)}: what forward writes is whole"
+                f"{o.target} is written as {describe(o.layout, program.axes)}: what forward writes is replicated"
             )
         if any(isinstance(placement, Partial) for placement in o.layout):
             return ValueError(

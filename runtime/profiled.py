@@ -52,8 +52,8 @@ def profiled(
 
     if mesh is None:
         return search(bench.measured)
-    found: tuple[Plan, Profiled] = lead(bench, search)
-    return found
+    best: tuple[Plan, Profiled] = lead(bench, search)
+    return best
 
 
 def _hybrid(planner: Planner, request: Request) -> Plan:

@@ -1,8 +1,8 @@
 """The profiler: a segment program as its ranks run it, instruction by instruction.
 
 What runs is what training runs, the compiled program with its collectives under way, and a clock read after each
-instruction. On one device alone there are no peers: collectives are stood in for by local tensors of the right
-shapes, and only what the device itself does is believed.
+instruction. On one device alone there are no peers: local tensors of the right shapes stand in for what
+collectives bring, and only the times of the device's own operators count.
 """
 
 import math
@@ -74,27 +74,26 @@ def _processor() -> str:
 
 
 def _values(
-    program: Program, known: Mapping[str, torch.Tensor], coordinate: Shape, device: torch.device
+    program: Program, real: Mapping[str, torch.Tensor], coordinate: Shape, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """What this rank gives the program, by value name: known values, and made-up ones in the place of others: weights
-    small and random, whole numbers 0."""
+    """This rank's inputs of the program, by value name: those in `real`, which have values, and others filled in:
+    weights with small random numbers, integers with 0."""
     generator = torch.Generator().manual_seed(0)
     seeds = sum(i.role == "seed" for i in program.inputs)
     drawn = randomness.keys(torch.tensor(0), seeds) if seeds else ()
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for i in program.inputs:
-        whole = (
-            drawn[int(i.target)] if i.role == "seed" else known.get(i.target) if i.role in ("input", "buffer") else None
-        )
-        if whole is not None and tuple(whole.shape) == i.meta.shape:
-            local = local_slice(whole, i.layout, program.mesh, coordinate)
+        value = real.get(i.target) if i.role in ("input", "buffer") else None
+        value = drawn[int(i.target)] if i.role == "seed" else value
+        if value is not None and tuple(value.shape) == i.meta.shape:
+            local = local_slice(value, i.layout, program.mesh, coordinate)
         else:
-            local = _made_up(i, program.mesh, generator)
-        found[i.name] = local.to(device)
-    return found
+            local = _filled(i, program.mesh, generator)
+        values[i.name] = local.to(device)
+    return values
 
 
-def _made_up(i: ProgramInput, mesh: Shape, generator: torch.Generator) -> torch.Tensor:
+def _filled(i: ProgramInput, mesh: Shape, generator: torch.Generator) -> torch.Tensor:
     shape, dtype = local_shape(i.meta.shape, i.layout, mesh), i.meta.dtype
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
@@ -150,7 +149,7 @@ class _Timed(SourceWriter):
 
 
 class _Alone(_Timed):
-    """The same without peers: what a collective would bring is made up of what the device has."""
+    """The same without peers: what a collective would bring is filled with the device's own values."""
 
     def collective(self, kind: str, instruction: Node, in_place: bool) -> str:
         x, ranks = self.value(instruction.args[0]), self.program.mesh[instruction.args[-1]]
@@ -158,7 +157,6 @@ class _Alone(_Timed):
         return f"{self.bind(f'alone_{kind}', _STAND_INS[kind])}({x}{sizes})"
 
 
-@dataclass(frozen=True, slots=True)
 class _Done:
     def wait(self) -> None:
         """There is nothing to wait for."""
@@ -180,7 +178,7 @@ class Bench:
 
     device: torch.device
     machine: str
-    known: Mapping[str, torch.Tensor]
+    real: Mapping[str, torch.Tensor]
     optimizer: str
     mesh: DeviceMesh | None = None
 
@@ -194,7 +192,7 @@ class Bench:
         began = time.perf_counter()
         executable = writer(stamps, program, coordinate, groups, self.device).executable()
         compiled = time.perf_counter() - began
-        values = _values(program, self.known, coordinate, self.device)
+        values = _values(program, self.real, coordinate, self.device)
         steps, parts = self._runs(order, executable, stamps, values)
         durations = [statistics.fmean(times) for times in zip(*parts, strict=True)]
         spreads = [
@@ -226,10 +224,10 @@ class Bench:
             self._largest(0.0)  # all begin together
             stamps.begin()
             _step(executable, values)
-            found = stamps.seconds()
-            slowest = self._largest(math.fsum(found))
+            seconds = stamps.seconds()
+            slowest = self._largest(math.fsum(seconds))
             steps.append(slowest)
-            parts.append(found)
+            parts.append(seconds)
             if len(steps) > LEAST_RUNS and min(steps[1:]) > order.limit_seconds:
                 first = 1
                 break
@@ -252,8 +250,8 @@ class Bench:
         wanted = {Case(kind=c.kind, axis=names[c.axis], bytes=c.bytes): c for c in cases}
         if not wanted:
             return {}
-        found = collectives_seconds(list(wanted), self.mesh, rounds=COLLECTIVE_ROUNDS)
-        return {case: found[key] for key, case in wanted.items()}
+        seconds = collectives_seconds(list(wanted), self.mesh, rounds=COLLECTIVE_ROUNDS)
+        return {case: seconds[key] for key, case in wanted.items()}
 
     def _optimizer_seconds(self, program: Program, values: Mapping[str, torch.Tensor], coordinate: Shape) -> float:
         """Of a step over the trained parameters, as the module has them. 0 for an optimizer that torch has not."""
@@ -272,15 +270,15 @@ class Bench:
         optimizer = make(parameters)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        found = []
+        steps = []
         for _ in range(4):
             self._largest(0.0)
             began = time.perf_counter()
             optimizer.step()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            found.append(self._largest(time.perf_counter() - began))
-        return statistics.median(found[1:])
+            steps.append(self._largest(time.perf_counter() - began))
+        return statistics.median(steps[1:])
 
     def _peak(self, executable: Executable, values: Mapping[str, torch.Tensor]) -> int:
         self._largest(0.0)
@@ -298,17 +296,17 @@ def _step(executable: Executable, values: Mapping[str, torch.Tensor]) -> Any:
 # --- on all ranks
 
 
-def bench_of(mesh: DeviceMesh, known: Mapping[str, torch.Tensor], optimizer: str) -> Bench:
+def bench_of(mesh: DeviceMesh, real: Mapping[str, torch.Tensor], optimizer: str) -> Bench:
     """The ranks of a mesh, each with its device. To be called by all of them."""
     device = device_of(mesh)
     machine = machine_name(device, _ranks_of_host(mesh))
-    return Bench(device=device, machine=machine, known=known, optimizer=optimizer, mesh=mesh)
+    return Bench(device=device, machine=machine, real=real, optimizer=optimizer, mesh=mesh)
 
 
-def bench_alone(device_type: str, known: Mapping[str, torch.Tensor], optimizer: str) -> Bench:
+def bench_alone(device_type: str, real: Mapping[str, torch.Tensor], optimizer: str) -> Bench:
     """This process and its device, without peers."""
     device = torch.device(device_type if torch.cuda.is_available() else "cpu")
-    return Bench(device=device, machine=machine_name(device, 1), known=known, optimizer=optimizer)
+    return Bench(device=device, machine=machine_name(device, 1), real=real, optimizer=optimizer)
 
 
 def lead(bench: Bench, search: Callable[[Callable[[Order], Measurement]], Any]) -> Any:
@@ -318,7 +316,7 @@ def lead(bench: Bench, search: Callable[[Callable[[Order], Measurement]], Any]) 
     assert mesh is not None
     if any(coordinate_of(mesh)):
         while True:
-            heard = on_first_rank(_nothing, mesh)
+            heard: Any = on_first_rank(lambda: None, mesh)
             if not isinstance(heard, Order):
                 return heard
             bench.measured(heard)
@@ -332,11 +330,6 @@ def lead(bench: Bench, search: Callable[[Callable[[Order], Measurement]], Any]) 
     except ValueError as error:
         return on_first_rank(partial(_raised, error), mesh)
     return on_first_rank(lambda: result, mesh)
-
-
-def _nothing() -> Any:
-    """What the others have to say."""
-    return None
 
 
 def _raised(error: Exception) -> None:
@@ -353,7 +346,7 @@ def ranks_here(mesh_shape: Mapping[str, int], device_type: str) -> Iterator[Devi
     world = int(os.environ["WORLD_SIZE"])
     if math.prod(mesh_shape.values()) != world:
         shown = ",".join(f"{axis}={size}" for axis, size in mesh_shape.items())
-        raise ValueError(f"mesh {shown} is not of the {world} ranks that there are: give axes whose product is {world}")
+        raise ValueError(f"mesh {shown} does not have the {world} ranks that run: give axes whose product is {world}")
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device_type, tuple(mesh_shape.values()), mesh_dim_names=tuple(mesh_shape))

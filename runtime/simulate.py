@@ -18,7 +18,7 @@ from .placements import local_slice
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """Whole tensors, by target. A gradient that the graph does not have is absent."""
+    """Global tensors, by target. A gradient that the graph does not have is absent."""
 
     outputs: dict[str, torch.Tensor]
     mutations: dict[str, torch.Tensor]
@@ -41,18 +41,18 @@ def simulate_step(
     tolerance: float = 1e-6,
     least: float = 0.0,
 ) -> Simulated:
-    """Forward and backward of whole tensors, given by target.
+    """Forward and backward on global tensors, given by target.
 
     `parameters` holds parameters and buffers, `inputs` the model's inputs, `tangents` the gradients
     of the outputs (absent: ones); `seed` is that of the step's random numbers. Each is cut by its
     layout, and the results are put together by theirs. AssertionError if replicas differ by more than
     `tolerance` relative to their largest element, which counts as `least` at least.
     """
-    made = run_ranks(program, given_to_ranks(program, parameters, inputs, tangents, seed))
+    values_of_ranks = run_ranks(program, given_to_ranks(program, parameters, inputs, tangents, seed))
     results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
     for o in program.outputs:
         if o.name is not None and o.meta is not None:
-            shards = {coordinate: values[o.name] for coordinate, values in made.items()}
+            shards = {coordinate: values[o.name] for coordinate, values in values_of_ranks.items()}
             what = f"{o.role} {o.target}"
             results[o.role][o.target] = assemble(shards, o.meta.shape, o.layout, program.mesh, tolerance, what, least)
     return Simulated(outputs=results["output"], mutations=results["mutation"], gradients=results["gradient"])
@@ -65,19 +65,19 @@ def given_to_ranks(
     tangents: Mapping[str, torch.Tensor] | None,
     seed: int,
 ) -> dict[Shape, Values]:
-    """What each rank is given of whole tensors, as `simulate_step` takes them."""
+    """The inputs of each rank, cut from global tensors as `simulate_step` takes them."""
     given: dict[Shape, Values] = {coordinate: {} for coordinate in coordinates(program.mesh)}
     drawn = keys(torch.tensor(seed), sum(i.role == "seed" for i in program.inputs))
     for i in program.inputs:
         if i.role == "seed":
-            whole = drawn[int(i.target)]
+            value = drawn[int(i.target)]
         elif i.role == "tangent":
-            whole = (tangents or {}).get(i.target, torch.ones(i.meta.shape, dtype=i.meta.dtype))
+            value = (tangents or {}).get(i.target, torch.ones(i.meta.shape, dtype=i.meta.dtype))
         else:
-            whole = (inputs if i.role == "input" else parameters)[i.target]
-        assert tuple(whole.shape) == i.meta.shape, f"{i.target}: {tuple(whole.shape)}, expected {i.meta}"
+            value = (inputs if i.role == "input" else parameters)[i.target]
+        assert tuple(value.shape) == i.meta.shape, f"{i.target}: {tuple(value.shape)}, expected {i.meta}"
         for coordinate, values in given.items():
-            values[i.name] = local_slice(whole.detach(), i.layout, program.mesh, coordinate)
+            values[i.name] = local_slice(value.detach(), i.layout, program.mesh, coordinate)
     return given
 
 
@@ -125,7 +125,7 @@ def assemble(
     what: str,
     least: float = 0.0,
 ) -> torch.Tensor:
-    """The whole tensor from all ranks' values, after a check that replicas agree."""
+    """The global tensor from all ranks' values, after a check that replicas agree."""
     for coordinate, local in shards.items():
         source = tuple(0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True))
         replica = shards[source]

@@ -1,8 +1,8 @@
 """The ranks check themselves: the first steps also run in one process, and must give the same.
 
-Each rank gathers parameters and buffers, runs the model itself on the whole batch, as PyTorch runs it on one device,
+Each rank gathers parameters and buffers, runs the model itself on the global batch, as PyTorch runs it on one device,
 and compares outputs, buffers and gradients. Where the program draws random numbers (dropout) the captured graph runs
-on whole tensors in the place of the model, with the same keys: PyTorch's own generator draws other numbers.
+on global tensors in the place of the model, with the same keys: PyTorch's own generator draws other numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -45,21 +45,8 @@ UNDECIDED = 1e-2
 Values = dict[str, torch.Tensor]
 
 
-class Reference(Protocol):
-    """A step in one process."""
-
-    outputs: Values
-    """By path."""
-    buffers: Values
-    """What buffers are after it, by name."""
-
-    def gradients(self, tangents: Values) -> Values:
-        """By the parameter's name or the input's path, from those of outputs by path."""
-        ...
-
-
 class Eager:
-    """The model itself on whole tensors."""
+    """A step in one process: the model itself on global tensors. `outputs` by path, `buffers` after it by name."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, captured: Captured, given: Given
@@ -84,16 +71,17 @@ class Eager:
         self.buffers = dict(model.named_buffers())
 
     def gradients(self, tangents: Values) -> Values:
+        """By the parameter's name or the input's path, from those of outputs by path."""
         wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         roots = [(self.outputs[path], t) for path, t in tangents.items() if self.outputs[path].requires_grad]
-        made = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [root for root, _ in roots], [*wanted.values()], [t for _, t in roots], allow_unused=True, retain_graph=True
         )
-        return {name: g for name, g in zip(wanted, made, strict=True) if g is not None}
+        return {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
 
 
-class Whole:
-    """The captured graph on whole tensors."""
+class GraphReference:
+    """The same by the captured graph."""
 
     def __init__(self, graph: JointGraph, given: Given) -> None:
         self.graph = graph
@@ -105,26 +93,26 @@ class Whole:
         self.values |= dict(zip(seeds, given.keys, strict=True))
         with torch.no_grad():
             self._run(self.values, (node for node in graph.nodes if not node.backward))
-        self.outputs, mutations = self._made("output", self.values), self._made("mutation", self.values)
+        self.outputs, mutations = self._results("output", self.values), self._results("mutation", self.values)
         self.buffers = {**given.buffers, **mutations}
 
     def gradients(self, tangents: Values) -> Values:
         values = {**self.values, **{i.name: tangents[i.target] for i in self.graph.inputs if i.role == "tangent"}}
         with torch.no_grad():
             self._run(values, (node for node in self.graph.nodes if node.backward))
-        return self._made("gradient", values)
+        return self._results("gradient", values)
 
     def _run(self, values: dict[str, Any], nodes: Iterator[Node]) -> None:
         for node in nodes:
             run(node, (), {(): values})
 
-    def _made(self, role: str, values: Mapping[str, torch.Tensor]) -> Values:
+    def _results(self, role: str, values: Mapping[str, torch.Tensor]) -> Values:
         return {o.target: values[o.name] for o in self.graph.outputs if o.role == role and o.name is not None}
 
 
 @dataclass(kw_only=True)
 class Given:
-    """What a step starts from, whole. `trained` are the parameters and inputs that take a gradient."""
+    """What a step starts from, as global tensors. `trained` are the parameters and inputs that take a gradient."""
 
     parameters: Values
     buffers: Values
@@ -152,9 +140,9 @@ class Verifier:
             if x.requires_grad and torch.is_grad_enabled() and name in state.trained
         }
         given = Given(
-            parameters={name: whole(x) for name, x in held.items() if isinstance(x, nn.Parameter)},
-            buffers={name: whole(x) for name, x in held.items() if not isinstance(x, nn.Parameter)},
-            inputs={path: whole(x) for path, x in inputs.items()},
+            parameters={name: gathered(x) for name, x in held.items() if isinstance(x, nn.Parameter)},
+            buffers={name: gathered(x) for name, x in held.items() if not isinstance(x, nn.Parameter)},
+            inputs={path: gathered(x) for path, x in inputs.items()},
             constants={name: x.clone() for name, x in state.constants.items()},
             trained=frozenset(trained),
         )
@@ -173,26 +161,26 @@ class Check:
     model: nn.Module
     loss_fn: Callable[[Any], torch.Tensor] | None
     given: Given
-    reference: Reference = field(init=False)
+    reference: Eager | GraphReference = field(init=False)
 
     def forward(self, outputs: Mapping[str, torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
         """Compare what forward gave. `keys` are those of its random operators."""
         self.given.keys = keys
-        found = {path: whole(x) for path, x in outputs.items()}
+        returned = {path: gathered(x) for path, x in outputs.items()}
         with together(self.state.mesh):
-            self.reference = self._whole() if keys else self._eager()
-            made = {o.target: whole(self.state.value(o.target)) for _, o in self.state.mutations}
+            self.reference = self._graph() if keys else self._eager()
+            written = {o.target: gathered(self.state.value(o.target)) for _, o in self.state.mutations}
             now = {**self.given.buffers, **self.reference.buffers}
             pairs = [
-                (f"output {path}", path, "output", x, self.reference.outputs.get(path)) for path, x in found.items()
+                (f"output {path}", path, "output", x, self.reference.outputs.get(path)) for path, x in returned.items()
             ]
-            pairs += [(f"buffer {name}", name, "mutation", x, now.get(name)) for name, x in made.items()]
+            pairs += [(f"buffer {name}", name, "mutation", x, now.get(name)) for name, x in written.items()]
             self._compare(pairs, {})
 
     def backward(self, tangents: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor]) -> None:
         """Compare the gradients that came of those of outputs, by path; absent ones are zero."""
-        found = {name: whole(g) for name, g in gradients.items()}
-        given = {path: t if t is None else whole(t) for path, t in tangents.items()}
+        actual = {name: gathered(g) for name, g in gradients.items()}
+        given = {path: t if t is None else gathered(t) for path, t in tangents.items()}
         with together(self.state.mesh):
             filled = {
                 i.target: torch.zeros(i.meta.shape, dtype=i.meta.dtype, device=self.state.device) if t is None else t
@@ -200,19 +188,19 @@ class Check:
                 for t in [given.get(i.target)]
             }
             expected = self.reference.gradients(filled)
-            pairs = [(f"the gradient of {name}", name, "gradient", g, expected.get(name)) for name, g in found.items()]
+            pairs = [(f"the gradient of {name}", name, "gradient", g, expected.get(name)) for name, g in actual.items()]
             self._compare(pairs, filled)
 
-    def _eager(self) -> Reference:
+    def _eager(self) -> Eager:
         try:
             return Eager(self.model, self.loss_fn, self.state.captured, self._copy())
         except Exception as error:
             raise ValueError(
-                f"verify: the model does not run in one process on whole tensors, {type(error).__name__}: {error}"
+                f"verify: the model does not run in one process on global tensors, {type(error).__name__}: {error}"
             ) from error
 
-    def _whole(self) -> Whole:
-        return Whole(self.state.captured.graph, self._copy())
+    def _graph(self) -> GraphReference:
+        return GraphReference(self.state.captured.graph, self._copy())
 
     def _copy(self) -> Given:
         """Buffers are written."""
@@ -229,68 +217,79 @@ class Check:
         dtype = min(floating, key=lambda d: -TOLERANCES[d], default=torch.float32)
         largest = max((_largest(x) for _, _, role, _, x in pairs if role == "gradient" and x is not None), default=0.0)
         wrong = []
-        for what, target, role, found, expected in pairs:
-            expected = torch.zeros_like(found) if expected is None and role == "gradient" else expected
+        for what, target, role, actual, expected in pairs:
+            expected = torch.zeros_like(actual) if expected is None and role == "gradient" else expected
             limit = TOLERANCES[dtype]
-            error = difference(found, expected, max(NEGLIGIBLE, limit) * largest)
-            if not found.dtype.is_floating_point and not found.dtype.is_complex:
+            error = difference(actual, expected, max(NEGLIGIBLE, limit) * largest)
+            if not actual.dtype.is_floating_point and not actual.dtype.is_complex:
                 limit = UNDECIDED if role == "output" else 0.0
             if not error <= limit:
                 place = next((o.name for o in graph.outputs if (o.role, o.target) == (role, target)), None)
                 at = graph.producer.get(place or "", -1)
-                wrong.append((at, what, error, limit, (role, target, found)))
+                wrong.append((at, what, error, limit, (role, target, actual)))
         if not wrong:
             return
-        at, what, error, limit, (role, target, found) = min(wrong, key=lambda w: w[0])
+        at, what, error, limit, (role, target, actual) = min(wrong, key=lambda w: w[0])
         node = graph.nodes[at] if at >= 0 else None
-        made = f", which `{node.op}` of module {node.module!r} makes" if node else ""
+        origin = f", which `{node.op}` of module {node.module!r} makes" if node else ""
         raise ValueError(
-            f"verify: in step {self.step}, {what}{made}, differs from one process by {error:.3g} of its largest "
+            f"verify: in step {self.step}, {what}{origin}, differs from one process by {error:.3g} of its largest "
             f"element, and {limit:g} is the tolerance for {str(dtype).removeprefix('torch.')}; {len(wrong)} of "
-            f"{len(pairs)} tensors differ. {self._fault(role, target, found, limit, tangents)}"
+            f"{len(pairs)} tensors differ. {self._fault(role, target, actual, limit, tangents)}"
         )
 
-    def _fault(self, role: str, target: str, found: torch.Tensor, limit: float, tangents: Values) -> str:
-        """Whether the captured graph itself is wrong, or what the ranks make of it."""
+    def _fault(self, role: str, target: str, actual: torch.Tensor, limit: float, tangents: Values) -> str:
+        """Whether the captured graph itself is wrong, or how the ranks compute it."""
         report = "please report it with the model and the plan"
-        if isinstance(self.reference, Whole):
+        if isinstance(self.reference, GraphReference):
             return f"The ranks do not compute the captured graph: {report}"
-        graph = self._whole()
-        made = {"output": graph.outputs, "mutation": graph.buffers}.get(role)
-        made = graph.gradients(tangents) if made is None else made
-        if target in made and difference(found, made[target], 0.0) <= limit:
+        graph = self._graph()
+        expected = {"output": graph.outputs, "mutation": graph.buffers}.get(role)
+        expected = graph.gradients(tangents) if expected is None else expected
+        if target in expected and difference(actual, expected[target], 0.0) <= limit:
             return f"The ranks compute the captured graph, and that is not the model: {report}"
         return f"The ranks do not compute the captured graph: {report}"
 
 
 @torch.no_grad()
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, gathered from all ranks."""
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor | None, floor: float) -> float:
+def difference(actual: torch.Tensor, expected: torch.Tensor | None, floor: float) -> float:
     """The largest difference relative to the largest element, which counts as `floor` at least; of integers the part of
     elements that differ. Infinite where shapes or dtypes differ, or numbers that are not finite."""
-    if expected is None or found.shape != expected.shape or found.dtype != expected.dtype:
+    if expected is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
-    if not found.numel():
+    if not actual.numel():
         return 0.0
-    if found.is_complex():
-        found, expected = torch.view_as_real(found.resolve_conj()), torch.view_as_real(expected.resolve_conj())
-    if not found.dtype.is_floating_point:
-        return float((found != expected).double().mean())
-    found, expected = found.detach().double(), expected.detach().double()
+    if actual.is_complex():
+        actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    if not actual.dtype.is_floating_point:
+        return float((actual != expected).double().mean())
+    return relative_error(actual, expected, max(floor, 1e-30))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    """The largest difference relative to the largest element of what is expected, which counts as `floor` at least.
+    Infinite where shapes, dtypes or elements that are not finite differ."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.detach().to(wide), expected.detach().to(wide)
     finite = expected.isfinite()
-    if (
-        not torch.equal(found[~finite].nan_to_num(0.5), expected[~finite].nan_to_num(0.5))
-        or not found[finite].isfinite().all()
-    ):
+    if not torch.equal(finite, actual.isfinite()) or not _equal(actual[~finite], expected[~finite]):
         return float("inf")
     if not finite.any():
         return 0.0
-    scale = max(float(expected[finite].abs().max()), floor, 1e-30)
-    return float((found[finite] - expected[finite]).abs().max()) / scale
+    return float((actual - expected)[finite].abs().max()) / max(float(expected[finite].abs().max()), floor)
+
+
+def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether elements are equal; NaN is NaN."""
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in (actual, expected)]
+    return torch.equal(*(x.nan_to_num(0.5) for x in parts))
 
 
 def _largest(tensor: torch.Tensor) -> float:

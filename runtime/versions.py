@@ -19,16 +19,15 @@ from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured, NothingTrainedError
+from autopar.passes.capture.concrete import Pinned, same_value
 from autopar.passes.capture.fakes import skeleton
-from autopar.passes.capture.known import Pinned, same_value
 from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner, captured_for_planning
 
 from .agree import all_equal, on_first_rank, together
 from .guard import Guard, report_changed
 from .held import State
-from .verify import whole
-from .verify import whole as gathered
+from .verify import gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class Mode:
 
 
 Again = Callable[[Mode, nn.Module, Sequence[Captured], Mapping[str, torch.Tensor]], tuple[Captured, Program | int]]
-"""What is captured in another mode, with other attributes of the model or with other values of inputs (by path), and
-its program, with the parameters where they are, or which of the steps that are known has a program that serves it.
-Called on all ranks at once."""
+"""Captures in another mode, with other attributes of the model or with other values of inputs (by path). Gives the step
+and its program, with the parameters where they are, or the index of an earlier step whose program serves it. Called on
+all ranks at once."""
 
 
 logger = logging.getLogger("autopar")
@@ -110,7 +109,7 @@ class Versions:
         key = tuple(flags)
         chosen = self.chosen.get(key)
         if chosen is None or not chosen.guard.holds() or (chosen.pinned and not self._reads(chosen, args, kwargs)):
-            self.chosen[key] = chosen = self._found(gradients, args, kwargs)
+            self.chosen[key] = chosen = self._choose(gradients, args, kwargs)
         return chosen.state
 
     def guard_again(self) -> None:
@@ -147,7 +146,7 @@ class Versions:
             bound = self.base.captured.bind(args, kwargs)
         return bound
 
-    def _found(self, gradients: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Version:
+    def _choose(self, gradients: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Version:
         wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
         cast = compat.autocast_dtype(self.device_type)
         mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
@@ -180,9 +179,9 @@ class Versions:
             state = same[0] if same else self.base.with_program(captured, states[program].program)
         else:
             state = self.base.with_program(captured, program)
-        made = self._version(mode, captured, state)
-        self.versions.append(made)
-        return made
+        version = self._version(mode, captured, state)
+        self.versions.append(version)
+        return version
 
     def _report_read(self, others: Sequence[_Version]) -> None:
         """Say that the programs of a mode read other numbers; the one that was called longest ago is dropped if there
@@ -207,20 +206,20 @@ class Versions:
             self.chosen = {key: version for key, version in self.chosen.items() if version is not dropped}
 
 
-def serves(known: Captured, wanted: Captured) -> bool:
+def serves(captured: Captured, wanted: Captured) -> bool:
     """Whether the program of a captured step computes all that is wanted of another, and maybe gradients beside."""
     targets = {o.target for o in wanted.graph.outputs if o.role == "gradient" and o.name is not None}
-    return lines(known.graph, targets) == lines(wanted.graph, targets)
+    return lines(captured.graph, targets) == lines(wanted.graph, targets)
 
 
-def same_values(known: Captured, other: Captured) -> bool:
+def same_values(captured: Captured, other: Captured) -> bool:
     """Whether two steps of the same operators read equal constants and put their outputs together alike."""
-    if known.output_spec != other.output_spec or known.constants.keys() != other.constants.keys():
+    if captured.output_spec != other.output_spec or captured.constants.keys() != other.constants.keys():
         return False
-    leaves = zip(known.output_leaves, other.output_leaves, strict=True)
+    leaves = zip(captured.output_leaves, other.output_leaves, strict=True)
     return all((a.path, a.meta) == (b.path, b.meta) and same_value(a.constant, b.constant) for a, b in leaves) and all(
         tensor.device == other.constants[name].device and same_value(tensor, other.constants[name])
-        for name, tensor in known.constants.items()
+        for name, tensor in captured.constants.items()
     )
 
 
@@ -238,9 +237,9 @@ def lines(graph: JointGraph, gradients: Collection[str]) -> list[str]:
     text = [f"{number(i.name)}: {graph.metas[i.name]} = {i.role} {i.target}" for i in graph.inputs if i.name in needed]
     for node in nodes:
         arguments: tuple[Any, ...] = (map_references(node.args, number), map_references(node.kwargs, number))
-        made = [number(o) if o else "_" for o in node.outputs]
+        results = [number(o) if o else "_" for o in node.outputs]
         metas = [str(graph.metas[o]) for o in node.outputs if o]
-        text.append(f"{'<' if node.backward else '>'} {made} = {node.op}{arguments}: {metas}")
+        text.append(f"{'<' if node.backward else '>'} {results} = {node.op}{arguments}: {metas}")
     return [*text, *(f"{o.role} {o.target} = {number(o.name)}" for o in outputs if o.name is not None)]
 
 
@@ -268,10 +267,10 @@ class Modes:
         self.loss_fn, self.cluster = loss_fn, cluster
 
     def __call__(
-        self, mode: Mode, model: nn.Module, known: Sequence[Captured], inputs: Mapping[str, torch.Tensor]
+        self, mode: Mode, model: nn.Module, earlier: Sequence[Captured], inputs: Mapping[str, torch.Tensor]
     ) -> tuple[Captured, Program | int]:
         """The step as it is captured in this mode from `model`, whose attributes may have changed, and from the
-        `inputs` of a call, and its program, or which of the `known` ones has a program that serves it.
+        `inputs` of a call, and its program, or which of the `earlier` ones has a program that serves it.
 
         Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
         ranks call it in different ones."""
@@ -286,26 +285,26 @@ class Modes:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in mode.trainable)
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
-        given = {path: whole(tensor) for path, tensor in inputs.items()}
-        planner = found = program = None
+        given = {path: gathered(tensor) for path, tensor in inputs.items()}
+        planner = serving = program = None
         with together(self.mesh, ValueError):
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
                 args, kwargs = self._example(given)
                 captured = self._captured(args, kwargs)
-                found = next((i for i, other in enumerate(known) if serves(other, captured)), None)
-                if found is None:
+                serving = next((i for i, other in enumerate(earlier) if serves(other, captured)), None)
+                if serving is None:
                     planner = Planner(
                         self.model, mesh_of(self.mesh), args, kwargs,
                         loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
                     )  # fmt: skip
         all_equal(
-            found, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
+            serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
         )
-        logger.info("captured again, for %s%s", mode, "" if found is None else ", which a program that there is serves")
-        if found is not None:
-            return captured, found
+        logger.info("captured again, for %s%s", mode, "" if serving is None else ", which an earlier program serves")
+        if serving is not None:
+            return captured, serving
         assert planner is not None
         find = planner.assignment_at
         assignment = on_first_rank(lambda: find(self.at_rest), self.mesh)

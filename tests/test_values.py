@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.passes.capture.captured import CaptureError
-from autopar.passes.capture.known import same_value
+from autopar.passes.capture.concrete import same_value
 from autopar.passes.capture.trace import capture
 from autopar.runtime.agree import digest
 from autopar.runtime.module import ParallelModule

@@ -1,8 +1,7 @@
-"""Parts of torch that do what they do in another way while a model is exported, which a graph can hold."""
+"""Parts of torch that are replaced while a model is exported: the same results, in operators that a graph can hold."""
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ from torch import fx, nn
 from .tensors import storage_span
 
 
-@contextmanager
+@contextlib.contextmanager
 def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it an attribute of a module or a class is another one; a class that inherits it has none of its own
-    afterwards, as before."""
+    """Replaces an attribute of a module or a class within the context. A class that inherited it does so again
+    afterwards."""
     inherits = isinstance(holder, type) and name not in vars(holder)
-    known = None if inherits else vars(holder)[name] if isinstance(holder, type) else getattr(holder, name)
+    original = None if inherits else vars(holder)[name] if isinstance(holder, type) else getattr(holder, name)
     setattr(holder, name, value)
     try:
         yield
@@ -24,12 +23,12 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
         if inherits:
             delattr(holder, name)
         else:
-            setattr(holder, name, known)
+            setattr(holder, name, original)
 
 
 @contextlib.contextmanager
 def as_exported() -> Iterator[None]:
-    """Within it a module that runs takes the branches that it takes while it is exported."""
+    """Within it modules take the branches that they take while they are exported."""
     from torch._export.utils import _compiling_state_context
 
     with _compiling_state_context(), as_captured():
@@ -38,7 +37,7 @@ def as_exported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_captured() -> Iterator[None]:
-    """Within it parts of torch do what they do in another way, which a graph can hold."""
+    """Within it the parts of torch below run in ways that a graph can hold."""
     with (
         _masks_as_they_are(),
         _averaged_norms(),
@@ -53,14 +52,14 @@ def _regions_within_regions() -> contextlib.AbstractContextManager[None]:
     """Within it `torch.export` keeps a change of grad mode that stands in a region with autocast. Its pass that makes
     regions without gradients splits a graph at such a change, enters autocast again at the head of the piece, and then
     does not find the change there, which is lost without a word."""
-    from torch._export.passes import replace_set_grad_with_hop_pass as found
+    from torch._export.passes import replace_set_grad_with_hop_pass
 
-    passes: Any = found
-    known = passes.replace_set_grad_with_hop_pass
+    passes: Any = replace_set_grad_with_hop_pass
+    original = passes.replace_set_grad_with_hop_pass
 
     def replace_set_grad(module: fx.GraphModule, signature: Any) -> Any:
         _close_autocast_where_grad_changes(module.graph)
-        return known(module, signature)
+        return original(module, signature)
 
     return patched(passes, "replace_set_grad_with_hop_pass", replace_set_grad)
 
@@ -98,9 +97,9 @@ def _settled_modules() -> contextlib.AbstractContextManager[None]:
     def settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         with torch.no_grad():
             for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
-                made = fn(tensor)
-                if made is not tensor and storage_span(made) != storage_span(tensor):
-                    was, now = (f"{t.dtype} on {t.device}" for t in (tensor, made))
+                converted = fn(tensor)
+                if converted is not tensor and storage_span(converted) != storage_span(tensor):
+                    was, now = (f"{t.dtype} on {t.device}" for t in (tensor, converted))
                     raise ValueError(
                         f"forward converts {name} of a {type(self).__name__} from {was} to {now}, which a program does "
                         f"not write: convert the module before, outside of forward"

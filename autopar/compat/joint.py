@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from .exporting import autocast_dtype, without_autocast
@@ -69,22 +69,22 @@ def joint(record: Recorded, inputs: tuple[torch.Tensor, ...], mode: FakeTensorMo
 def _with_constants(described: Joint, module: fx.GraphModule) -> Joint:
     """The graph with the tensors that its own code makes of numbers (`torch.tensor(0.5)` in an autograd.Function, which
     runs only when the joint graph is traced) as inputs, equal ones as one."""
-    known: dict[Any, fx.Node] = {}
+    placed: dict[Any, fx.Node] = {}
     placeholders, buffers, constants = [*described.placeholders], [*described.buffers], {**described.constants}
     for node in described.graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target), None)
         if not isinstance(tensor, torch.Tensor) or not is_real(tensor):
             continue
         key = (value_of(tensor) or node.target, tensor.dtype, tuple(tensor.shape), tensor.device)
-        if key not in known:
-            name = f"lifted_constant_{len(known)}"
+        if key not in placed:
+            name = f"lifted_constant_{len(placed)}"
             with described.graph.inserting_before(placeholders[0].node):
-                known[key] = described.graph.placeholder(name)
-            known[key].meta["val"] = node.meta.get("val", tensor)
-            placeholders.append(Placeholder(node=known[key], kind="buffer", index=len(buffers)))
+                placed[key] = described.graph.placeholder(name)
+            placed[key].meta["val"] = node.meta.get("val", tensor)
+            placeholders.append(Placeholder(node=placed[key], kind="buffer", index=len(buffers)))
             buffers.append(name)
             constants[name] = tensor
-        node.replace_all_uses_with(known[key])
+        node.replace_all_uses_with(placed[key])
     return replace(described, placeholders=tuple(placeholders), buffers=tuple(buffers), constants=constants)
 
 
@@ -96,12 +96,12 @@ def _without_effects() -> Iterator[None]:
     if holder is None or holder.effect is None:
         yield
         return
-    known = holder.effect
+    effect = holder.effect
     holder.register(None)
     try:
         yield
     finally:
-        holder.register(known)
+        holder.register(effect)
 
 
 class _Lifted(nn.Module):
@@ -188,7 +188,7 @@ class _Traced(fx.Interpreter):
     look rows up by computed indices, which hides that they are in order."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, torch._ops.OpOverload) and target.__name__.split(".")[0] in _KEPT_WHOLE:
+        if isinstance(target, torch._ops.OpOverload) and target.__name__.split(".")[0] in _KEPT:
             with torch._C._DisablePythonDispatcher():
                 return super().call_function(target, args, kwargs)
         if target is torch.ops.higher_order.cond:
@@ -233,10 +233,10 @@ def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, oper
         return pytree.tree_flatten(traced.run(*given, enable_io_processing=False))
 
     results = []
-    (made, spec), (other, other_spec) = run(if_true, wanted), run(if_false, wanted.logical_not())
+    (one, spec), (other, other_spec) = run(if_true, wanted), run(if_false, wanted.logical_not())
     if spec != other_spec:
         raise ValueError(f"the branches of torch.cond return {spec} and {other_spec}: they must be alike")
-    for a, b in zip(made, other, strict=True):
+    for a, b in zip(one, other, strict=True):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             raise ValueError("a branch of torch.cond returns what is no tensor: autopar selects from tensors")
         if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -248,7 +248,7 @@ def _either(wanted: Any, if_true: fx.GraphModule, if_false: fx.GraphModule, oper
     return pytree.tree_unflatten(results, spec)
 
 
-_KEPT_WHOLE = (
+_KEPT = (
     *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d")),
     *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
     *(f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)),
@@ -256,8 +256,6 @@ _KEPT_WHOLE = (
 
 
 def _as_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    from torch._subclasses import FakeTensor
-
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
     with mode:
@@ -331,8 +329,8 @@ def _describe(graph: fx.Graph, lifted: _Lifted) -> Joint:
 
 
 def module_path(node: fx.Node) -> str | None:
-    """Path of the innermost module whose forward made the node ("" for the outermost), or None for
-    a node that autograd made."""
+    """Path of the innermost module whose forward gave the node ("" for the outermost), or None for
+    a node of autograd's."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
@@ -341,7 +339,7 @@ def module_path(node: fx.Node) -> str | None:
 
 
 def is_accumulation(node: fx.Node) -> bool:
-    """Whether it is an add that autograd made to sum the gradients of a tensor's consumers. Such a
+    """Whether it is an add by which autograd sums the gradients of a tensor's consumers. Such a
     node carries the sequence number of the last forward node, whose gradient it is not."""
     return bool(node.meta.get("is_gradient_acc"))
 

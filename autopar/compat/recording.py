@@ -48,7 +48,7 @@ def recorded(
 
     The module's tensors and the inputs are fakes of one mode. `canonical` maps every name of a parameter or buffer to
     the name that stands for it: tied ones are one input of the joint graph, whose gradient is the total. With `lines`,
-    nodes say by which lines of code they were made.
+    nodes say which lines of code they come from.
     """
     with torch.library._scoped_library(CALLS, "FRAGMENT") as library, _lean(lines), plain_lstm():
         with _recorded_functions(library), as_captured():
@@ -74,15 +74,15 @@ def record_of(exported: Any, canonical: Mapping[str, str], device_type: str) -> 
     graph = exported.graph_module.graph
     for part in exported.graph_module.modules():
         for node in reversed(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
-            # what was read of a tensor whose values are known is a number of Python's, and nobody uses the node
+            # what was read of a concrete tensor is a number of Python's, and nobody uses the node
             if str(node.target) in _NUMBERS and not node.users and not isinstance(node.meta.get("val"), _SYMBOLS):
                 part.graph.erase_node(node)
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(RecordedInput(node=node, kind="input"))
         elif spec.kind in kinds:
-            known = exported.state_dict.get(spec.target)
-            tensor = exported.constants[spec.target] if known is None else known
+            held = exported.state_dict.get(spec.target)
+            tensor = exported.constants[spec.target] if held is None else held
             target = canonical.get(spec.target, spec.target)
             inputs.append(RecordedInput(node=node, kind=kinds[spec.kind], target=target, tensor=tensor))
         else:
@@ -109,20 +109,13 @@ def record_of(exported: Any, canonical: Mapping[str, str], device_type: str) -> 
 @contextlib.contextmanager
 def _lean(lines: bool) -> Iterator[None]:
     """Trace without what nobody reads: a stack trace for each node, and Python code of each graph on the way."""
+    from torch.fx import config
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True), contextlib.ExitStack() as stack:
-        if not lines:
-            stack.enter_context(_without_stack_traces())
+        if not lines and hasattr(config, "do_not_emit_stack_traces"):  # before 2.12 tracing always takes them
+            stack.enter_context(patched(config, "do_not_emit_stack_traces", True))
         yield
-
-
-def _without_stack_traces() -> contextlib.AbstractContextManager[None]:
-    from torch.fx import config
-
-    if not hasattr(config, "do_not_emit_stack_traces"):
-        return contextlib.nullcontext()  # before 2.12 tracing always takes them
-    return patched(config, "do_not_emit_stack_traces", True)
 
 
 def is_recorded_function(node: fx.Node) -> bool:
@@ -140,8 +133,8 @@ def set_place(node: fx.Node, place: int) -> None:
 
 
 def place_of(node: fx.Node) -> int | None:
-    found: int | None = (node.meta.get("custom") or {}).get(PLACE)
-    return found
+    place: int | None = (node.meta.get("custom") or {}).get(PLACE)
+    return place
 
 
 CALLS = "autopar_calls"
@@ -173,17 +166,17 @@ def _recorded_functions(library: torch.library.Library) -> contextlib.AbstractCo
             for i, tensor in zip(given, tensors, strict=True):
                 filled[i] = tensor
             own_args, own_kwargs = pytree.tree_unflatten(filled, spec)
-            made, made_spec = pytree.tree_flatten(call(*own_args, **own_kwargs))
-            if not all(isinstance(leaf, torch.Tensor) for leaf in made):
+            results, results_spec = pytree.tree_flatten(call(*own_args, **own_kwargs))
+            if not all(isinstance(leaf, torch.Tensor) for leaf in results):
                 raise TypeError(f"{cls.__qualname__} returns what is no tensor: autopar captures functions of tensors")
-            shape[:] = [made_spec]
-            return made
+            shape[:] = [results_spec]
+            return results
 
         name = f"{cls.__name__}_{next(number)}"
         library.define(f"{name}(Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
         library.impl(name, run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-        made = getattr(getattr(torch.ops, CALLS), name)([leaves[i] for i in given])
-        return pytree.tree_unflatten(made, shape[0])
+        results = getattr(getattr(torch.ops, CALLS), name)([leaves[i] for i in given])
+        return pytree.tree_unflatten(results, shape[0])
 
     return patched(function, "apply", classmethod(recorded))
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -71,8 +72,6 @@ def meta_kernels() -> None:
 
 def number_of(tensor: torch.Tensor) -> Any:
     """The number that a real tensor of one element holds, whatever modes are active."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes():
         return tensor.item()
 
@@ -82,8 +81,6 @@ VALUES_MOST = 1 << 16
 
 def value_of(tensor: torch.Tensor) -> bytes | None:
     """What a small real tensor holds; None for others."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     if not is_real(tensor) or tensor.numel() > VALUES_MOST:
         return None
     with _disable_current_modes(), torch.no_grad():
@@ -101,23 +98,17 @@ def fake_mode() -> FakeTensorMode:
 @contextlib.contextmanager
 def unmodified() -> Iterator[None]:
     """Within it operators on real tensors run as they are, whatever modes are active."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 
 def stand_in(kind: type[Any]) -> Any:
     """An empty tensor of a subclass, whatever modes are active: fakes are of no class but their own."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes():
         return torch.empty(0).as_subclass(kind)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    from torch._subclasses import FakeTensor
-
     return isinstance(tensor, FakeTensor)
 
 

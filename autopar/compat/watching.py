@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .exporting import patched
 from .tensors import memory_of
 
 
 class WritesReal(Exception):
-    """An operator of a traced model writes a tensor that is neither of the traced copy nor made by it."""
+    """An operator of a traced model writes a tensor that is neither of the traced copy nor produced by it."""
 
     def __init__(self, op: str, tensor: torch.Tensor) -> None:
         super().__init__(f"{op} writes a tensor that is not a buffer of the model")
@@ -31,8 +32,8 @@ class WritesInput(Exception):
         self.index = index
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call of an operator writes."""
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -41,7 +42,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
         for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return list(pytree.tree_leaves(given))
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -93,7 +94,7 @@ class Writes(Watching):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.memory.update(memory_of(x) for x in written_by(func, args, kwargs or {}) if isinstance(x, torch.Tensor))
+        self.memory.update(map(memory_of, written_by(func, args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
@@ -104,7 +105,7 @@ def decides_by_data(error: Exception) -> bool:
 
 
 def leaves_numbers(error: Exception) -> bool:
-    """Whether tracing stopped since a number that was read of a tensor is known to nobody."""
+    """Whether tracing stopped since a number that was read of a tensor has no concrete value."""
     return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
 
 
@@ -125,27 +126,21 @@ def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 def global_forward_hooks() -> dict[str, dict[int, Any]]:
     """The hooks that run before and after the forward of every module."""
-    from torch.nn.modules import module
-
     return {
-        "the global forward hooks": module._global_forward_hooks,
-        "the global forward pre-hooks": module._global_forward_pre_hooks,
+        "the global forward hooks": every_module._global_forward_hooks,
+        "the global forward pre-hooks": every_module._global_forward_pre_hooks,
     }
 
 
 def global_backward_hooks() -> str:
     """What kind of hooks torch has for the backward of every module; empty where it has none."""
-    from torch.nn.modules import module
-
-    if module._global_backward_pre_hooks:
+    if every_module._global_backward_pre_hooks:
         return "global full backward pre-hooks"
-    return "global backward hooks" if module._global_backward_hooks else ""
+    return "global backward hooks" if every_module._global_backward_hooks else ""
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """A context in which tensors are what they are, while a model is traced too."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     stack = contextlib.ExitStack()
     stack.enter_context(_disable_current_modes())
     stack.enter_context(torch._C.DisableTorchFunction())
@@ -154,7 +149,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Seeded:
-    """Torch's default generator, but for seeds."""
+    """Torch's default generator, which reports when it is seeded."""
 
     def __init__(self, generator: torch.Generator, seeded: Callable[[], None]) -> None:
         self._generator, self._seeded = generator, seeded
@@ -180,37 +175,37 @@ def seeding(seeded: Callable[[], None]) -> contextlib.AbstractContextManager[Non
 def saving(saved: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `saved` is called where hooks are set on what autograd saves (not those of torch itself)."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
-    known = hooks.__enter__
+    original = hooks.__enter__
 
     def enter(self: Any) -> None:
         if type(self) is hooks:
             saved()
-        known(self)
+        original(self)
 
     return patched(hooks, "__enter__", enter)
 
 
 def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `asked` is called where Python asks whether inference mode is on (not that of torch itself)."""
-    known = torch.is_inference_mode_enabled
+    original = torch.is_inference_mode_enabled
 
     def ask() -> bool:
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             asked()
-        return known()
+        return original()
 
     return patched(torch, "is_inference_mode_enabled", ask)
 
 
 def differentiating(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `asked` is called where Python begins to differentiate in reverse by `torch.func`: `grad`, `vjp`,
-    `jacrev` and what is made of them."""
+    `jacrev` and what builds on them."""
     from torch._functorch import eager_transforms
 
-    known = eager_transforms.grad_increment_nesting
+    original = eager_transforms.grad_increment_nesting
 
     def nest() -> contextlib.AbstractContextManager[int]:
         asked()
-        return known()
+        return original()
 
     return patched(eager_transforms, "grad_increment_nesting", nest)

@@ -2,13 +2,12 @@
 
     from autopar.testing import check
 
-    found = check(model, {"dp": 2, "tp": 2}, args, kwargs, plans=20, steps=3)
-    print(found)
-    assert found.equal
+    result = check(model, {"dp": 2, "tp": 2}, args, kwargs, plans=20, steps=3)
+    print(result)
+    assert result.equal
 
 Every number is computed: each rank of the mesh runs the program that it would run on a device, collectives and all, in
-lock step with the others. What is compared with is eager PyTorch of a copy of the model, whose own Python runs every
-step.
+lock step with the others. The reference is eager PyTorch on a copy of the model, whose own Python runs every step.
 """
 
 import math
@@ -33,7 +32,7 @@ RANDOM_DRAWS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """What `check` found, a row for each plan. Prints as a table."""
+    """The result of `check`, a row for each plan. Prints as a table."""
 
     mesh: Mapping[str, int]
     steps: int
@@ -55,7 +54,7 @@ class Check:
                 {
                     "plan": row.plan,
                     "equal": row.equal,
-                    "errors": {kind: _finite(error) for kind, error in row.errors.items()},
+                    "errors": {kind: error if math.isfinite(error) else None for kind, error in row.errors.items()},
                     "worst": dict(row.worst),
                     "step": row.step,
                     "first": None if row.first is None else str(row.first),
@@ -81,8 +80,8 @@ class Check:
             ]
         )
         shape = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        told = f"{self.steps} step{'s' * (self.steps > 1)} on {shape}, largest relative errors beside eager"
-        lines = [f"{told} (equal up to {self.tolerance:g}):", *lines]
+        heading = f"{self.steps} step{'s' * (self.steps > 1)} on {shape}, largest relative errors beside eager"
+        lines = [f"{heading} (equal up to {self.tolerance:g}):", *lines]
         for row in self.rows:
             if row.failure:
                 lines.append(f"{row.plan}: {row.failure}")
@@ -140,10 +139,6 @@ def _random(trial: Trial, mesh_shape: Mapping[str, int], seed: int) -> Row:
         except ValueError:
             continue
     return trial.of_random(mesh_shape, seed + RANDOM_DRAWS - 1)
-
-
-def _finite(error: float) -> float | None:
-    return error if math.isfinite(error) else None
 
 
 __all__ = ["Check", "Difference", "Row", "Trial", "check", "random_assignment", "relative_error"]

@@ -69,28 +69,28 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         number = torch.default_generator.initial_seed()
-        made = func(*args, **kwargs)
+        results = func(*args, **kwargs)
         node, tensors = _node(func, args, kwargs)
         if not draws(node):
             torch.default_generator.manual_seed(number)
-            return made
+            return results
         torch.default_generator.manual_seed(number + 1)
         self.most = max(self.most, number + 1)
-        self.drew(number, made)
+        self.drew(number, results)
         if self.place is not None:
             if number not in self.place:
-                return made  # nobody reads it
+                return results  # nobody reads it
             number = self.place[number]
         if number >= len(self.keys):  # `most` tells that the program draws less often
-            return made
+            return results
         reader = self.readers.get(number)
         if reader is not None and reader.op == DROPOUT and node.op == "aten.bernoulli.p":
-            _, kept = torch.ops.autopar.dropout(self.keys[number], torch.ones_like(made), reader.args[2])
-            return made.copy_(kept)
-        return _drawn(func, node, tensors, self.keys[number], args, made)
+            _, kept = torch.ops.autopar.dropout(self.keys[number], torch.ones_like(results), reader.args[2])
+            return results.copy_(kept)
+        return _drawn(func, node, tensors, self.keys[number], args, results)
 
-    def drew(self, number: int, made: Any) -> None:
-        """The random operator with this number made this."""
+    def drew(self, number: int, results: Any) -> None:
+        """Called with the number of a random operator, and its results."""
 
 
 class Readers(Draws):  # type: ignore[no-untyped-call]
@@ -102,20 +102,20 @@ class Readers(Draws):  # type: ignore[no-untyped-call]
         self.kept: list[torch.UntypedStorage] = []  # an address is one storage's as long as that lives
         self.drawn: frozenset[int] = frozenset()
 
-    def drew(self, number: int, made: Any) -> None:
+    def drew(self, number: int, results: Any) -> None:
         self.drawn = frozenset({number})
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.drawn = frozenset()
-        made = super().__torch_dispatch__(func, types, args, kwargs)
-        found = self.of((args, kwargs)) | self.drawn
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        sources = self.of((args, kwargs)) | self.drawn
         written = [args[position] for position in _written(func) if position < len(args)]
-        for storage in _storages((made, written)):
+        for storage in _storages((results, written)):
             self.kept.append(storage)
-            self.sources[storage.data_ptr()] = self.sources.get(storage.data_ptr(), frozenset()) | found
-        return made
+            self.sources[storage.data_ptr()] = self.sources.get(storage.data_ptr(), frozenset()) | sources
+        return results
 
     def of(self, tree: Any) -> frozenset[int]:
         """The random operators that tensors depend on."""
@@ -123,12 +123,9 @@ class Readers(Draws):  # type: ignore[no-untyped-call]
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    found = [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if _is_strided(leaf)]
-    return [storage for storage in found if storage.nbytes()]
-
-
-def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+    return [storage for storage in storages if storage.nbytes()]
 
 
 def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, dict[str, torch.Tensor]]:
@@ -152,7 +149,7 @@ def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Nod
         op=FUNCTIONAL.get(op, f"aten.{name.removesuffix('_')}.{overload}"),
         args=tuple(map(value, args)),
         kwargs=tuple((key, value(given)) for key, given in kwargs.items()),
-        outputs=tuple(f"made{i}" for i in range(count)),
+        outputs=tuple(f"drawn{i}" for i in range(count)),
     )
     return node, tensors
 
@@ -164,22 +161,22 @@ def _written(func: Any) -> list[int]:
 
 
 def _drawn(
-    func: Any, node: Node, tensors: Mapping[str, torch.Tensor], key: torch.Tensor, args: tuple[Any, ...], made: Any
+    func: Any, node: Node, tensors: Mapping[str, torch.Tensor], key: torch.Tensor, args: tuple[Any, ...], eager: Any
 ) -> Any:
     """The results of a random operator from a key; what it writes is written."""
-    results = list(made) if isinstance(made, list | tuple) else [made]
-    targets = [*results, *(args[position] for position in _written(func))][: len(node.outputs)]
+    returned = list(eager) if isinstance(eager, list | tuple) else [eager]
+    targets = [*returned, *(args[position] for position in _written(func))][: len(node.outputs)]
     metas = {name: meta_of(x) for name, x in (*tensors.items(), ("key", key))}
     call = Call(node, tuple(metas[i] for i in node.inputs), tuple(map(meta_of, targets)))
     number = itertools.count()
     emitter = LocalEmitter((), metas, lambda hint: f"{hint}_{next(number)}")
     names = seeded(emitter, call, Ref("key"))
     if names is None:
-        raise ValueError(f"{func} draws numbers that no program can draw: make them outside of the model")
+        raise ValueError(f"{func} draws numbers that no program can draw: draw them outside of the model")
     values: dict[str, Any] = {**tensors, "key": key}
     for instruction in emitter.written:
         run(instruction, (), {(): values})
     for target, name in zip(targets, names, strict=True):
         if name is not None:
             target.copy_(values[name.name])
-    return made
+    return eager

@@ -1,7 +1,7 @@
 """The first operator at which a program departs from the captured graph."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,14 @@ class Difference:
 
 
 @torch.no_grad()
-def whole_values(
+def reference_values(
     graph: JointGraph,
     held: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     tangents: Mapping[str, torch.Tensor],
     seed: int,
 ) -> dict[str, Any]:
-    """Every value of a graph, on whole tensors in this process."""
+    """Every value of a graph, on global tensors in this process."""
     drawn = keys(torch.tensor(seed), sum(i.role == "seed" for i in graph.inputs))
     values: Values = {}
     for i in graph.inputs:
@@ -74,24 +74,24 @@ def first_difference(
     tolerance: float,
 ) -> Difference | None:
     """The first value, in program order, that put together from all ranks is not the graph's own; None if all are."""
-    expected = whole_values(graph, held, inputs, tangents, seed)
+    expected = reference_values(graph, held, inputs, tangents, seed)
     nodes = {name: node for node in graph.nodes for name in node.outputs if name}
 
     def look(instruction: Node, ranks: Mapping[Shape, Values]) -> None:
         for name in instruction.outputs:
             if name in nodes and name in layouts and name not in program.uneven and not is_routed(layouts[name]):
-                found = _difference(program, name, layouts[name], nodes[name], expected, ranks, tolerance)
-                if found is not None:
-                    raise _Found(found)
+                difference = _difference(program, name, layouts[name], nodes[name], expected, ranks, tolerance)
+                if difference is not None:
+                    raise _Stop(difference)
 
     try:
         run_ranks(program, given_to_ranks(program, held, inputs, tangents, seed), look)
-    except _Found as found:
-        return found.difference
+    except _Stop as stop:
+        return stop.difference
     return None
 
 
-class _Found(Exception):
+class _Stop(Exception):
     def __init__(self, difference: Difference) -> None:
         super().__init__(difference)
         self.difference = difference
@@ -106,17 +106,18 @@ def _difference(
     ranks: Mapping[Shape, Values],
     tolerance: float,
 ) -> Difference | None:
-    whole = expected[name]
+    reference = expected[name]
     shards = {coordinate: values[name] for coordinate, values in ranks.items()}
     local = tuple(next(iter(shards.values())).shape)
-    if not isinstance(whole, torch.Tensor) or local != program.metas[name].shape:
+    if not isinstance(reference, torch.Tensor) or local != program.metas[name].shape:
         return None
-    floor = NEGLIGIBLE * max((_size(x) for x in _operands(node, expected)), default=0.0)
+    operands = (expected[name] for name in references((node.args, node.kwargs)))
+    floor = NEGLIGIBLE * max((_size(x) for x in operands if isinstance(x, torch.Tensor)), default=0.0)
     try:
-        found = assemble(shards, tuple(whole.shape), layout, program.mesh, math.inf, name)
+        assembled = assemble(shards, tuple(reference.shape), layout, program.mesh, math.inf, name)
     except (AssertionError, RuntimeError) as raised:
         return Difference(what=str(raised), value=name, operator=node.op, module=node.module)
-    error = relative_error(found, whole, floor)
+    error = relative_error(assembled, reference, floor)
     if error <= tolerance:
         return None
     return Difference(
@@ -126,12 +127,6 @@ def _difference(
         module=node.module,
         error=error,
     )
-
-
-def _operands(node: Node, values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for name in references((node.args, node.kwargs)):
-        if isinstance(values[name], torch.Tensor):
-            yield values[name]
 
 
 def _size(tensor: torch.Tensor) -> float:

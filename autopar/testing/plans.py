@@ -1,4 +1,4 @@
-"""Random points of a search space, for what is claimed of every plan."""
+"""Random points of a search space, to test what is claimed of every plan."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ from autopar.passes.space.sites import Option, Region, Site, border_name, joined
 from autopar.passes.space.space import Space
 
 TRIED = 12
-"""Options of a site that are looked at before it works on the whole."""
+"""Options of a site that are tried before it is left unsplit."""
 
 QUIET = 0.7
-"""How often a site looks for an option that reads everything as it is made."""
+"""How often a site looks for an option that reads everything as it is laid out."""
 
 DRAWS = 5
 """Draws before borders pass on no partial sums, and rows do not travel to their experts: not everything can make
@@ -34,9 +34,9 @@ def random_assignment(space: Space, seed: int, wanted: Wanted = lambda site: Non
     for draw in range(DRAWS + 1):
         plain = draw == DRAWS
         limited = partial(_staying, wanted, space) if plain else wanted
-        found = _draw(space, generator, limited, partial_borders=not plain)
-        if found is not None:
-            return found
+        assignment = _draw(space, generator, limited, partial_borders=not plain)
+        if assignment is not None:
+            return assignment
     raise ValueError(f"no random plan of seed {seed} is feasible in {DRAWS + 1} draws: take another seed")
 
 
@@ -62,14 +62,14 @@ def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_bor
             [c or legal.draw(border_name(b.values[0]), generator) for c, b in zip(choices, repeat.borders, strict=True)]
             for choices in drawn
         ]
-        made: list[dict[str, SiteChoice]] = []
+        drawn_copies: list[dict[str, SiteChoice]] = []
         for entering, leaving in pairwise(crossing):
             borders = dict(zip((*region.left, *region.right), (*entering, *leaving), strict=True))
             decisions = _Drawing(space, region, generator, wanted).decisions(borders)
             if decisions is None:
                 return None
-            made.append(decisions)
-        copies.append(tuple(made))
+            drawn_copies.append(decisions)
+        copies.append(tuple(drawn_copies))
         for border, first, last in zip(repeat.borders, crossing[0], crossing[-1], strict=True):
             rest_borders[border_name(border.values[0])] = first
             rest_borders[border_name(border.values[-1])] = last
@@ -78,8 +78,8 @@ def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_bor
 
 
 def _choices(space: Space, site: Site, generator: random.Random) -> Iterator[SiteChoice]:
-    """A few choices of a site, legal or not, in random order, and then the whole; the others come last, for where
-    what is read cannot be had whole: rows that are with their experts."""
+    """A few choices of a site, legal or not, in random order, and then the unsplit one; the others come last, for
+    reads that cannot be replicated: rows that are with their experts."""
     policies = (KEEP, REGATHER) if site.kind == "parameter" else NO_POLICY
     every = [SiteChoice(axes, p) for axes in product(*(site.choices[n] for n in space.mesh)) for p in policies]
     yield from generator.sample(every, min(TRIED, len(every)))
@@ -111,11 +111,11 @@ class _Border:
 
 
 class _Drawing:
-    """Draws options site by site, in an order in which what is read is made before."""
+    """Draws options site by site, in an order in which what is read is drawn before."""
 
     def __init__(self, space: Space, region: Region, generator: random.Random, wanted: Wanted) -> None:
         self.space, self.region, self.generator, self.wanted = space, region, generator, wanted
-        self.made: dict[str, Layout] = {}
+        self.layouts: dict[str, Layout] = {}
         self.promised: dict[str, list[Layout]] = {}
 
     def decisions(self, borders: Mapping[str, SiteChoice]) -> dict[str, SiteChoice] | None:
@@ -128,8 +128,9 @@ class _Drawing:
                 if option is None:
                     return None
                 taken[site.name] = option.choice
-                self.made.update((root, layout) for root, layout in zip(site.makes, option.makes, strict=True) if root)
-                if stored:  # reads what is made later: a gradient, or what crosses a border
+                outputs = zip(site.makes, option.makes, strict=True)
+                self.layouts.update((root, layout) for root, layout in outputs if root)
+                if stored:  # reads what is drawn later: a gradient, or what crosses a border
                     for read, layout in zip(site.reads, option.reads, strict=True):
                         self.promised.setdefault(read.alias.root, []).append(layout)
         return {name: taken[name] for name in self.region.sites}
@@ -150,21 +151,21 @@ class _Drawing:
 
     def _is_feasible(self, site: Site, option: Option) -> bool:
         """Whether all that it reads can be had, and what others read of it already."""
-        reads = [(self.made[r.alias.root], layout, r.alias.root) for r, layout in self._read(site, option)]
-        made = zip(site.makes, option.makes, strict=True)
-        reads += [(here, there, root) for root, here in made for there in self.promised.get(root, ())]
+        reads = [(self.layouts[r.alias.root], layout, r.alias.root) for r, layout in self._read(site, option)]
+        produced = zip(site.makes, option.makes, strict=True)
+        reads += [(here, there, root) for root, here in produced for there in self.promised.get(root, ())]
         return all(self._is_had(root, here, there) for here, there, root in reads)
 
     def _read(self, site: Site, option: Option):  # type: ignore[no-untyped-def]
-        return [(r, layout) for r, layout in zip(site.reads, option.reads, strict=True) if r.alias.root in self.made]
+        return [(r, layout) for r, layout in zip(site.reads, option.reads, strict=True) if r.alias.root in self.layouts]
 
     def _is_had(self, root: str, here: Layout, there: Layout) -> bool:
         meta = self.space.metas[root]
         return here == there or self.space.redistributor.route(meta.shape, meta.dtype, here, there) is not None
 
     def _is_quiet(self, site: Site, option: Option) -> bool:
-        """Whether it reads all as it is made; where there is nothing to read, whether it splits."""
+        """Whether it reads all as it is laid out; where there is nothing to read, whether it splits."""
         read = self._read(site, option)
         if not read:
             return any(on_axis != WHOLE for on_axis in option.choice.axes)
-        return all(self.made[r.alias.root] == layout for r, layout in read)
+        return all(self.layouts[r.alias.root] == layout for r, layout in read)

@@ -1,4 +1,4 @@
-"""What steps make, by eager and by a program on simulated ranks, and how far two of them are apart."""
+"""Results of steps, by eager and by programs on simulated ranks, and how far apart they are."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ir.tree import flatten
 from autopar.passes.capture.captured import Captured
+from autopar.runtime import verify
 from autopar.runtime.simulate import simulate_step
 
 from .draws import Draws, Readers
@@ -46,42 +47,23 @@ class StepResult:
     loss: str | None = None
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """The largest difference relative to the largest element of what is expected, which counts as `floor` at least.
     Infinite where shapes, dtypes or elements that are not finite differ."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return math.inf
-    if not expected.numel():
-        return 0.0
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    found, expected = found.detach().to("cpu", wide), expected.detach().to("cpu", wide)
-    difference = (found - expected).abs()
-    finite = expected.isfinite()
-    if not finite.all():
-        if not torch.equal(finite, found.isfinite()) or not torch.allclose(
-            torch.view_as_real(found[~finite]) if found.is_complex() else found[~finite],
-            torch.view_as_real(expected[~finite]) if found.is_complex() else expected[~finite],
-            equal_nan=True,
-        ):
-            return math.inf
-        difference, expected = difference[finite], expected[finite]
-        if not expected.numel():
-            return 0.0
-    error, largest = difference.max().item(), expected.abs().max().item()
-    return math.inf if math.isnan(error) else error / max(largest, floor, LEAST)
+    return verify.relative_error(actual.cpu(), expected.cpu(), max(floor, LEAST))
 
 
-def errors(found: StepResult, expected: StepResult) -> dict[tuple[str, str], float]:
+def errors(actual: StepResult, expected: StepResult) -> dict[tuple[str, str], float]:
     """(kind, name) -> relative error, of everything that a step makes."""
     largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
     parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any], float]] = [
-        ("outputs", found.outputs, expected.outputs, 0.0),
-        ("gradients", found.gradients, expected.gradients, NEGLIGIBLE * largest),
+        ("outputs", actual.outputs, expected.outputs, 0.0),
+        ("gradients", actual.gradients, expected.gradients, NEGLIGIBLE * largest),
     ]
-    if found.buffers is not None and expected.buffers is not None:
-        parts.append(("buffers", found.buffers, expected.buffers, 0.0))
-    if found.parameters is not None and expected.parameters is not None:
-        parts.append(("parameters", found.parameters, expected.parameters, 0.0))
+    if actual.buffers is not None and expected.buffers is not None:
+        parts.append(("buffers", actual.buffers, expected.buffers, 0.0))
+    if actual.parameters is not None and expected.parameters is not None:
+        parts.append(("parameters", actual.parameters, expected.parameters, 0.0))
     relative: dict[tuple[str, str], float] = {}
     for kind, ours, theirs, floor in parts:
         for name in (*theirs, *(name for name in ours if name not in theirs)):
@@ -91,14 +73,14 @@ def errors(found: StepResult, expected: StepResult) -> dict[tuple[str, str], flo
 
 
 def _largest(gradient: torch.Tensor) -> float:
-    found = gradient.detach().abs().nan_to_num(posinf=0.0)
-    return found.max().item() if found.numel() else 0.0
+    sizes = gradient.detach().abs().nan_to_num(posinf=0.0)
+    return sizes.max().item() if sizes.numel() else 0.0
 
 
-def _error(found: Any, expected: Any, floor: float) -> float:
-    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
-        return relative_error(found, expected, floor)
-    same = not isinstance(found, torch.Tensor) and type(found) is type(expected) and found == expected
+def _error(actual: Any, expected: Any, floor: float) -> float:
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return relative_error(actual, expected, floor)
+    same = not isinstance(actual, torch.Tensor) and type(actual) is type(expected) and actual == expected
     return 0.0 if same else math.inf
 
 
@@ -122,7 +104,7 @@ def eager_steps(
     """Steps of SGD as PyTorch runs them, of a model that is changed by it. Each runs the model's own Python on inputs
     of its own, and takes its random numbers with the keys of a program of the captured graph. `read` are the numbers of
     the random operators that the graph has, where a step runs others too (see `read_draws`)."""
-    made: list[StepResult] = []
+    results: list[StepResult] = []
     count = sum(i.role == "seed" for i in captured.graph.inputs)
     for number in range(steps):
         args, kwargs = inputs()
@@ -140,7 +122,7 @@ def eager_steps(
                 if parameter.grad is not None:
                     parameter.sub_(gradients_of(parameter), alpha=LEARNING_RATE)
                 parameter.grad = None
-        made.append(
+        results.append(
             StepResult(
                 outputs=snapshot,
                 gradients=gradients,
@@ -149,7 +131,7 @@ def eager_steps(
                 loss=loss,
             )
         )
-    return made
+    return results
 
 
 def read_draws(
@@ -165,8 +147,8 @@ def read_draws(
     pairs, _, _ = _forward_and_backward(model, args, kwargs, loss_fn, readers)
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     lasting = [*model.parameters(), *model.buffers(), *leaves]
-    made = [leaf for _, leaf in pairs], lasting, [leaf.grad for leaf in lasting if leaf.is_leaf]
-    return sorted(readers.of(made))
+    results = [leaf for _, leaf in pairs], lasting, [leaf.grad for leaf in lasting if leaf.is_leaf]
+    return sorted(readers.of(results))
 
 
 def _forward_and_backward(
@@ -233,24 +215,24 @@ def simulated_steps(
 ) -> list[tuple[Mapping[str, torch.Tensor], StepResult]]:
     """Steps of SGD of a program on all its ranks, in this process: what parameters and buffers, by `names`, are before
     each, and what it makes."""
-    made = []
+    results = []
     tangents = tangents_of(program, captured)
     constants = {leaf.path: leaf.constant for leaf in captured.output_leaves if leaf.meta is None}
     parameters, buffers = names
     for number in range(steps):
         step = simulate_step(program, held, inputs, tangents, seed=seed + number, tolerance=tolerance, least=LEAST)
-        after = {**held, **step.mutations}  # what forward wrote into a parameter is what the optimizer finds
+        after = {**held, **step.mutations}  # the optimizer updates what forward wrote into a parameter
         after |= {name: after[name] - LEARNING_RATE * g for name, g in step.gradients.items() if name in held}
-        found = StepResult(
+        result = StepResult(
             outputs={**step.outputs, **constants},
             gradients=step.gradients,
             buffers={name: after[name] for name in buffers},
             parameters={name: after[name] for name in parameters},
             loss=captured.loss,
         )
-        made.append((held, found))
+        results.append((held, result))
         held = after
-    return made
+    return results
 
 
 def tangents_of(program: Program, captured: Captured) -> dict[str, torch.Tensor]:

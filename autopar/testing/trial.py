@@ -1,4 +1,4 @@
-"""A model that is tried: captured once, run by eager once, and compared with as many programs as are asked for."""
+"""A model that is tried: captured once, run by eager once, and compared with any number of programs."""
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from autopar.passes.codegen.program import layouts
 from autopar.planning.planner import Planner
 
 from .draws import untouched_random_state
-from .locate import Difference, first_difference, whole_values
+from .locate import Difference, first_difference, reference_values
 from .plans import random_assignment
 from .steps import DRAWS, KINDS, StepResult, eager_steps, errors, read_draws, simulated_steps, tangents_of
 
@@ -95,8 +95,8 @@ class Trial:
                 return leaf
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(fresh, (self.args, self.kwargs))
-        return made
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(fresh, (self.args, self.kwargs))
+        return inputs
 
     @cached_property
     def expected(self) -> list[StepResult]:
@@ -110,11 +110,11 @@ class Trial:
 
         try:
             with untouched_random_state():
-                made = steps(None)
-                if DRAWS in made[0].outputs:
+                results = steps(None)
+                if DRAWS in results[0].outputs:
                     model, loss_fn = _copy(self.model, self.loss_fn, None)
-                    made = steps(read_draws(model, self.inputs, self.captured, loss_fn=loss_fn))
-                return made
+                    results = steps(read_draws(model, self.inputs, self.captured, loss_fn=loss_fn))
+                return results
         except Exception as error:
             raise ValueError(
                 f"the model does not run in PyTorch as it is given: {type(error).__name__}: {error}"
@@ -152,15 +152,15 @@ class Trial:
     def _row(self, name: str, write: Callable[[], tuple[Program, Mapping[str, Layout]]]) -> Row:
         """ValueErrors refuse; whatever else is raised is a failure of the plan."""
         try:
-            program, made = write()
+            program, laid_out = write()
         except ValueError:
             raise
         except Exception as raised:
-            return Row(plan=name, tolerance=self.tolerance, failure=f"planning: {_told(raised)}")
-        return self.row(name, program, made)
+            return Row(plan=name, tolerance=self.tolerance, failure=f"planning: {_shown(raised)}")
+        return self.row(name, program, laid_out)
 
-    def row(self, name: str, program: Program, made: Mapping[str, Layout]) -> Row:
-        """A program beside eager; `made` says how its values lie (see `codegen.layouts`)."""
+    def row(self, name: str, program: Program, laid_out: Mapping[str, Layout]) -> Row:
+        """A program beside eager; `laid_out` says how its values lie (see `codegen.layouts`)."""
         expected, captured = self.expected, self.captured
         inputs = captured.bind(self.args, self.kwargs)
         parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
@@ -179,27 +179,27 @@ class Trial:
                     tolerance=self.tolerance,
                 )
         except Exception as raised:
-            first = self._located(program, made, held, inputs, 0) if isinstance(raised, AssertionError) else None
-            return Row(plan=name, tolerance=self.tolerance, failure=_told(raised), first=first)
+            first = self._located(program, laid_out, held, inputs, 0) if isinstance(raised, AssertionError) else None
+            return Row(plan=name, tolerance=self.tolerance, failure=_shown(raised), first=first)
         most: dict[str, float] = {}
         worst: dict[str, str] = {}
         wrong: int | None = None
-        for number, ((_, found), wanted) in enumerate(zip(steps, expected, strict=True)):
-            for (kind, tensor), error in errors(found, wanted).items():
+        for number, ((_, actual), wanted) in enumerate(zip(steps, expected, strict=True)):
+            for (kind, tensor), error in errors(actual, wanted).items():
                 if error > most.get(kind, -1.0):
                     most[kind], worst[kind] = error, tensor
                 if not error <= self.tolerance:
                     wrong = number
             if wrong is not None:
                 break
-        where = None if wrong is None else self._located(program, made, steps[wrong][0], inputs, wrong)
+        where = None if wrong is None else self._located(program, laid_out, steps[wrong][0], inputs, wrong)
         ordered = {kind: most[kind] for kind in KINDS if kind in most}
         return Row(plan=name, tolerance=self.tolerance, errors=ordered, worst=worst, step=wrong, first=where)
 
     def _located(
         self,
         program: Program,
-        made: Mapping[str, Layout],
+        laid_out: Mapping[str, Layout],
         held: Mapping[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor],
         step: int,
@@ -208,14 +208,14 @@ class Trial:
         graph, seed, tangents = self.captured.graph, self.seed + step, tangents_of(program, self.captured)
         with compat.without_autocast("cpu"):
             try:
-                found = first_difference(
-                    program, made, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance
+                difference = first_difference(
+                    program, laid_out, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance
                 )
             except Exception as raised:
-                return Difference(what=f"the program does not run to its end: {_told(raised)}")
-            if found is not None:
-                return found
-            values = whole_values(graph, held, inputs, tangents, seed)
+                return Difference(what=f"the program does not run to its end: {_shown(raised)}")
+            if difference is not None:
+                return difference
+            values = reference_values(graph, held, inputs, tangents, seed)
         wanted = self.expected[step]
         for o in graph.outputs:
             theirs = {"output": wanted.outputs, "gradient": wanted.gradients, "mutation": wanted.buffers or {}}[o.role]
@@ -231,12 +231,12 @@ class Trial:
         return Difference(what="every operator agrees with the captured graph on one device; what leaves it does not")
 
 
-def _told(error: BaseException) -> str:
+def _shown(error: BaseException) -> str:
     """An exception in a line, with where it was raised."""
-    told = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"({Path(last.filename).name}:{last.lineno})"
-    return "; ".join([f"{type(error).__name__}: {told} {where}", *getattr(error, "__notes__", ())])
+    return "; ".join([f"{type(error).__name__}: {message} {where}", *getattr(error, "__notes__", ())])
 
 
 def check_numbers(model: nn.Module, seed: int, steps: int, dtype: torch.dtype | None) -> None:
@@ -260,15 +260,15 @@ def _copy(
     (None: as they are), on the CPU."""
     holder = nn.Module()
     vars(holder).update(model=model, loss_fn=loss_fn)
-    made = copied(holder, {})
-    model, loss_fn = vars(made)["model"], vars(made)["loss_fn"]
+    copies = copied(holder, {})
+    model, loss_fn = vars(copies)["model"], vars(copies)["loss_fn"]
     modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
     seen: set[int] = set()
     for module in modules:
         for leaf in pytree.tree_leaves(vars(module)):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
-                wanted = leaf.dtype if dtype is None else _of(leaf.dtype, dtype)
+                wanted = leaf.dtype if dtype is None else _like(leaf.dtype, dtype)
                 if leaf.device.type != "cpu" or leaf.dtype != wanted:
                     leaf.data = leaf.data.to("cpu", wanted)
                 if isinstance(leaf, nn.Parameter):
@@ -276,17 +276,17 @@ def _copy(
     return model, loss_fn
 
 
-def _of(found: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    if found.is_complex:
+def _like(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    if own.is_complex:
         return {torch.float64: torch.complex128, torch.float16: torch.complex32}.get(wanted, torch.complex64)
-    return wanted if found.is_floating_point else found
+    return wanted if own.is_floating_point else own
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     def cast(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        wanted = leaf.dtype if dtype is None else _of(leaf.dtype, dtype)
+        wanted = leaf.dtype if dtype is None else _like(leaf.dtype, dtype)
         return leaf.detach().to("cpu", wanted).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(cast, tree)

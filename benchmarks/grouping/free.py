@@ -21,7 +21,7 @@ class FreeTensor(Tensor):
 
 
 def free_of(tensor: Tensor) -> dict[int, int] | None:
-    """None: not told, and every layout is allowed inside a group."""
+    """None: not given, and every layout is allowed inside a group."""
     return tensor.free if isinstance(tensor, FreeTensor) else None
 
 
@@ -35,16 +35,16 @@ class FreeBuilder(ProblemBuilder):
 
     def _tensor(self, *args: Any) -> Tensor:
         tensor = super()._tensor(*args)
-        known = {field.name: getattr(tensor, field.name) for field in fields(Tensor)}
-        return FreeTensor(**known, free=self.free[id(tensor.costs)])
+        copied = {field.name: getattr(tensor, field.name) for field in fields(Tensor)}
+        return FreeTensor(**copied, free=self.free[id(tensor.costs)])
 
     def _table(self, moved: Moved, produced: Any, wanted: Any) -> Any:
         table = super()._table(moved, produced, wanted)
-        made = dict.fromkeys(produced)
+        layouts = dict.fromkeys(produced)
         items = list(dict.fromkeys(item for of_reader in wanted for each in of_reader for item in each))
         self.free[id(table.costs)] = {
             code: _bits(self._is_free(moved.meta, layout, there) for there, _ in items)
-            for code, (layout, _) in enumerate(made)
+            for code, (layout, _) in enumerate(layouts)
         }
         return table
 
@@ -56,5 +56,5 @@ class FreeBuilder(ProblemBuilder):
         return route is not None and all(step.kind == "slice" for step in route.steps)
 
 
-def _bits(told: Iterable[bool]) -> int:
-    return sum(1 << bit for bit, here in enumerate(told) if here)
+def _bits(allowed: Iterable[bool]) -> int:
+    return sum(1 << bit for bit, here in enumerate(allowed) if here)

@@ -70,10 +70,10 @@ def _grouped(
             parts += network.parts([number])
     divided = []
     for members in groups:
-        found = list(network.parts(sorted(members)))
-        parts += found
-        if len(found) > 1:
-            divided.append(problem.variables[found[0].members[0]].name)
+        components = list(network.parts(sorted(members)))
+        parts += components
+        if len(components) > 1:
+            divided.append(problem.variables[components[0].members[0]].name)
     parts.sort(key=lambda part: part.members[0])
     inner = []
     for number, repeat in enumerate(problem.repeats):

@@ -49,8 +49,8 @@ class Grouped:
         copies = []
         for body, chosen in zip(self.bodies, choice.repeats, strict=True):
             # equal copies stay one object: the evaluator scores them once
-            known = {id(copy): body._expanded(copy) for copy in chosen}
-            copies.append(tuple(known[id(copy)] for copy in chosen))
+            expanded = {id(copy): body._expanded(copy) for copy in chosen}
+            copies.append(tuple(expanded[id(copy)] for copy in chosen))
         return Choice(options=tuple(options), repeats=tuple(copies))
 
 
@@ -114,9 +114,9 @@ def _between(tensor: Tensor, row: Mapping[int, list[Row]], home: Mapping[int, in
     maker = home[tensor.producer]
     readers = dict.fromkeys(home[reader] for reader in tensor.consumers)
     produced = []
-    for made, _ in _united(row, parts[maker]):
-        assert made is not None
-        produced.append(made)
+    for layout, _ in _united(row, parts[maker]):
+        assert layout is not None
+        produced.append(layout)
     return replace(
         tensor,
         producer=maker,
@@ -129,13 +129,13 @@ def _between(tensor: Tensor, row: Mapping[int, list[Row]], home: Mapping[int, in
 def _united(row: Mapping[int, list[Row]], part: Group) -> list[Row]:
     """What each joint option of a group is to a tensor."""
     touching = [(position, row[member]) for position, member in enumerate(part.members) if member in row]
-    found = []
+    states = []
     for joint in part.joint:
         state: Row = (None, 0)
         for position, options in touching:
             state = united(state, options[joint[position]])
-        found.append(state)
-    return found
+        states.append(state)
+    return states
 
 
 def _label(members: Sequence[Variable], joint: Sequence[int]) -> str:

@@ -51,12 +51,12 @@ class _Partial:
         return self.seconds + TIE_BREAK_SECONDS_PER_BYTE * self.bytes
 
     def options(self) -> tuple[int, ...]:
-        found = []
+        chosen = []
         history = self.history
         while history is not None:
             history, option = history
-            found.append(option)
-        return tuple(reversed(found))
+            chosen.append(option)
+        return tuple(reversed(chosen))
 
 
 class JointOptions:
@@ -111,20 +111,20 @@ class JointOptions:
         before = [live.index(tensor) if tensor in live else None for tensor in touched]
         untouched = [position for position, tensor in enumerate(live) if tensor not in touched]
         moves: dict[State, list[tuple[State, float, float, int]]] = {}
-        found: dict[State, list[_Partial]] = {}
+        partials: dict[State, list[_Partial]] = {}
         for state, partials in states.items():
             here = tuple((None, 0) if position is None else state[position] for position in before)
             if here not in moves:
                 moves[here] = list(self._moves(here, touched, own, closed, options, members, variable))
             rest = tuple(state[position] for position in untouched)
             for there, seconds, size, option in moves[here]:
-                best = found.setdefault((*rest, *there), [])
+                best = partials.setdefault((*rest, *there), [])
                 for partial in partials:
                     more = _Partial(partial.seconds + seconds, partial.bytes + size, (partial.history, option))
                     self._insert(best, more)
         after = [live[position] for position in untouched]
         after += [tensor for tensor, gone in zip(touched, closed, strict=True) if not gone]
-        return after, found
+        return after, partials
 
     def _undominated(
         self, live: Sequence[int], states: Mapping[State, list[_Partial]], members: Sequence[int], taken: int
@@ -175,9 +175,9 @@ class JointOptions:
         size = np.full((len(kinds), len(contexts)), np.inf)
         for a, kind in enumerate(kinds):
             for c, context in enumerate(contexts):
-                made, wanted = united(kind, context)
-                assert made is not None
-                cost = tensor.costs.get((made, wanted))
+                produced, wanted = united(kind, context)
+                assert produced is not None
+                cost = tensor.costs.get((produced, wanted))
                 if cost is not None:
                     seconds[a, c], size[a, c] = cost
         more = largest_difference(seconds), largest_difference(size)
@@ -185,9 +185,9 @@ class JointOptions:
         if free is not None and coming & row.keys():
             # what the members to come may want of it must be as free of a as of b
             maker_comes = tensor.producer in coming
-            for a, (made, wanted) in enumerate(kinds):
+            for a, (produced, wanted) in enumerate(kinds):
                 for b, (other, also) in enumerate(kinds):
-                    if (made is not None and other is not None and free.get(other, 0) & ~free.get(made, 0)) or (
+                    if (produced is not None and other is not None and free.get(other, 0) & ~free.get(produced, 0)) or (
                         maker_comes and wanted & ~also
                     ):
                         more[0][a, b] = np.inf
@@ -237,6 +237,6 @@ class JointOptions:
 
 def _is_free(tensor: Tensor, state: Row) -> bool:
     """Whether what a group wants of a tensor that it makes comes without communication."""
-    made, wanted = state
+    produced, wanted = state
     free = free_of(tensor)
-    return made is None or free is None or wanted & ~free.get(made, 0) == 0
+    return produced is None or free is None or wanted & ~free.get(produced, 0) == 0

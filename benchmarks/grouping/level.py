@@ -42,8 +42,8 @@ def at_level(space: Space, problem: Problem, level: Level, *, limited: bool) -> 
         return None
     if level == "block":
         return widened(problem, limited=limited)
-    found = blocks(space.graph, max(space.mesh), merge=False)
-    groups = [block_groups(space, region, found) for region in space.regions()]
+    grouped = blocks(space.graph, max(space.mesh), merge=False)
+    groups = [block_groups(space, region, grouped) for region in space.regions()]
     return group(problem, groups[0], groups[1:], limited=limited)
 
 

@@ -3,7 +3,7 @@
 Two neighbours become one variable where that has no more options than one of them, or no more than both and fewer
 neighbours than one. Of their joint options only those are kept that no other one can replace at no more cost,
 whatever all others choose (dead-end elimination, Goldstein's criterion). So the optimum is the same, under every
-limit of bytes too if it is told (`limited`), no step makes more options, and tables of the dynamic program mostly
+limit of bytes too if asked to (`limited`), no step makes more options, and tables of the dynamic program mostly
 shrink. Which operators split together comes out of the prices: a block ends where communication may pay.
 """
 
@@ -109,10 +109,10 @@ class _Widening:
         united: dict[tuple[int, int], _Part] = {}
 
         def consider(one: int, other: int) -> None:
-            found = self._united(one, other)
-            if found is not None:
-                united[one, other] = found
-                share = len(found) / (len(self.alive[one]) + len(self.alive[other]))
+            part = self._united(one, other)
+            if part is not None:
+                united[one, other] = part
+                share = len(part) / (len(self.alive[one]) + len(self.alive[other]))
                 heapq.heappush(waiting, (share, one, other))
 
         for one in sorted(self.alive):
@@ -121,24 +121,24 @@ class _Widening:
                     consider(one, other)
         while waiting:
             _, one, other = heapq.heappop(waiting)
-            found = united.pop((one, other))
+            part = united.pop((one, other))
             if one in self.alive and other in self.alive:
-                new = self._replace({one, other}, found)
+                new = self._replace({one, other}, part)
                 for neighbour in self._neighbours(new):
                     consider(neighbour, new)
         self._prune()
         return sorted((part.group for part in self.alive.values()), key=lambda group: group.members[0])
 
-    def _replace(self, old: set[int], found: _Part) -> int:
+    def _replace(self, old: set[int], part: _Part) -> int:
         """Put a part in the place of others, under a new number."""
         new = self.count
         self.count += 1
         for number in old:
             for tensor in self.alive.pop(number).kind:
                 self.touching[tensor].discard(number)
-        for tensor in found.kind:
+        for tensor in part.kind:
             self.touching[tensor].add(new)
-        self.alive[new] = found
+        self.alive[new] = part
         return new
 
     def _prune(self) -> None:
@@ -169,11 +169,11 @@ class _Widening:
         joint = self._cheapest(self._product(a, b, {one, other}))
         if len(joint) > COMPARED_MOST:
             return None
-        found = self._undominated(joint, {one, other})
+        rows = self._undominated(joint, {one, other})
         near, there = self._neighbours(one), self._neighbours(other)
         fewer = len({*near, *there} - {one, other}) < max(len(near), len(there))
         most = len(a) + len(b) if fewer else max(len(a), len(b))
-        return found if len(found) <= most else None
+        return rows if len(rows) <= most else None
 
     def _product(self, a: _Part, b: _Part, inside: set[int]) -> _Part:
         """All pairs of options that go together. Tensors that nobody else touches vanish into their costs."""
@@ -216,12 +216,12 @@ class _Widening:
         """[kind, context]: seconds and bytes of the tensor; infinite where it cannot be had."""
         seconds = np.full((len(kinds), len(contexts)), np.inf)
         size = np.full((len(kinds), len(contexts)), np.inf)
-        known = self.problem.tensors[tensor].costs
+        costs = self.problem.tensors[tensor].costs
         for k, kind in enumerate(kinds):
             for c, context in enumerate(contexts):
-                made, wanted = united(kind, context)
-                assert made is not None
-                cost = known.get((made, wanted))
+                produced, wanted = united(kind, context)
+                assert produced is not None
+                cost = costs.get((produced, wanted))
                 if cost is not None:
                     seconds[k, c], size[k, c] = cost
         return seconds, size
@@ -290,8 +290,8 @@ class _Widening:
     def _contexts(self, tensor: int, others: frozenset[int]) -> tuple[Row, ...]:
         """What the others together may be to a tensor."""
         if (tensor, others) not in self.contexts:
-            found: dict[Row, None] = {(None, 0): None}
+            rows: dict[Row, None] = {(None, 0): None}
             for number in sorted(others):
-                found = {united(row, kind): None for row in found for kind in self.alive[number].kinds[tensor]}
-            self.contexts[tensor, others] = tuple(found)
+                rows = {united(row, kind): None for row in rows for kind in self.alive[number].kinds[tensor]}
+            self.contexts[tensor, others] = tuple(rows)
         return self.contexts[tensor, others]

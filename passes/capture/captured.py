@@ -13,7 +13,7 @@ from torch import nn
 from autopar.ir.graph import JointGraph, TensorMeta, meta_of
 from autopar.ir.tree import flatten
 
-from .known import Pinned, same_value
+from .concrete import Pinned, same_value
 from .looks import Reads
 
 
@@ -88,8 +88,8 @@ class Captured:
                         f"capture it again for another value"
                     )
             elif not isinstance(value, torch.Tensor) or meta_of(value) != leaf.meta:
-                found = meta_of(value) if isinstance(value, torch.Tensor) else repr(value)
-                raise ValueError(f"input {path} is {found}, and the model was captured with {leaf.meta}")
+                shown = meta_of(value) if isinstance(value, torch.Tensor) else repr(value)
+                raise ValueError(f"input {path} is {shown}, and the model was captured with {leaf.meta}")
             else:
                 tensors[path] = value
         return tensors

@@ -1,6 +1,6 @@
 """Numbers, and elements picked by masks, that forward reads off tensors which depend on constants and inputs alone.
 
-`KnownValues` knows their values. A number becomes Python's, and where elements are is a constant of the graph. What
+`ConcreteValues` holds their values. A number becomes Python's, and where elements are is a constant of the graph. What
 depends on an input is pinned to what it was in the example. Labels that a mask picks are padded rows until CTC loss
 reads them: see `Selections`.
 """
@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from autopar import compat
 from autopar.ops.ctc import ctc_loss
 
-from .known import KnownValues
+from .concrete import ConcreteValues
 
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 _SUMS = (torch.sum, torch.Tensor.sum)
@@ -34,13 +34,13 @@ class Selected(torch.Tensor):
 
     @staticmethod
     def of(values: torch.Tensor, mask: torch.Tensor) -> Selected:
-        made: Selected = compat.stand_in(Selected)
-        made.picked, made.mask = values, mask
-        return made
+        selected: Selected = compat.stand_in(Selected)
+        selected.picked, selected.mask = values, mask
+        return selected
 
 
 class Selections:
-    """What is known, while forward runs, about labels that a mask picks.
+    """Labels that a mask picks, while forward runs.
 
     `labels.masked_select(mask)` has a shape that depends on data, which a graph cannot hold. CTC loss reads such labels
     with the length of each target: then a row a target, as long as the longest may be, says the same. Until somebody
@@ -89,8 +89,8 @@ class Selections:
         **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         if isinstance(targets, Selected):
-            known = self.counts.get(id(target_lengths), (None, None))[1]
-            aligned = known is targets.mask
+            counted = self.counts.get(id(target_lengths), (None, None))[1]
+            aligned = counted is targets.mask
             targets = _rows(targets) if aligned else _pieces(targets, target_lengths)
         return ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
@@ -99,8 +99,8 @@ def _is_mask(values: Any, mask: Any) -> bool:
     """Whether integers are picked by a mask of their own shape."""
     if not (isinstance(values, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool):
         return False
-    whole = not (values.is_floating_point() or values.is_complex() or isinstance(values, Selected))
-    return whole and values.shape == mask.shape and values.dim() > 0
+    integers = not (values.is_floating_point() or values.is_complex() or isinstance(values, Selected))
+    return integers and values.shape == mask.shape and values.dim() > 0
 
 
 def _rows(selected: Selected) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _rows(selected: Selected) -> torch.Tensor:
 
 
 def _pieces(selected: Selected, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """[batch, all]: what is picked of the whole, cut at these lengths; others stand behind."""
+    """[batch, all]: the picked elements in order, cut at these lengths; the rest stand behind."""
     picked = _packed(selected.picked.reshape(1, -1), selected.mask.reshape(1, -1))[0]
     counts = torch.as_tensor(lengths, device=picked.device).reshape(-1)
     last = picked.shape[0] - 1
@@ -139,7 +139,7 @@ _READS: Mapping[str, Callable[[torch.Tensor], Any]] = MappingProxyType(
 """By name: capture has a `Tensor.__bool__` of its own."""
 
 _PLACES = frozenset({"nonzero", "argwhere", "unique", "unique_consecutive", "_unique2"})
-"""Functions of tensors that are known throughout, whose result has as many elements as the data says."""
+"""Functions whose result has as many elements as the data says: they run where that data is concrete."""
 
 _NARROWS = frozenset({"narrow", "tensor_split"})
 """Functions that take tensors for sizes."""
@@ -151,18 +151,19 @@ _MASKS = (torch.bool, torch.uint8)
 class Constants:
     """Functions that ask for values, in one forward."""
 
-    def __init__(self, known: KnownValues) -> None:
-        self.known = known
+    def __init__(self, values: ConcreteValues) -> None:
+        self.values = values
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function gives that reads values which are known, else NotImplemented."""
+        """The result of a function that reads concrete values, or NotImplemented."""
         name = getattr(func, "__name__", "")
         if (name in _READS or name == "numpy") and len(args) == 1 and not kwargs:
             return self._number(name, args[0])
         if name in _PLACES or (name == "where" and len(args) == 1 and not kwargs):
-            found = self.known.read(func, args, kwargs)
-            return found if found is NotImplemented else pytree.tree_map_only(torch.Tensor, _lifted, found)
-        if name in _NARROWS and any(compat.is_fake(x) and self.known.is_known(x) for x in _tensors(args[1:], kwargs)):
+            places = self.values.read(func, args, kwargs)
+            return places if places is NotImplemented else pytree.tree_map_only(torch.Tensor, _lifted, places)
+        sizes = _tensors(args[1:], kwargs) if name in _NARROWS else []
+        if any(compat.is_fake(x) and self.values.is_concrete(x) for x in sizes):
             numbers = pytree.tree_map_only(torch.Tensor, self.number, (args[1:], kwargs))
             return func(args[0], *numbers[0], **numbers[1])
         if func in _INDEXES:
@@ -177,22 +178,22 @@ class Constants:
         return NotImplemented
 
     def number(self, x: torch.Tensor) -> Any:
-        """The number that a tensor holds, if it is known, else the tensor."""
+        """The number that a tensor holds, or the tensor itself if it has no concrete value."""
         number = self._number("tolist", x)
         return x if number is NotImplemented else number
 
     def _number(self, name: str, x: Any) -> Any:
         if compat.is_fake(x):
             if name != "numpy":
-                return self.known.read(_READS[name], (x,), {})
-            value = self.known.read(torch.Tensor.clone, (x,), {})
+                return self.values.read(_READS[name], (x,), {})
+            value = self.values.read(torch.Tensor.clone, (x,), {})
             if value is NotImplemented:
                 return value
             with compat.unmodified():
                 return value.numpy()
-        if not self.known.is_known(x):
+        if not self.values.is_concrete(x):
             return NotImplemented
-        self.known.valued.add(compat.memory_of(x))
+        self.values.valued.add(compat.memory_of(x))
         with compat.unmodified():
             return x.numpy() if name == "numpy" else _READS[name](x)
 
@@ -204,7 +205,7 @@ class Constants:
             return None
         replaced: list[Any] = []
         for part in parts:
-            places = self.known.read(torch.nonzero, (part,), {}) if self._is_mask(part) else NotImplemented
+            places = self.values.read(torch.nonzero, (part,), {}) if self._is_mask(part) else NotImplemented
             if places is NotImplemented:
                 replaced.append(part)
             else:
@@ -215,16 +216,16 @@ class Constants:
 
     def _is_mask(self, x: Any) -> bool:
         fake = isinstance(x, torch.Tensor) and compat.is_fake(x)
-        return fake and x.dtype in _MASKS and x.dim() > 0 and self.known.is_known(x)
+        return fake and x.dtype in _MASKS and x.dim() > 0 and self.values.is_concrete(x)
 
     def _repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        known = len(args) > 1 and isinstance(args[1], torch.Tensor) and compat.is_fake(args[1])
-        return known and args[1].dim() == 1 and self.known.is_known(args[1]) and "output_size" not in kwargs
+        by_tensor = len(args) > 1 and isinstance(args[1], torch.Tensor) and compat.is_fake(args[1])
+        return by_tensor and args[1].dim() == 1 and self.values.is_concrete(args[1]) and "output_size" not in kwargs
 
     def _repeated(self, x: torch.Tensor, repeats: torch.Tensor, dim: int | None = None) -> Any:
         x, dim = (x.flatten(), 0) if dim is None else (x, dim)
         repeats = repeats.expand(x.shape[dim])
-        places = self.known.read(torch.repeat_interleave, (repeats,), {})
+        places = self.values.read(torch.repeat_interleave, (repeats,), {})
         return NotImplemented if places is NotImplemented else x.index_select(dim, _lifted(places))
 
 
@@ -238,5 +239,5 @@ def _is_one(value: Any) -> bool:
 
 def _lifted(value: torch.Tensor) -> torch.Tensor:
     """A constant of the graph, as `torch.tensor` makes one."""
-    made: torch.Tensor = torch.ops.aten.lift_fresh_copy.default(value)
-    return made
+    constant: torch.Tensor = torch.ops.aten.lift_fresh_copy.default(value)
+    return constant

@@ -64,12 +64,12 @@ class Conversion(Drafts):
     def _needed(self) -> set[fx.Node]:
         """The nodes that a result needs."""
         waiting = [result.node for result in self.joint.results if result.node is not None]
-        found = set(waiting)
+        needed = set(waiting)
         while waiting:
-            fresh = [node for node in waiting.pop().all_input_nodes if node not in found]
-            found.update(fresh)
+            fresh = [node for node in waiting.pop().all_input_nodes if node not in needed]
+            needed.update(fresh)
             waiting += fresh
-        return found
+        return needed
 
     def _input(self, placeholder: compat.Placeholder) -> GraphInput:
         kind, index = placeholder.kind, placeholder.index
@@ -176,8 +176,8 @@ class Conversion(Drafts):
 
     def _reshape(self, node: fx.Node, meta: TensorMeta) -> None:
         source = self.name(node.args[0])
-        if (maker := self.made.get(source)) and maker.op == RESHAPE:
-            source = maker.args[0].name  # a reshape of a reshape is a reshape
+        if (producer := self.producers.get(source)) and producer.op == RESHAPE:
+            source = producer.args[0].name  # a reshape of a reshape is a reshape
         if self.metas[source].shape == meta.shape:
             self.values[node] = source
         else:
@@ -196,11 +196,11 @@ class Conversion(Drafts):
 
     def _as_strided(self, node: fx.Node, meta: TensorMeta) -> None:
         """A view by addresses, where it sees all of a dense tensor, or only restrides dims of size 1."""
-        source, given, made = self.name(node.args[0]), node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-        here = given.storage_offset() == made.storage_offset()
-        if here and long_dims(given) == long_dims(made):
+        source, base, view = self.name(node.args[0]), node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        here = base.storage_offset() == view.storage_offset()
+        if here and long_dims(base) == long_dims(view):
             self.values[node] = self.reshaped(node, source, meta.shape)
-        elif here and (order := dense(given)) is not None and (target := dense(made)) is not None:
+        elif here and (order := dense(base)) is not None and (target := dense(view)) is not None:
             source = self.permuted(node, source, order)
             source = self.reshaped(node, source, tuple(meta.shape[d] for d in target))
             self.values[node] = self.permuted(node, source, inverse(target))
@@ -214,8 +214,8 @@ class Conversion(Drafts):
         source = self.name(node.args[1])
         order = dense(torch.empty_strided(size, stride, device="meta"))
         target = dense(base)
-        whole = offset == base.storage_offset() and given.numel() == base.numel()
-        if not whole or order is None or target is None:
+        covers_all = offset == base.storage_offset() and given.numel() == base.numel()
+        if not covers_all or order is None or target is None:
             self._refuse_addresses(node, source)
             return
         source = self.permuted(node, source, order)
@@ -231,8 +231,8 @@ class Conversion(Drafts):
     def _permute(self, node: fx.Node, meta: TensorMeta) -> None:
         source = self.name(node.args[0])
         order = PERMUTES[node.target](len(meta.shape), *node.args[1:])
-        if (maker := self.made.get(source)) and maker.op == PERMUTE:
-            source, inner = maker.args[0].name, maker.args[1]
+        if (producer := self.producers.get(source)) and producer.op == PERMUTE:
+            source, inner = producer.args[0].name, producer.args[1]
             order = tuple(inner[d] for d in order)
         if order == tuple(range(len(order))):
             self.values[node] = source
@@ -249,7 +249,7 @@ class Conversion(Drafts):
             self.emit(node, meta=meta, args=(tuple(map(Ref, kept)), *node.args[1:]))
 
     def _filled(self, node: fx.Node, meta: TensorMeta) -> None:
-        """Zeros need no tensor to be made from, which would have to be there."""
+        """Factories such as `new_zeros` read no element: without their tensor, it need not be kept alive."""
         op, value = FILLED[node.target], node.meta["val"]
         filling = node.args[-1:] if op == "aten.full.default" else ()
         where = ("dtype", meta.dtype), ("device", value.device)

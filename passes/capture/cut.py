@@ -1,6 +1,6 @@
 """Cutting: layers that a record shows to be alike are taken out of it, all but the ends of their run.
 
-    Recorded --cut--> Cut: a shorter record, and what was taken out --joint, convert--> JointGraph --stamp--> the whole
+    Recorded --cut--> Cut: a shorter record, and what was taken out --joint, convert--> JointGraph --stamp--> all layers
 
 A record lists what every line of the model's Python did: operators, constants, operands, and regions without
 gradients or with autocast. Nothing is supposed of a layer whose Python did not run. A run is a stretch of the list
@@ -30,7 +30,7 @@ Slot = tuple[int, int]
 """(index of a node of the record, number of an operand)"""
 
 PERIODS_LEAST = 2
-"""What must be taken out for a cut to pay."""
+"""Periods that a cut must take out to pay."""
 PERIOD_MOST = 4096
 """Nodes of a layer; longer ones are captured in full."""
 
@@ -55,10 +55,10 @@ class CutRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A shorter record and what is known of the whole one, whose indices count its calls.
+    """A shorter record, and what `stamp` reads of the full one. Indices count the calls of the full one.
 
     `paths` are the nodes' modules, `targets` the tensors of the model that are read in a slot, `readers` the first
-    slot that reads a tensor, and `order` all tensors of the model in the order of the whole record.
+    slot that reads a tensor, and `order` all tensors of the model in the order of the full record.
     """
 
     record: Recorded
@@ -72,7 +72,7 @@ class Cut:
 def cut(record: Recorded) -> Cut | None:
     """The record without what repeats, or None where too little does."""
     listing = _Listing(record)
-    runs = _found(listing)
+    runs = _runs(listing)
     if not runs:
         logger.info("differentiated in full: no layers of the record are alike")
         return None
@@ -110,9 +110,9 @@ class _Listing:
         self.nodes = [node for node in record.graph.nodes if node.op == "call_function"]
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.given = {given.node: given for given in record.inputs}
-        known: dict[Hashable, int] = {}
+        numbers: dict[Hashable, int] = {}
         self.labels: Ints = np.array(
-            [known.setdefault(_label(node, record.module), len(known)) for node in self.nodes], dtype=np.int64
+            [numbers.setdefault(_label(node, record.module), len(numbers)) for node in self.nodes], dtype=np.int64
         )
         self.operands = [[self._operand(n) for n in _operands(node)] for node in self.nodes]
         self.paths = [(compat.module_path(node) or "").removeprefix("model").removeprefix(".") for node in self.nodes]
@@ -138,9 +138,9 @@ class _Listing:
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The nodes in a call's arguments, in order, repeats included, without regions, which are a part of the label."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return [n for n in found if n.op != "get_attr"]
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return [n for n in nodes if n.op != "get_attr"]
 
 
 def _label(node: fx.Node, module: torch.nn.Module) -> Hashable:
@@ -197,9 +197,9 @@ def _form(value: Any) -> Hashable:
 # ---- runs ------------------------------------------------------------------------------------------
 
 
-def _found(listing: _Listing) -> list[CutRun]:
+def _runs(listing: _Listing) -> list[CutRun]:
     """Runs that do not overlap, the longest first, in the order of the record."""
-    found: list[CutRun] = []
+    runs: list[CutRun] = []
     candidates = [
         (run.period - run.length, run.period, run.start, run.stop - run.period)
         for run in periodic(listing.labels)
@@ -207,7 +207,7 @@ def _found(listing: _Listing) -> list[CutRun]:
     ]
     for _, period, low, high in sorted(candidates):
         inside = [(low, high)]
-        for run in found:
+        for run in runs:
             inside = [
                 piece
                 for a, b in inside
@@ -215,8 +215,8 @@ def _found(listing: _Listing) -> list[CutRun]:
                 if piece[1] - piece[0] >= (PERIODS_LEAST + 1) * period
             ]
         for a, b in inside:
-            found += _runs_within(listing, period, a, b)
-    return sorted(found, key=lambda run: run.begin)
+            runs += _runs_within(listing, period, a, b)
+    return sorted(runs, key=lambda run: run.begin)
 
 
 def _runs_within(listing: _Listing, period: int, low: int, high: int) -> Iterator[CutRun]:
@@ -239,7 +239,7 @@ def _kinds(listing: _Listing, i: int, period: int) -> tuple[str, ...] | None:
         if isinstance(a, int) and isinstance(b, int):
             if a != b and b - a != period:
                 return None
-            kinds.append("shared" if a == b else "made")
+            kinds.append("shared" if a == b else "produced")
         elif isinstance(a, RecordedInput) and isinstance(b, RecordedInput):
             if a.target == b.target and a.node is b.node:
                 kinds.append("shared")
@@ -331,20 +331,20 @@ def _shortened(listing: _Listing, runs: Sequence[CutRun]) -> Recorded:
         target for target, reading in listing.reading.items() if all(i in gone for i in reading)
     }  # a tensor that nothing reads stays, as it does in full
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
 
     def stands_for(node: fx.Node) -> fx.Node:
         index = listing.index.get(node)
         if index is None or index not in gone:
-            return made[node]
-        return made[listing.nodes[index - gone[index].count * gone[index].period]]
+            return copies[node]
+        return copies[listing.nodes[index - gone[index].count * gone[index].period]]
 
     for node in record.graph.nodes:
         index = listing.index.get(node)
         if index in gone or (node in listing.given and listing.given[node].target in unread):
             continue
-        made[node] = graph.node_copy(node, stands_for)
+        copies[node] = graph.node_copy(node, stands_for)
         if index is not None:
-            compat.set_place(made[node], index)
-    inputs = tuple(replace(given, node=made[given.node]) for given in record.inputs if given.node in made)
+            compat.set_place(copies[node], index)
+    inputs = tuple(replace(given, node=copies[given.node]) for given in record.inputs if given.node in copies)
     return replace(record, graph=graph, inputs=inputs)

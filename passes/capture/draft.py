@@ -47,20 +47,20 @@ class Drafts:
         self.taken: set[str] = set()
         self.metas: dict[str, TensorMeta] = {}
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
-        self.made: dict[str, Draft] = {}  # the draft that makes a value
+        self.producers: dict[str, Draft] = {}  # value -> the draft that produces it
         self.drafts: list[Draft] = []
         self.origins: dict[int, tuple[str, int, int | None]] = {}  # of the forward nodes, by autograd's number
         self.places: dict[str, int] = {}  # node -> the node of the record that made it, or whose gradient it computes
 
     def reshaped(self, node: fx.Node, source: str, shape: tuple[int, ...]) -> str:
-        return source if self.metas[source].shape == shape else self._made(RESHAPE, node, source, shape)
+        return source if self.metas[source].shape == shape else self._emit_view(RESHAPE, node, source, shape)
 
     def permuted(self, node: fx.Node, source: str, order: tuple[int, ...]) -> str:
         in_order = order == tuple(range(len(order)))
-        return source if in_order else self._made(PERMUTE, node, source, order)
+        return source if in_order else self._emit_view(PERMUTE, node, source, order)
 
-    def _made(self, op: str, node: fx.Node, source: str, argument: tuple[int, ...]) -> str:
-        """A view on the way to what a node makes."""
+    def _emit_view(self, op: str, node: fx.Node, source: str, argument: tuple[int, ...]) -> str:
+        """A view on the way to a node's result."""
         shape = argument
         if op == PERMUTE:
             shape = tuple(self.metas[source].shape[d] for d in argument)
@@ -119,7 +119,7 @@ class Drafts:
     def take(self, node: fx.Node, meta: TensorMeta, draft: Draft) -> str:
         name = identifier(node.name, self.taken)
         self.metas[name] = meta
-        self.made[name] = draft
+        self.producers[name] = draft
         return name
 
     def name(self, argument: Any) -> str:
@@ -152,12 +152,12 @@ class Drafts:
         forward: list[Node] = []
         backward: list[Node] = []
         for draft in reversed(self.drafts):
-            made = [name for name in draft.outputs if name in live]
-            if not made:
+            used = [name for name in draft.outputs if name in live]
+            if not used:
                 continue
             reads = tuple(references((draft.args, draft.kwargs)))
-            late = draft.backward or any(name in tainted for name in made)
-            if any(name in early for name in made):
+            late = draft.backward or any(name in tainted for name in used)
+            if any(name in early for name in used):
                 late = False
             live.update(reads)
             if not late:

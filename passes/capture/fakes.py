@@ -68,8 +68,7 @@ class Fakes:
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
         """The same real tensor, a leaf of autograd."""
-        wanted = source.requires_grad and self.grad
-        return source.detach().requires_grad_(wanted) if wanted else source.detach()
+        return source.detach().requires_grad_(source.requires_grad and self.grad)
 
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def is_library_module(name: str) -> bool:
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:
-    """Values of arguments that are made once."""
+    """Default values of arguments, which Python builds once."""
     given = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     if len(given) > len(names):  # a decorator gave its wrapper the defaults of what it wraps
@@ -53,11 +53,17 @@ def defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 def names_of(code: types.CodeType) -> set[str]:
     """Names that a function's code mentions, functions inside of it too."""
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= names_of(constant)
-    return found
+            names |= names_of(constant)
+    return names
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in a message, and how many more there are."""
+    shown = ", ".join(dict.fromkeys(names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def line_of_model() -> str:
@@ -122,7 +128,7 @@ class Look:
     others: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     arrays: list[tuple[Any, bytes]] = field(default_factory=list)
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
     is_cut: bool = False
     names: set[str] = field(default_factory=set)
@@ -133,12 +139,12 @@ class Look:
     def differs(self, other: Look, same: Callable[[Any, Any], bool] = lambda a, b: False) -> list[str]:
         """Paths at which they differ, the outermost of each. `same` decides where tokens differ."""
         paths = dict.fromkeys((*self.facts, *other.facts))
-        found = {
+        differing = {
             path: None
             for path in paths
             if (a := self.facts.get(path, ABSENT)) != (b := other.facts.get(path, ABSENT)) and not same(a, b)
         }
-        return [path for path in found if not any(outer in found for outer in outer_paths(path))]
+        return [path for path in differing if not any(outer in differing for outer in outer_paths(path))]
 
     def restore(self) -> None:
         """Put everything back as it was when this look was taken, in the order in which it was reached."""
@@ -169,14 +175,6 @@ def put_back_sequence(value: Any, kept: tuple[Any, ...]) -> None:
     if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept, strict=True)):
         value.clear()
         (value.update if isinstance(value, set) else value.extend)(kept)
-
-
-def put_back_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
-
-
-def put_back_cell(cell: types.CellType, held: Any) -> None:
-    cell.cell_contents = held
 
 
 def put_back_class(cls: type, kept: dict[str, Any]) -> None:
@@ -249,7 +247,7 @@ class Streams:
         elif isinstance(value, torch.Generator):
             state = value.get_state()
             facts[path] = Drawn((_bytes(state),))
-            self.look.undo.append(functools.partial(put_back_generator, value, state))
+            self.look.undo.append(functools.partial(value.set_state, state))
         elif isinstance(value, contextvars.ContextVar):
             held = value.get(None)
             self.value(f"{path}.get()", held)

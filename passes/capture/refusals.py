@@ -1,4 +1,4 @@
-"""What a trace that ended says to the person: the cause, the line of the model, and what to do."""
+"""Errors for traces that fail: the cause, the line of the model, and what to do."""
 
 import re
 import sysconfig
@@ -19,45 +19,45 @@ class OfData(CaptureError):
 
 
 class Unlocated(OfData):
-    """An operator is refused whose line in the model is not known."""
+    """An operator is refused, and its line in the model was not traced."""
 
 
 def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
-    """What a trace that ended says to the person. `unread` are the values that Python asked for, and were not known."""
+    """The error for a trace that failed. `unread` are the values that Python asked for and that are not concrete."""
     decides, sizes = compat.decides_by_data(error), compat.leaves_numbers(error)
     if decides or sizes:
-        told = unread_refusal(model, unread[-1:] if decides else unread)
-        if told is not None:
-            return told
-    known = f"{type(model).__name__} cannot be captured as a graph of static shapes"
+        cause = unread_refusal(model, unread[-1:] if decides else unread)
+        if cause is not None:
+            return cause
+    subject = f"{type(model).__name__} cannot be captured as a graph of static shapes"
     if decides:
         line = _line(error)
         return CaptureError(
-            f"{known}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{line_raised(error)}. A "
+            f"{subject}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{line_raised(error)}. A "
             f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
         )
     if sizes:
         return CaptureError(
-            f"{known}: a size in it depends on data{line_raised(error)}, such as how many elements a mask picks. "
+            f"{subject}: a size in it depends on data{line_raised(error)}, such as how many elements a mask picks. "
             f"Compute with all elements and a mask, or pass the size as a Python constant"
         )
     reason, _, _ = str(error).partition("\n\n")  # what follows is torch's own state
-    return CaptureError(f"{known}: {reason}{line_raised(error)}")
+    return CaptureError(f"{subject}: {reason}{line_raised(error)}")
 
 
 def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
-    """What is said of values that Python asked for and got none of."""
-    told = f"{type(model).__name__} cannot be captured as a graph of static shapes: its code reads"
+    """The error for values that Python asked for and did not get."""
+    subject = f"{type(model).__name__} cannot be captured as a graph of static shapes: its code reads"
     bare = [(line, paths) for line, paths in unread if paths]
     if bare:
         line, paths = bare[0]
         return CaptureError(
-            f"{told} a value of input {', '.join(paths)}{line}, which was given without values (on meta or fake): give "
-            f"a real example of it, and the program will serve inputs of which the same is read"
+            f"{subject} a value of input {', '.join(paths)}{line}, which was given without values (on meta or fake): "
+            f"give a real example of it, and the program will serve inputs of which the same is read"
         )
     if unread:
         return CaptureError(
-            f"{told} a number of a tensor{unread[0][0]} that depends on parameters, buffers or random numbers, and "
+            f"{subject} a number of a tensor{unread[0][0]} that depends on parameters, buffers or random numbers, and "
             f"may differ from step to step. A graph has one for all data: compute with all elements and a mask "
             f"(experts: an implementation that runs each on all tokens, or on padded ones), keep the number in a "
             f"tensor, or pass it as a Python constant"
@@ -72,7 +72,7 @@ def line_raised(error: Exception) -> str:
 
 
 def _line(error: Exception) -> str:
-    """What stands there."""
+    """The code on that line."""
     frame = _frame(error)
     return (frame.line or "").strip().rstrip(":") if frame else ""
 
@@ -84,15 +84,15 @@ def _frame(error: Exception) -> traceback.FrameSummary | None:
 
 
 def line_of_node(node: fx.Node) -> str:
-    """The line of the model that made a node, if it is known."""
-    found = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(node.meta.get("stack_trace", "")))
-    lines = [(file, line, name) for file, line, name in found if not _is_machinery(Path(file))]
+    """The line of the model that a node comes from, if it was traced."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(node.meta.get("stack_trace", "")))
+    lines = [(file, line, name) for file, line, name in frames if not _is_machinery(Path(file))]
     return " at {}:{} in {}".format(*lines[-1]) if lines else ""
 
 
 def _is_machinery(file: Path) -> bool:
     """Whether code is torch's, ours or Python's own."""
-    known = (str(torch.__file__), __file__, compat.__file__)
-    if any(file.is_relative_to(Path(module).parent) for module in known):
+    modules = (str(torch.__file__), __file__, compat.__file__)
+    if any(file.is_relative_to(Path(module).parent) for module in modules):
         return True
     return file.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in file.parts

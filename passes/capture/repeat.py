@@ -6,7 +6,7 @@ the first one left behind in Python has a number of its own in the second, unles
 then it is the same in each step (a cached table of sines).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: dict[int, int] = {}  # storage -> what was last written into it
         self.kept: list[Any] = list(leaves.values())
         self.leaves = {id(tensor): self._number("leaf", name) for name, tensor in leaves.items()}
-        self.storages = {_storage(tensor) for tensor in leaves.values()}
+        self.storages = {compat.memory_of(tensor) for tensor in leaves.values()}
         self.draws = 0
         self.earlier: dict[int, torch.Tensor] = {}
         """Numbers that tensors of an earlier step have in this one."""
@@ -46,7 +46,7 @@ class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def key(self, tensor: torch.Tensor) -> tuple[int, int | None, bool]:
         """What a tensor is: expression, what was written into its memory, and whether it requires a gradient."""
-        return self._expression(tensor), self.written.get(_storage(tensor)), tensor.requires_grad
+        return self._expression(tensor), self.written.get(compat.memory_of(tensor)), tensor.requires_grad
 
     def same(self, a: torch.Tensor, b: torch.Tensor, before: Mapping[int, tuple[int, int | None, bool]]) -> bool:
         """Whether a tensor of this step is what one of the step before was, whose keys are `before`."""
@@ -56,14 +56,14 @@ class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _expression(self, tensor: torch.Tensor) -> int:
-        known = self.leaves.get(id(tensor), self.of.get(id(tensor)))
-        if known is None:
+        number = self.leaves.get(id(tensor), self.of.get(id(tensor)))
+        if number is None:
             value = compat.value_of(tensor)
-            known = self._number("constant", id(tensor) if value is None else value, tensor.dtype, tuple(tensor.shape))
-            self.constant.add(known)
-            self.of[id(tensor)] = known
+            number = self._number("constant", id(tensor) if value is None else value, tensor.dtype, tuple(tensor.shape))
+            self.constant.add(number)
+            self.of[id(tensor)] = number
             self.kept.append(tensor)
-        return known
+        return number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,14 +82,14 @@ class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self.constant.add(number)
         results = func(*args, **kwargs)
-        for tensor in _written(func, args, kwargs):
-            self.written[_storage(tensor)] = number
+        for tensor in compat.written_by(func, args, kwargs):
+            self.written[compat.memory_of(tensor)] = number
         given = {id(value) for value in flat if isinstance(value, torch.Tensor)}
         for i, result in enumerate(pytree.tree_leaves(results)):
             if isinstance(result, torch.Tensor) and id(result) not in given:
-                self.of[id(result)] = made = self._number("result", number, i)
+                self.of[id(result)] = of_result = self._number("result", number, i)
                 if number in self.constant:
-                    self.constant.add(made)
+                    self.constant.add(of_result)
                 self.kept.append(result)
         return results
 
@@ -101,11 +101,3 @@ class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if number in self.earlier:
                 self.read[number] = self.earlier[number]
         return ("tensor", expression, written, requires_grad)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
-    return (tensor for tensor in compat.written_by(func, args, kwargs) if isinstance(tensor, torch.Tensor))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return compat.storage_span(tensor)[0]

@@ -1,10 +1,10 @@
-"""Stamping: from the joint graph of a record that was cut, the joint graph of the whole record.
+"""Stamping: from the joint graph of a record that was cut, the joint graph of the full record.
 
     Cut, its JointGraph --segments--> the repeats --_Plan--> checked copies --_Stamp--> JointGraph of all layers
 
 In the graph of the shorter record the ends of each run must be copies of one repeat of `segments`: isomorphic node by
 node, forward and backward, with all of what crosses between them listed. One copy is then repeated after itself as
-often as periods were taken out. Names of tensors and modules are read off the whole record: a node one period further
+often as periods were taken out. Names of tensors and modules are read off the full record: a node one period further
 in the record belongs to the module, and reads the tensors, that stand there.
 """
 
@@ -26,17 +26,17 @@ class Unfit(Exception):
     """The graph cannot be stamped; the message says why."""
 
 
-def stamped(graph: JointGraph, places: Mapping[str, int], found: Cut) -> JointGraph:
-    """The joint graph of the whole record from that of its cut.
+def stamped(graph: JointGraph, places: Mapping[str, int], cut: Cut) -> JointGraph:
+    """The joint graph of the full record from that of its cut.
 
     `places` says of nodes, by name, which call of the record made them, or whose gradient they compute. Raises Unfit
     where the graph does not repeat as the record does.
     """
     repeats = segments(graph).repeats
-    plans = [_plan(graph, places, found, run, repeats) for run in found.runs]
+    plans = [_plan(graph, places, cut, run, repeats) for run in cut.runs]
     for plan in plans:
         graph = _Stamp(graph, plan).graph()
-    return in_order(graph, found.order)
+    return in_order(graph, cut.order)
 
 
 # ---- what a run is in the graph --------------------------------------------------------------------
@@ -63,7 +63,7 @@ class _Plan:
         return self.run.count * self.run.period
 
     def place(self, index: int) -> int:
-        """Where a call of the whole record stands in the shorter one, counted within the run."""
+        """Where a call of the full record stands in the shorter one, counted within the run."""
         return index - self.shift if index >= self.run.stop else index
 
     def slot(self, target: str) -> tuple[int, int] | None:
@@ -76,12 +76,12 @@ class _Plan:
 
     def target(self, name: str, periods: int | None = None) -> str:
         """The tensor that stands a number of periods further than this one; by default, where the tensors of the
-        shorter record belong in the whole one."""
-        found = self.slot(name)
-        if found is None:
+        shorter record belong in the full one."""
+        slot = self.slot(name)
+        if slot is None:
             return name
-        steps = self.run.count * self.is_late(found[0]) if periods is None else periods
-        return self.cut.targets.get((found[0] + steps * self.run.period, found[1]), name)
+        steps = self.run.count * self.is_late(slot[0]) if periods is None else periods
+        return self.cut.targets.get((slot[0] + steps * self.run.period, slot[1]), name)
 
     def is_own(self, target: str) -> bool:
         """Whether other tensors stand in its place in other periods."""
@@ -99,12 +99,12 @@ class _Plan:
         return self.cut.paths[self.place(index) + periods * self.run.period]
 
 
-def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: CutRun, repeats: Sequence[Repeated]) -> _Plan:
+def _plan(graph: JointGraph, places: Mapping[str, int], cut: Cut, run: CutRun, repeats: Sequence[Repeated]) -> _Plan:
     """The repeat of a run, if everything about it fits."""
     last: Unfit | None = None
     for repeat in filter(None, (_within(graph, places, run, repeat) for repeat in repeats)):
         for middle in range(repeat.count - 1):
-            draft = _draft(graph, places, found, run, repeat, middle)
+            draft = _draft(graph, places, cut, run, repeat, middle)
             if draft is None:
                 continue
             try:
@@ -113,19 +113,19 @@ def _plan(graph: JointGraph, places: Mapping[str, int], found: Cut, run: CutRun,
                 last = error
             else:
                 return replace(draft, stride=_stride(graph, draft))
-    raise last or Unfit(f"no repeat of the graph is the run of {_shown(found, run)}")
+    raise last or Unfit(f"no repeat of the graph is the run of {_shown(cut, run)}")
 
 
-def _shown(found: Cut, run: CutRun) -> str:
-    return f"{found.paths[run.begin] or 'the model'} to {found.paths[run.end - 1] or 'the model'}"
+def _shown(cut: Cut, run: CutRun) -> str:
+    return f"{cut.paths[run.begin] or 'the model'} to {cut.paths[run.end - 1] or 'the model'}"
 
 
 def _draft(
-    graph: JointGraph, places: Mapping[str, int], found: Cut, run: CutRun, repeat: Repeated, middle: int
+    graph: JointGraph, places: Mapping[str, int], cut: Cut, run: CutRun, repeat: Repeated, middle: int
 ) -> _Plan | None:
     """What to check; None where the copies are no periods of the run."""
     plan = _Plan(
-        cut=found, run=run, places=places, repeat=repeat, middle=middle, middles=(0, 0), stride=0,
+        cut=cut, run=run, places=places, repeat=repeat, middle=middle, middles=(0, 0), stride=0,
         copies=tuple(tuple(graph.nodes[i].name for i in copy) for copy in repeat.copies),
     )  # fmt: skip
     inside = [
@@ -173,13 +173,13 @@ def _check_order(graph: JointGraph, plan: _Plan) -> None:
 
 
 def _check_places(graph: JointGraph, plan: _Plan) -> None:
-    """A copy is one period of the record, each one period behind the copy before it, and all of what the periods
-    between the first and the last copy made is in a copy."""
+    """A copy is one period of the record, each one period behind the copy before it, and every node of the periods
+    between the first and the last copy is in a copy."""
     shown = _shown(plan.cut, plan.run)
     for names, indices in zip(zip(*plan.copies, strict=True), zip(*plan.repeat.copies, strict=True), strict=True):
         nodes = [graph.nodes[i] for i in indices]
-        found = [plan.places.get(name) for name in names]
-        for (a, one), (b, other) in itertools.pairwise(zip(found, nodes, strict=True)):
+        positions = [plan.places.get(name) for name in names]
+        for (a, one), (b, other) in itertools.pairwise(zip(positions, nodes, strict=True)):
             if a is None or b is None or not (a in plan.run and b in plan.run):
                 if a != b or one.module != other.module:
                     raise Unfit(f"{one.name} and {other.name} of {shown} do not come from one place of a period")
@@ -222,14 +222,14 @@ def _check_tensors(graph: JointGraph, plan: _Plan) -> None:
         if output.name is not None:
             outputs.setdefault(output.name, []).append(output)
     for names in zip(*repeat.results, strict=True):
-        found = [outputs[name] for name in names]
-        if any(len(each) != 1 or each[0].role not in ("gradient", "mutation") for each in found):
+        uses = [outputs[name] for name in names]
+        if any(len(each) != 1 or each[0].role not in ("gradient", "mutation") for each in uses):
             raise Unfit(f"{names[0]} of {shown} is an output of the model")
-        check([each[0].target for each in found])
+        check([each[0].target for each in uses])
     results = {name for copy in repeat.results for name in copy}
     leaving = {b.values[0] if b.backward else b.values[-1] for b in repeat.borders}
-    made = {name for copy in repeat.copies for i in copy for name in graph.nodes[i].outputs if name}
-    for name in made & outputs.keys() - results - leaving:
+    produced = {name for copy in repeat.copies for i in copy for name in graph.nodes[i].outputs if name}
+    for name in produced & outputs.keys() - results - leaving:
         raise Unfit(f"{name} of {shown} is an output of the graph: {outputs[name][0].target}")
     own = {targets[name] for copy in repeat.own for name in copy}
     first = plan.middles[0] - plan.middle * plan.run.period
@@ -243,16 +243,16 @@ def _check_tensors(graph: JointGraph, plan: _Plan) -> None:
         if output.role in ("gradient", "mutation") and output.name is not None and output.name not in results:
             slot = plan.slot(output.target)
             if slot is not None and first <= slot[0] <= last and plan.is_own(output.target):
-                raise Unfit(f"the {output.role} of {output.target} is made outside of the repeat")
+                raise Unfit(f"the {output.role} of {output.target} is computed outside of the repeat")
 
 
 def _stride(graph: JointGraph, plan: _Plan) -> int:
     strides: set[int] = set()
     for position in zip(*plan.repeat.copies, strict=True):
         numbers = [graph.nodes[i].sequence for i in position]
-        known = [number for number in numbers if number >= 0]
-        if known:
-            strides.update(b - a if len(known) == len(numbers) else -1 for a, b in itertools.pairwise(numbers))
+        numbered = [number for number in numbers if number >= 0]
+        if numbered:
+            strides.update(b - a if len(numbered) == len(numbers) else -1 for a, b in itertools.pairwise(numbers))
     if len(strides) != 1 or min(strides) <= 0:
         raise Unfit(f"the operators of {_shown(plan.cut, plan.run)} are not numbered alike")
     return strides.pop()
@@ -265,7 +265,7 @@ class _Stamp:
     """Makes the nodes of the periods that are missing. Step s is the period s after the middle copy."""
 
     def __init__(self, graph: JointGraph, plan: _Plan) -> None:
-        self.whole, self.plan = graph, plan
+        self.source, self.plan = graph, plan
         self.metas: dict[str, TensorMeta] = dict(graph.metas)
         self.copies = [[graph.nodes[graph.producer[name]] for name in copy] for copy in plan.copies]
         self.steps = range(1, plan.run.count + 1)
@@ -294,11 +294,11 @@ class _Stamp:
     def _take(self, name: str, step: int, wanted: str) -> None:
         wanted = f"_{wanted}" if wanted[0].isdigit() else wanted
         taken = distinct(wanted, self.metas)
-        self.metas[taken] = self.whole.metas[name]
+        self.metas[taken] = self.source.metas[name]
         self.fresh[name, step] = taken
 
     def graph(self) -> JointGraph:
-        plan, graph = self.plan, self.whole
+        plan, graph = self.plan, self.source
         inputs = [replace(i, target=plan.target(i.target)) if i.role in ("parameter", "buffer") else i
                   for i in graph.inputs]  # fmt: skip
         outputs = [replace(o, target=plan.target(o.target)) if o.role in ("gradient", "mutation") else o
@@ -323,9 +323,9 @@ class _Stamp:
         numbers = [node.sequence for node in self.copies[middle + 1] if node.sequence >= 0]
         # the copies before and after the new ones are connected to them
         after = {name: self.fresh[name, last] for name in enters.values()}
-        before = {name: self.fresh[made, 1] for name, made in leaves.items()}
+        before = {name: self.fresh[inner, 1] for name, inner in leaves.items()}
         pending = {False: True, True: True}
-        for node in self.whole.nodes:
+        for node in self.source.nodes:
             k = home.get(node.name)
             if pending[node.backward] and k == (middle if node.backward else middle + 1):
                 pending[node.backward] = False
@@ -351,8 +351,8 @@ class _Stamp:
         names: dict[str, str] = {}
         for name in node.inputs:
             if name in enters:
-                made = enters[name]
-                names[name] = made if step == 1 else self.fresh[made, step - 1]
+                source = enters[name]
+                names[name] = source if step == 1 else self.fresh[source, step - 1]
             elif name in leaves:
                 names[name] = name if step == self.plan.run.count else self.fresh[leaves[name], step + 1]
             else:
@@ -370,7 +370,7 @@ Item = TypeVar("Item", GraphInput, GraphOutput)
 
 
 def in_order(graph: JointGraph, order: Sequence[str]) -> JointGraph:
-    """Inputs and outputs in the order of the whole record: those of a role stand together."""
+    """Inputs and outputs in the order of the full record: those of a role stand together."""
     rank = {target: i for i, target in enumerate(dict.fromkeys(order))}
 
     def sorted_by(items: Sequence[Item], roles: tuple[str, ...]) -> tuple[Item, ...]:

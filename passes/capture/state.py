@@ -40,7 +40,6 @@ from .looks import (
     is_stream,
     names_of,
     put_back_attribute,
-    put_back_cell,
     put_back_class,
     put_back_mapping,
     put_back_sequence,
@@ -110,7 +109,7 @@ class _Walk(Streams):
         self.look.kept.append(module)
         names = self.names.get(path, set())
         if self.reads is None or "__dict__" in names:
-            self._whole(attributes)
+            self._mapping(attributes)
             names = {*names, *attributes}
         for name in sorted(names - (REGISTRIES if self.reads is None else _OTHERWISE)):
             if name in attributes:
@@ -175,7 +174,7 @@ class _Walk(Streams):
         look = self.look
         if len(look.facts) >= FACTS_MOST:
             if not look.is_cut:
-                logger.warning("the model holds so much in Python that not all is looked at: from %s on", path)
+                logger.warning("the model holds too much in Python to compare all of it: not from %s on", path)
             look.is_cut = True
             return
         if isinstance(value, _ATOMS):
@@ -203,7 +202,7 @@ class _Walk(Streams):
         facts = self.look.facts
         if isinstance(value, dict):
             facts[path] = (type(value), tuple(map(_key, dict.keys(value))))
-            self._whole(value)
+            self._mapping(value)
             for key, item in _items(value).items():
                 self.look.entries.append((value, key, item))
                 self.value(f"{path}[{key!r}]", item)
@@ -262,7 +261,7 @@ class _Walk(Streams):
             except ValueError:
                 continue
             if name != "__class__":
-                self.look.undo.append(functools.partial(put_back_cell, cell, held))
+                self.look.undo.append(functools.partial(setattr, cell, "cell_contents", held))
                 self.look.others.append((functools.partial(getattr, cell, "cell_contents", None), held))
                 self.value(f"{of} {name}", held)
         for name, held in defaults_of(function).items():
@@ -311,7 +310,7 @@ class _Walk(Streams):
         fields = getattr(value, "__dict__", None)
         if isinstance(fields, dict):
             if wanted is None:
-                self._whole(fields)
+                self._mapping(fields)
             for name in [name for name in fields if wanted is None or name in wanted]:
                 if isinstance(value, nn.Module) and name in REGISTRIES:
                     for key, item in fields[name].items():
@@ -323,14 +322,14 @@ class _Walk(Streams):
         for cls in type(value).__mro__:
             slots = vars(cls).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                known = name not in ("__dict__", "__weakref__") and (wanted is None or name in wanted)
-                if known and hasattr(value, name):
+                included = name not in ("__dict__", "__weakref__") and (wanted is None or name in wanted)
+                if included and hasattr(value, name):
                     item = getattr(value, name)
                     self.value(f"{path}.{name}", item)
                     self.look.others.append((functools.partial(getattr, value, name, None), item))
                     self.look.undo.append(functools.partial(put_back_attribute, value, name, item))
 
-    def _whole(self, value: dict[Any, Any]) -> None:
+    def _mapping(self, value: dict[Any, Any]) -> None:
         kept = _items(value)
         self.look.sized.append(value)
         self.look.undo.append(lambda: put_back_mapping(value, kept))

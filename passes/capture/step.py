@@ -18,7 +18,7 @@ from autopar.ir.graph import meta_of
 from autopar.ir.tree import flatten
 
 from .captured import CaptureError, Leaf, is_constant
-from .known import KnownValues, Pinned
+from .concrete import ConcreteValues, Pinned
 from .ways import Generators, OtherWays
 from .witness import Witness
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What the model was seen to give."""
+    """What the model returned."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
@@ -35,7 +35,7 @@ class _Outcome:
 
 
 class _Outcomes:
-    """Where a step leaves what it saw: export puts a module's own attributes back as they were."""
+    """What a step saw, in an object of its own: export restores a module's own attributes."""
 
     def __init__(self) -> None:
         self.last: _Outcome | None = None
@@ -43,7 +43,7 @@ class _Outcomes:
         """Lines of code that look at data and raise."""
         self.pinned = Pinned()
         self.unread: list[tuple[str, tuple[str, ...]]] = []
-        """Of `KnownValues`."""
+        """Of `ConcreteValues`."""
         self.inputs: list[tuple[str, torch.Tensor]] = []
         """As they were given, by path."""
 
@@ -76,20 +76,20 @@ class TracedStep(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         generators = Generators(self.model)
         given = zip(tensors, self.outcomes.inputs, strict=True)
-        known = KnownValues({path: (fake, source) for fake, (path, source) in given})
-        self.outcomes.unread, known.valued = known.unread, self.witness.valued
+        values = ConcreteValues({path: (fake, source) for fake, (path, source) in given})
+        self.outcomes.unread, values.valued = values.unread, self.witness.valued
         with (
             self.witness.tracing(),
             writing_buffers(self.model, self.replaced),
             generators.watched(),
-            OtherWays(generators, known),
-            known,
+            OtherWays(generators, values),
+            values,
             without_checks(self.outcomes.checks),
         ):
             output = self.model(*args, **kwargs)
             if self.loss_fn[0] is not None:
                 output = self.loss_fn[0](output)
-        self.outcomes.pinned = known.pinned()
+        self.outcomes.pinned = values.pinned()
         pairs, spec = flatten("output", output)
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
@@ -126,8 +126,8 @@ class TracedStep(nn.Module):
         else:
             return None
         if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-            found = meta_of(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise CaptureError(f"{source} is {found}: the loss must be a tensor that is one floating number")
+            shown = meta_of(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError(f"{source} is {shown}: the loss must be a tensor that is one floating number")
         path = next((path for path, value in pairs if value is loss), None)
         if path is None:
             raise CaptureError(
@@ -153,12 +153,12 @@ def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[
         frame = sys._getframe(1)
         goes_on = passing(frame) if compat.is_fake(tensor) else None
         if goes_on is None:
-            return bool(known(tensor))
+            return bool(original(tensor))
         lines[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
         return goes_on
 
-    known = torch.Tensor.__bool__
-    truth.__name__ = known.__name__
+    original = torch.Tensor.__bool__
+    truth.__name__ = original.__name__
     return compat.patched(torch.Tensor, "__bool__", truth)
 
 
@@ -182,7 +182,7 @@ def writing_buffers(model: nn.Module, replaced: set[str]) -> Iterator[None]:
         assert old is not None
         buffers[key] = old.clone()
     yield
-    found: set[str] = set()
+    further: set[str] = set()
     for name, (buffers, key, old) in places.items():
         new, buffers[key] = buffers[key], old
         if new is old:
@@ -199,9 +199,9 @@ def writing_buffers(model: nn.Module, replaced: set[str]) -> Iterator[None]:
             with torch.no_grad():
                 old.copy_(new)
         else:
-            found.add(name)
-    if found:
-        raise Replaced(found)
+            further.add(name)
+    if further:
+        raise Replaced(further)
 
 
 def passing(frame: FrameType) -> bool | None:

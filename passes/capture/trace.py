@@ -23,10 +23,11 @@ from .captured import Captured, CaptureError, NothingTrainedError, input_names, 
 from .conversion import Conversion
 from .cut import cut
 from .fakes import Fakes, canonical_names
+from .looks import listed
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
 from .stamp import Unfit, stamped
 from .step import Replaced, TracedStep
-from .witness import Beside, check_constants, check_hooks, check_memory
+from .witness import check_constants, check_hooks, check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,7 @@ def _capture(
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
-    try:
-        check_hooks(model)
-    except Beside as error:
-        raise CaptureError(str(error)) from None
+    check_hooks(model)
     fakes = Fakes(mode, device_type, grad)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
@@ -102,8 +100,8 @@ def _capture(
         try:
             try:
                 record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines))
-            except Replaced as found:
-                step.replaced = found.names
+            except Replaced as error:
+                step.replaced = error.names
                 record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines))
             outcome = step.outcomes.last
             assert outcome is not None
@@ -120,11 +118,9 @@ def _capture(
                 check_constants(constants, step.witness.seen)
             check_memory(constants, step.witness.seen, model)
         except CaptureError as error:
-            if isinstance(error, OfData) and (told := unread_refusal(model, step.outcomes.unread)):
-                raise told from None
+            if isinstance(error, OfData) and (located := unread_refusal(model, step.outcomes.unread)):
+                raise located from None
             raise
-        except Beside as error:
-            raise CaptureError(str(error)) from None
         except compat.WritesReal as error:
             raise CaptureError(f"{step.witness.written(error.tensor)}{line_raised(error)}") from None
         except compat.WritesInput as error:
@@ -139,10 +135,10 @@ def _capture(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
             ", ".join(step.outcomes.checks),
         )
-    if made := [name for name, tensor in constants.items() if compat.is_fake(tensor)]:
+    if computed := [name for name, tensor in constants.items() if compat.is_fake(tensor)]:
         raise CaptureError(
-            f"{type(model).__name__} computes {len(made)} values in forward that are no part of the graph, such as the "
-            f"gradients of torch.autograd.grad (a penalty on gradients): a step is differentiated once, as a whole. "
+            f"{type(model).__name__} computes {len(computed)} values in forward that are no part of the graph, such as "
+            f"the gradients of torch.autograd.grad (a penalty on gradients): a step is differentiated once. "
             f"Compute such a penalty outside of the model, or write its gradients out as operators"
         )
     with mode:
@@ -169,18 +165,19 @@ def _joint_graph(
     record: compat.Recorded, converted: Callable[[compat.Recorded], Conversion], stamp: bool
 ) -> tuple[JointGraph, dict[str, torch.Tensor]]:
     """The graph of a record and the constants that it reads, from a shorter record where layers repeat."""
-    found = cut(record) if stamp else None
-    if found is not None:
-        conversion = converted(found.record)
+    shorter = cut(record) if stamp else None
+    if shorter is not None:
+        conversion = converted(shorter.record)
         try:
-            graph = stamped(conversion.graph(), conversion.places, found)
+            graph = stamped(conversion.graph(), conversion.places, shorter)
         except Unfit as error:
             logger.info("differentiated in full: %s", error)
         else:
-            known = {i.target: i.tensor for i in record.inputs if i.kind == "constant" and i.tensor is not None}
-            known = {name.removeprefix("model."): tensor for name, tensor in known.items()} | conversion.constants
+            recorded = [i for i in record.inputs if i.kind == "constant"]
+            constants = {i.target.removeprefix("model."): i.tensor for i in recorded if i.tensor is not None}
+            constants |= conversion.constants
             read = {i.target for i in graph.inputs if i.role == "buffer"}
-            return graph, {name: tensor for name, tensor in known.items() if name in read}
+            return graph, {name: tensor for name, tensor in constants.items() if name in read}
     conversion = converted(record)
     return conversion.graph(), conversion.constants
 
@@ -192,18 +189,17 @@ def _without_gradient(
 
     Raises CaptureError where eager gives one, and where none gets any.
     """
-    found = {o.target for o in graph.outputs if o.role == "gradient" and o.name is not None}
+    reached = {o.target for o in graph.outputs if o.role == "gradient" and o.name is not None}
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    missing = [name for name in trainable if name not in found]
+    missing = [name for name in trainable if name not in reached]
     if not missing:
         return ()
     lost = _differentiated(step, missing, inputs)
     if lost or missing == trainable:
         error = CaptureError if lost else NothingTrainedError
         lost = lost or missing
-        shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         raise error(
-            f"{len(lost)} trainable parameters get no gradient from {loss or 'any output'}: {shown}. "
+            f"{len(lost)} trainable parameters get no gradient from {loss or 'any output'}: {listed(lost, 10)}. "
             f"Call requires_grad_(False) on them, or use them in what is differentiated"
         )
     return tuple(missing)

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
+from .concrete import ConcreteValues
 from .constants import Constants, Selected, Selections
-from .known import KnownValues
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
@@ -27,7 +27,7 @@ _SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 """Functions whose gradient may be sparse, and the place of the argument that says so."""
 
 _LISTS: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.Tensor.new_tensor: 1}
-"""Functions that make tensors of lists, and the place of the list."""
+"""Functions that turn lists into tensors, and the place of the list."""
 
 
 class OtherWays(TorchFunctionMode):
@@ -38,11 +38,11 @@ class OtherWays(TorchFunctionMode):
     `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are
     those of `unfold`. Values are read off constants and inputs: see `Constants`."""
 
-    def __init__(self, generators: Generators, known: KnownValues) -> None:
+    def __init__(self, generators: Generators, values: ConcreteValues) -> None:
         super().__init__()
         self.generators = generators
         self.selections = Selections()
-        self.constants = Constants(known)
+        self.constants = Constants(values)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,9 +67,9 @@ class OtherWays(TorchFunctionMode):
                 args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
         if func in (torch.as_strided, torch.Tensor.as_strided) and compat.is_fake(args[0]):
             sizes, named = pytree.tree_map_only(torch.Tensor, self.constants.number, (args[1:], kwargs))
-            found = windows(args[0], *sizes, **named)
-            if found is not None:
-                return found
+            unfolded = windows(args[0], *sizes, **named)
+            if unfolded is not None:
+                return unfolded
         if func in TRACED:
             return TRACED[func](*args, **kwargs)
         if func is torch.Tensor.random_:
@@ -96,10 +96,10 @@ class OtherWays(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _picked(self, selected: Selected) -> torch.Tensor:
-        """What PyTorch gives, which may be known."""
+        """What PyTorch gives, as a constant where it is concrete."""
         given = (selected.picked, selected.mask)
-        found: Any = self.constants.read(torch.masked_select, given, {})
-        return torch.masked_select(*given) if found is NotImplemented else found
+        picked: Any = self.constants.read(torch.masked_select, given, {})
+        return torch.masked_select(*given) if picked is NotImplemented else picked
 
 
 def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Generators:
                 generator.manual_seed(0x5EED5EED)
                 self.marks[id(generator)] = generator.get_state()
         try:
-            with compat.patched(torch, "Generator", _made_inside(self.base)):
+            with compat.patched(torch, "Generator", _own_class(self.base)):
                 yield
         finally:
             with compat.without_modes():
@@ -182,21 +182,21 @@ class Generators:
             what = "seeds a torch.Generator" if seeded else "makes a torch.Generator of its own"
             raise ValueError(
                 f"forward {what}, which then draws the same numbers in every step: draw them once, outside of forward, "
-                f"into a buffer, or use a generator that is neither made nor seeded in forward"
+                f"into a buffer, or use a generator that forward neither makes nor seeds"
             )
 
 
-def _made_inside(base: type[torch.Generator]) -> Any:
+def _own_class(base: type[torch.Generator]) -> Any:
     """A class of generators to tell those that forward makes; every generator passes for one of its own."""
 
     class Meta(type(base)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, base)
 
-    class Made(base, metaclass=Meta):  # type: ignore[misc, valid-type]
+    class Own(base, metaclass=Meta):  # type: ignore[misc, valid-type]
         pass
 
-    return Made
+    return Own
 
 
 def windows(
@@ -216,11 +216,11 @@ def windows(
     memory = x.permute(order)
     if not memory.is_contiguous():
         return None
-    found = _in_order(memory, [size[dim] for dim in dims], [stride[dim] for dim in dims])
-    if found is None:
+    unfolded = _in_order(memory, [size[dim] for dim in dims], [stride[dim] for dim in dims])
+    if unfolded is None:
         return None
     back = [dims.index(dim) for dim in sorted(dims)]
-    return found.permute(back).reshape(tuple(size))
+    return unfolded.permute(back).reshape(tuple(size))
 
 
 def _in_order(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor | None:
@@ -281,10 +281,10 @@ def corrcoef(input: Tensor) -> Tensor:
         return covariance / covariance
     variance = covariance.diagonal()
     deviation = (variance.real if variance.is_complex() else variance).sqrt()
-    found = covariance / deviation[:, None] / deviation
-    if not found.is_complex():
-        return found.clip(-1, 1)
-    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+    correlation = covariance / deviation[:, None] / deviation
+    if not correlation.is_complex():
+        return correlation.clip(-1, 1)
+    return torch.complex(correlation.real.clip(-1, 1), correlation.imag.clip(-1, 1))
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -302,12 +302,7 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 
 
 TRACED: Mapping[Any, Callable[..., Tensor]] = {
-    torch.cov: cov,
-    torch.Tensor.cov: cov,
-    torch.corrcoef: corrcoef,
-    torch.Tensor.corrcoef: corrcoef,
-    torch.bincount: bincount,
-    torch.Tensor.bincount: bincount,
+    getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)
 }
 """Functions of torch -> what is traced in their place, with static shapes: torch's own look at data on the way, to warn
 or to size the result."""

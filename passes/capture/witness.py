@@ -22,13 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
-from .looks import Drawn, Look, Reads, Same, is_library, line_of_model
+from .captured import CaptureError
+from .looks import Drawn, Look, Reads, Same, is_library, line_of_model, listed
 from .repeat import Numbering
 from .state import look
 
 logger = logging.getLogger(__name__)
-
-SHOWN = 5
 
 
 class WitnessedStep(Protocol):
@@ -40,10 +39,6 @@ class WitnessedStep(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def buffers(self) -> Iterator[torch.Tensor]: ...
-
-
-class Beside(ValueError):
-    """Python does what a graph cannot hold; the message says what to change."""
 
 
 class Witness:
@@ -72,7 +67,7 @@ class Witness:
         return Reads(
             modules=frozenset(self.read),
             fields={cls: frozenset(names) for cls, names in self.fields.items()},
-            values=frozenset(p for p, tensor in self.seen.tensors if compat.storage_span(tensor)[0] in self.valued),
+            values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
         )
 
     @contextlib.contextmanager
@@ -102,15 +97,15 @@ class Witness:
             self.before.restore()
 
     def settle(self, step: WitnessedStep, inputs: Sequence[torch.Tensor]) -> None:
-        """Raises Beside where a call keeps something for the next. Warns of what each call writes and nobody in the
-        model reads: with a program it keeps the value that it had."""
+        """Raises CaptureError where a call keeps something for the next. Warns of what each call writes and nobody in
+        the model reads: with a program it keeps the value that it had."""
         before, after = self.before, self.after
         assert before is not None and after is not None
         changed = before.differs(after)
         drawn = [path for path in changed if isinstance(after.facts.get(path), Drawn)]
         if drawn:
-            raise Beside(
-                f"forward draws from {_listed(drawn)}: each call would draw what the first one drew. Draw "
+            raise CaptureError(
+                f"forward draws from {listed(drawn)}: each call would draw what the first one drew. Draw "
                 f"with torch's own operators (torch.rand, torch.randint, dropout), or draw outside and pass it in"
             )
         asks = sorted(before.names & _ASKS)
@@ -118,8 +113,8 @@ class Witness:
             return
         kept = self._kept(step, inputs)
         if kept:
-            raise Beside(
-                f"forward keeps {_listed(kept)} from one call for the next: a program would keep what the first call "
+            raise CaptureError(
+                f"forward keeps {listed(kept)} from one call for the next: a program would keep what the first call "
                 f"saw. Register a tensor as a buffer (register_buffer) and write it with copy_(), pass it in as an "
                 f"input and return it as an output, or leave it out of forward"
             )
@@ -129,7 +124,7 @@ class Witness:
         (logger.warning if shown else logger.info)(
             "forward writes %s, which no later call reads: the parallel module does not write it (return it as an "
             "output to see it)",
-            _listed(shown or changed),
+            listed(shown or changed),
         )
 
     @property
@@ -140,9 +135,9 @@ class Witness:
 
     def written(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be written in place."""
-        storage = compat.storage_span(tensor)[0]
-        found = [path for path, known in self.seen.tensors if compat.storage_span(known)[0] == storage]
-        name = found[0] if found else f"a tensor {list(tensor.shape)} that is not the model's"
+        storage = compat.memory_of(tensor)
+        paths = [path for path, held in self.seen.tensors if compat.memory_of(held) == storage]
+        name = paths[0] if paths else f"a tensor {list(tensor.shape)} that is not the model's"
         return (
             f"forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program "
             f"writes buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it)"
@@ -183,7 +178,7 @@ class Witness:
         read = {id(tensor) for tensor in numbering.read.values()}
         by_tensor = [path for path, tensor in left.tensors if id(tensor) in read]
         asks = sorted(self.before.names & _ASKS)
-        return by_tensor or self.before.differs(left) or [f"something that changes by itself ({_listed(asks)})"]
+        return by_tensor or self.before.differs(left) or [f"something that changes by itself ({listed(asks)})"]
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
         """Which memory each parameter and buffer has, and whether it requires a gradient."""
@@ -231,12 +226,12 @@ class Witness:
 
 
 def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
-    known = cls.__getattribute__
+    getattribute = cls.__getattribute__
 
     def read(value: Any, name: str) -> Any:
         if type(value) is cls:
             noted.add(name)
-        return known(value, name)
+        return getattribute(value, name)
 
     return read
 
@@ -254,17 +249,17 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HOOKS and (name != "retain_grad" or not args[0].is_leaf):
-            raise Beside(
+            raise CaptureError(
                 f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
                 f"which a program would not run: {_HOOKS[name]}"
             )
         if name == "_pack_padded_sequence":
-            raise Beside(
+            raise CaptureError(
                 f"forward packs sequences by their lengths{line_of_model()}, and the shapes of a program do not depend "
                 f"on data: run the layer on the padded sequences, and mask what it makes of the padding"
             )
         if name in _VALUES and compat.is_real(args[0]):
-            self.valued.add(compat.storage_span(args[0])[0])
+            self.valued.add(compat.memory_of(args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -276,11 +271,11 @@ _HOOKS = {
 }
 
 
-def _refusing(told: str) -> Callable[[], None]:
+def _refusing(message: str) -> Callable[[], None]:
     """What refuses a call, naming the line of the model that makes it."""
 
     def refuse() -> None:
-        raise Beside(told.format(line=line_of_model()))
+        raise CaptureError(message.format(line=line_of_model()))
 
     return refuse
 
@@ -300,23 +295,23 @@ _DIFFERENTIATING = (
 
 
 def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises Beside where forward does to parameters and buffers what no operator does."""
+    """Raises CaptureError where forward does to parameters and buffers what no operator does."""
     for name in {**before, **after}:
         if name not in before or name not in after:
-            raise Beside(
+            raise CaptureError(
                 f"forward {'removes' if name in before else 'registers'} {name}: register parameters and buffers in "
                 f"the constructor, and write them in forward"
             )
         (kind, span, gradient, attributes), (_, now, gradient_now, attributes_now) = before[name], after[name]
         if kind == "_parameters" and span != now:
-            raise Beside(f"forward gives parameter {name} other memory (.data = ...): write it outside of forward")
+            raise CaptureError(f"forward gives parameter {name} other memory (.data = ...): do so outside of forward")
         if gradient != gradient_now and kind == "_parameters":
-            raise Beside(f"forward calls requires_grad_() on parameter {name}: do so between steps, outside of forward")
+            raise CaptureError(f"forward calls requires_grad_() on parameter {name}: do so outside of forward")
         changed = [
             key for key in {**attributes, **attributes_now} if attributes.get(key) is not attributes_now.get(key)
         ]
         if changed:
-            raise Beside(
+            raise CaptureError(
                 f"forward keeps {name}.{changed[0]}, an attribute of a {kind[1:-1]}, from one call for the next: a "
                 f"program would keep what the first call saw"
             )
@@ -333,33 +328,33 @@ _ASKS = frozenset(
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raises Beside where hooks on gradients would be lost: those of modules and of their parameters."""
+    """Raises CaptureError where hooks on gradients would be lost: those of modules and of their parameters."""
     hooked = [path or type(model).__name__ for path, module in model.named_modules() if compat.hooks_gradients(module)]
     if hooked:
-        raise Beside(
-            f"{_listed(hooked)} {'has' if len(hooked) == 1 else 'have'} backward hooks, which a program would not run: "
+        raise CaptureError(
+            f"{listed(hooked)} {'has' if len(hooked) == 1 else 'have'} backward hooks, which a program would not run: "
             f"register them on the parallel module itself, or on its parameters"
         )
     parameters = [name for name, p in model.named_parameters() if compat.hooks_gradient(p)]
     if parameters:
-        raise Beside(
-            f"{_listed(parameters)} {'has a hook' if len(parameters) == 1 else 'have hooks'} on the gradient, and the "
+        raise CaptureError(
+            f"{listed(parameters)} {'has a hook' if len(parameters) == 1 else 'have hooks'} on the gradient, and the "
             f"parallel module has parameters of its own: register it on those, after parallelize"
         )
     everywhere = compat.global_backward_hooks()
     if everywhere:
-        raise Beside(f"torch has {everywhere} for all modules, which a program would not run: remove them")
+        raise CaptureError(f"torch has {everywhere} for all modules, which a program would not run: remove them")
 
 
 def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Module) -> None:
-    """Raises Beside where a constant of the graph views a parameter or buffer, with which it would not change."""
+    """Raises CaptureError where a constant of the graph views a parameter or buffer, with which it would not change."""
     held = [(name, *compat.storage_span(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
     for name, tensor in constants.items():
         storage, begin, end = compat.storage_span(tensor)
         shared = [other for other, memory, first, last in held if memory == storage and first < end and begin < last]
         if shared:
-            paths = [path for path, known in seen.tensors if compat.storage_span(known) == (storage, begin, end)]
-            raise Beside(
+            paths = [path for path, other in seen.tensors if compat.storage_span(other) == (storage, begin, end)]
+            raise CaptureError(
                 f"{paths[0] if paths else name} is on the memory of {shared[0]}, and would not change with it: a "
                 f"program keeps parameters and buffers in memory of their own. Take it of {shared[0]} in forward "
                 f"({shared[0]}.detach()), or give it memory of its own (clone())"
@@ -367,14 +362,14 @@ def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Mo
 
 
 def check_constants(constants: Mapping[str, torch.Tensor], seen: Look) -> None:
-    """Raises Beside where a constant of the graph is to be trained: no parameter of the model, and yet it requires
-    a gradient."""
-    trained = {compat.storage_span(t)[0]: path for path, t in reversed(seen.tensors) if t.requires_grad}
-    found = [trained[s] for t in constants.values() if (s := compat.storage_span(t)[0]) in trained]
-    if found:
-        raise Beside(
-            f"{_listed(found)} {'requires' if len(found) == 1 else 'require'} a gradient and "
-            f"{'is no parameter' if len(found) == 1 else 'are no parameters'} of the model: it would not train. "
+    """Raises CaptureError where a constant of the graph is to be trained: no parameter of the model, and yet it
+    requires a gradient."""
+    trained = {compat.memory_of(t): path for path, t in reversed(seen.tensors) if t.requires_grad}
+    paths = [trained[s] for t in constants.values() if (s := compat.memory_of(t)) in trained]
+    if paths:
+        raise CaptureError(
+            f"{listed(paths)} {'requires' if len(paths) == 1 else 'require'} a gradient and "
+            f"{'is no parameter' if len(paths) == 1 else 'are no parameters'} of the model: it would not train. "
             f"Make it one (an nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a "
             f"module of the model), or detach() it"
         )
@@ -388,8 +383,3 @@ def _is_shown(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 def _is_tensor(token: Any) -> bool:
     return isinstance(token, Same) and isinstance(token.value, torch.Tensor)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(dict.fromkeys(names[:SHOWN]))
-    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown

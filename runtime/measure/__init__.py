@@ -26,7 +26,7 @@ def measure(
     device: torch.device | None = None,
     report: Report = lambda part, what: None,
 ) -> Measurements:
-    """Everything that a cluster file is made of. `levels` are sizes from the outermost in, whose product is the
+    """Everything that a cluster file holds. `levels` are sizes from the outermost in, whose product is the
     number of ranks; every operator is measured for about `seconds`. The same result on every rank."""
     assert math.prod(levels) == dist.get_world_size()
     device = device or torch.device("cpu")
@@ -50,15 +50,15 @@ def measured_here(
     levels: Sequence[int] | None, *, rounds: int, device_type: str, report: Callable[[int], Report]
 ) -> tuple[int, Measurements]:
     """(this rank, what its process group reaches), the group being the one that the environment describes, as torchrun
-    and the lab do. Without `levels`: nodes and their ranks. `report` makes, for a rank, what tells of its progress.
+    and the lab do. Without `levels`: nodes and their ranks. `report` gives, for a rank, what reports its progress.
 
     Raises ValueError where there is no such group, or fewer than 2 ranks.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} not set: ranks measure; start them with torchrun --no-python autopar calibrate, or "
-            "with autopar lab --nodes 2 --ranks 2 -- autopar calibrate"
+            f"{', '.join(missing)} not set: ranks measure, so start them with torchrun --no-python autopar calibrate, "
+            "or with autopar lab --nodes 2 --ranks 2 -- autopar calibrate"
         )
     world = int(os.environ["WORLD_SIZE"])
     if levels is None:

@@ -25,15 +25,15 @@ def median_seconds(function: Callable[[], object], device: torch.device, *, seco
     function()
     synchronize(device)
     calls = max(1, math.ceil(WINDOW_SECONDS / (time.perf_counter() - began)))
-    found: list[float] = []
+    samples: list[float] = []
     end = time.perf_counter() + seconds
-    while len(found) < 3 or time.perf_counter() < end:
+    while len(samples) < 3 or time.perf_counter() < end:
         began = time.perf_counter()
         for _ in range(calls):
             function()
         synchronize(device)
-        found.append((time.perf_counter() - began) / calls)
-    return statistics.median(found)
+        samples.append((time.perf_counter() - began) / calls)
+    return statistics.median(samples)
 
 
 def slowest(run: Callable[[], object], device: torch.device) -> float:

@@ -45,8 +45,8 @@ def collectives_seconds(
     """Median seconds of collectives on the axes of a mesh, all groups of an axis at once; the same on every rank."""
     assert mesh.mesh_dim_names is not None
     mine = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
-    found = _rounds(cases, mine, frozenset(mine), rounds, torch.device(mesh.device_type), lambda part, what: None)
-    return {case: statistics.median(seconds) for case, seconds in found.items()}
+    samples = _rounds(cases, mine, frozenset(mine), rounds, torch.device(mesh.device_type), lambda part, what: None)
+    return {case: statistics.median(seconds) for case, seconds in samples.items()}
 
 
 def groups(world: int, axis: tuple[int, int]) -> list[list[int]]:
@@ -85,15 +85,15 @@ def collective_samples(
     report: Report,
 ) -> tuple[Sample, ...]:
     cases = []
-    whole = level_axes(levels)
+    full_axes = level_axes(levels)
     for axis in mine:
         # alone, to find how many share a link
-        for alone in (False, True)[: 1 + (axis in whole and axis[0] < math.prod(levels))]:
+        for alone in (False, True)[: 1 + (axis in full_axes and axis[0] < math.prod(levels))]:
             cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
-    found = _rounds(cases, mine, first, rounds, device, report)
+    samples = _rounds(cases, mine, first, rounds, device, report)
     return tuple(
         Sample(**vars(case), seconds=statistics.median(seconds), quartiles=quartiles(seconds))
-        for case, seconds in found.items()
+        for case, seconds in samples.items()
     )
 
 
@@ -111,9 +111,9 @@ def _rounds(
     largest = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
     buffer = torch.zeros(largest, device=device)
     repeats: dict[Case[Axis], int] = {}
-    found: dict[Case[Axis], list[float]] = {case: [] for case in cases}
+    samples: dict[Case[Axis], list[float]] = {case: [] for case in cases}
     for number in range(rounds + 1):
-        order = [case for case in found for _ in range(1 if repeats.get(case, 1) == 1 else SHORT_VISITS)]
+        order = [case for case in samples for _ in range(1 if repeats.get(case, 1) == 1 else SHORT_VISITS)]
         random.Random(number).shuffle(order)  # alike on all ranks: what runs before a case changes what it takes
         for position, case in enumerate(order):
             if position % 8 == 0:
@@ -123,19 +123,19 @@ def _rounds(
             slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also lets all begin the next case together
             if number:
-                found[case].append(slowest.item())
+                samples[case].append(slowest.item())
             else:
                 repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
-    return found
+    return samples
 
 
 def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor, repeats: int) -> float:
     """Seconds of one of `repeats` collectives of `size` bytes, one after the other."""
     ranks = group.size()
     elements = max(1, size // 4 // (ranks * ranks)) * ranks
-    whole, part = buffer[: elements * ranks], buffer[:elements]
+    full, part = buffer[: elements * ranks], buffer[:elements]
     run = _CALLS[kind]
-    operand = part if kind == "all_gather" else whole
+    operand = part if kind == "all_gather" else full
     if repeats > 1:
         wait(run(operand, group))
     synchronize(buffer.device)
@@ -146,18 +146,13 @@ def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor,
     return (time.perf_counter() - began) / repeats
 
 
-def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    ranks = group.size()
-    return exchange(x, torch.full((2, ranks), x.numel() // ranks), group)
-
-
 _CALLS: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], Pending]] = {
     "all_reduce": lambda x, group: all_reduce_in_place(x, "sum", group),
     "all_gather": all_gather,
     "reduce_scatter": lambda x, group: reduce_scatter(x, "sum", group),
     "all_to_all": all_to_all,
     "shift": lambda x, group: shift(x, 1, group),
-    "exchange": _exchange,
+    "exchange": lambda x, group: exchange(x, torch.full((2, group.size()), x.numel() // group.size()), group),
 }
 
 

@@ -20,7 +20,7 @@ model's weights."""
 RING_MOST = 64
 """Times that they are there at most, where they are small."""
 RING_NEAR = 4
-"""Times that the operands of all else are there: most of what a program's operators read, one of the last ones made."""
+"""Times that other operands are there: most of what a program's operators read, one of the last ones produced."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 COLUMNS = 512
 ROWS: Mapping[str, tuple[int, ...]] = {
@@ -79,8 +79,8 @@ def measured_compute(device: torch.device, seconds: float, report: Report) -> Co
             report(0.0, f"products of {str(dtype).removeprefix('torch.')}")
             a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
             call = in_turn(torch.mm, a, b, copies=copies_beyond_caches(a, b))
-            found = median_seconds(call, device, seconds=seconds)
-            matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(found, device)))
+            median = median_seconds(call, device, seconds=seconds)
+            matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(median, device)))
     return Compute(
         seconds_per_op=seconds_per_op,
         operators=tuple(operators),
@@ -96,8 +96,8 @@ def _operators(device: torch.device) -> Iterator[tuple[str, float, int, Callable
             x, y = (torch.randn(rows, COLUMNS, device=device) for _ in range(2))
             yield op, 0.0, reads * x.nbytes + run(x, y).nbytes, in_turn(run, x, y)
     for op, run, operands, flops in arithmetic(device):
-        made = run(*operands)
-        moved = sum(t.nbytes for t in (*operands, *(made if isinstance(made, tuple) else (made,))))
+        result = run(*operands)
+        moved = sum(t.nbytes for t in (*operands, *(result if isinstance(result, tuple) else (result,))))
         yield op, flops, moved, in_turn(run, *operands)
 
 
@@ -130,7 +130,7 @@ def copies_beyond_caches(*operands: torch.Tensor) -> int:
 
 
 def in_turn(run: Callable[..., Any], *operands: torch.Tensor, copies: int = RING_NEAR) -> Callable[[], None]:
-    """A call on the next of some copies of the operands, whose result stays until as many others were made. So both are
+    """A call on the next of some copies of the operands. Its result stays until as many later ones exist. So both are
     about as far away as those of a program: always the same would be in the nearest cache."""
     ring = [tuple(operand.clone() for operand in operands) for _ in range(copies)]
     results: list[object] = [None] * copies

@@ -1,8 +1,8 @@
-"""What is known of the tensors of one forward: those that depend on inputs and constants alone.
+"""Concrete values of a forward on fakes: those that depend on inputs and constants alone.
 
-A fake has no values. The operators that made it are noted where all that they were given is known, and run on real
-tensors where Python asks for a value: a number, or how many elements a mask picks. What depends on an input, which the
-next call may change, is pinned: the program is right for calls in which all that was read comes out the same.
+A fake has no values. Operators whose operands are all concrete are noted, and run on real tensors once Python asks for
+a value: a number, or how many elements a mask picks. What depends on an input, which the next call may change, is
+pinned: the program is right for calls in which everything that was read comes out the same.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotedCall:
-    """An operator and the slots of the tensors that it makes. A call that reads has the leaves that it gave in
-    `read`, and `line`, where the model's code asked."""
+    """An operator and the slots of its operands and outputs. A call that reads has the leaves of its result in `read`,
+    and in `line` where the model's code asked."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    made: tuple[int | None, ...] = ()
+    outputs: tuple[int | None, ...] = ()
     given: tuple[int, ...] = ()
     writes: frozenset[int] = frozenset()
     """The memory that it writes."""
@@ -46,14 +46,14 @@ class NotedCall:
     line: str = ""
 
     def run(self, values: dict[int, torch.Tensor]) -> Any:
-        """What it makes of these tensors, by slot, among which its own are then."""
+        """Its result on these tensors, by slot, to which it adds its own outputs."""
 
         def filled(leaf: Any) -> Any:
             return values[leaf.number] if isinstance(leaf, Slot) else leaf
 
         args, kwargs = pytree.tree_map(filled, (self.args, dict(self.kwargs)))
         result = self.func(*args, **kwargs)
-        for slot, leaf in zip(self.made, pytree.tree_leaves(result), strict=False):
+        for slot, leaf in zip(self.outputs, pytree.tree_leaves(result), strict=False):
             if slot is not None:
                 values[slot] = leaf
         return result
@@ -82,15 +82,10 @@ class Pinned:
             if any(call.writes for call in self.calls):
                 values = {slot: value.clone() for slot, value in values.items()}
             for call in self.calls:
-                result = call.run(values)
-                if call.read is not None and not same_leaves(pytree.tree_leaves(result), call.read):
+                leaves, read = pytree.tree_leaves(call.run(values)), call.read
+                if read is not None and not (len(leaves) == len(read) and all(map(same_value, leaves, read))):
                     return call
         return None
-
-
-def same_leaves(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether numbers and tensors are equal, one by one."""
-    return len(first) == len(second) and all(map(same_value, first, second))
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -107,21 +102,21 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownTensor:
+class _ConcreteTensor:
     fake: torch.Tensor
     slot: int
     memory: int
 
 
-class KnownValues(compat.Watching):
-    """Notes the operators of a forward whose operands are known. `inputs` are its fakes, by path, each with the tensor
-    that it stands for. Raises WritesReal before an operator writes a real tensor: while a model is traced, operators
-    that are given real tensors alone run."""
+class ConcreteValues(compat.Watching):
+    """Notes the operators of a forward whose operands are concrete. `inputs` are its fakes, by path, each with the
+    tensor that it stands for. Raises WritesReal before an operator writes a real tensor: while a model is traced,
+    operators that are given real tensors alone run."""
 
     def __init__(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[NotedCall] = []
-        self.known: dict[int, _KnownTensor] = {}
+        self.concrete: dict[int, _ConcreteTensor] = {}
         self.forgotten: list[torch.Tensor] = []  # alive, lest another take its identity
         self.memory: dict[int, int] = {}  # by slot
         self.devices: dict[int, torch.device] = {}  # by slot
@@ -130,7 +125,7 @@ class KnownValues(compat.Watching):
         self.valued: set[int] = set()
         """The memory of real tensors whose numbers became Python's."""
         self.unread: list[tuple[str, tuple[str, ...]]] = []
-        """Lines that ask for a value which is not known, each with the inputs that were given without values, if that
+        """Lines that ask for a value that is not concrete, each with the inputs that were given without values, if that
         is why."""
         for path, (fake, source) in inputs.items():
             self.paths[self._slot(fake)] = path, source
@@ -146,7 +141,7 @@ class KnownValues(compat.Watching):
             number = self.read(func, args, kwargs)
             if number is not NotImplemented:
                 return number
-        written = [x for x in compat.written_by(func, args, kwargs) if isinstance(x, torch.Tensor)]
+        written = compat.written_by(func, args, kwargs)
         for x in written:
             if compat.is_real(x):
                 raise compat.WritesReal(str(func), x)
@@ -158,7 +153,7 @@ class KnownValues(compat.Watching):
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, kind: _Kind, written: Sequence[torch.Tensor]
     ) -> None:
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        if not kind.is_determined or not all(map(self.is_known, tensors)) or _is_symbolic((args, kwargs)):
+        if not kind.is_determined or not all(map(self.is_concrete, tensors)) or _is_symbolic((args, kwargs)):
             # a higher-order operator may write what it is given
             for x in written if isinstance(func, torch._ops.OpOverload) else tensors:
                 self._forget(x)
@@ -169,36 +164,36 @@ class KnownValues(compat.Watching):
         if any(isinstance(leaf, torch.Tensor) and _is_symbolic(tuple(leaf.shape)) for leaf in leaves):
             return
         call = self._call(func, args, kwargs)
-        made = tuple(self._slot(x) if isinstance(x, torch.Tensor) and compat.is_fake(x) else None for x in leaves)
+        outputs = tuple(self._slot(x) if isinstance(x, torch.Tensor) and compat.is_fake(x) else None for x in leaves)
         writes = frozenset(compat.memory_of(x) for x in written)
         # what is lifted is the constant itself, which calls must not write
         func = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         self.calls.append(
-            NotedCall(func=func, args=call.args, kwargs=call.kwargs, made=made, given=call.given, writes=writes)
+            NotedCall(func=func, args=call.args, kwargs=call.kwargs, outputs=outputs, given=call.given, writes=writes)
         )
 
-    def is_known(self, x: Any) -> bool:
+    def is_concrete(self, x: Any) -> bool:
         if not isinstance(x, torch.Tensor):
             return False
         if compat.is_fake(x):
-            return id(x) in self.known
+            return id(x) in self.concrete
         return compat.is_real(x) and compat.is_plain(x) and not x.requires_grad
 
     def _slot(self, fake: torch.Tensor) -> int:
-        known = self.known.get(id(fake))
-        if known is None:
-            known = _KnownTensor(fake, len(self.memory), compat.memory_of(fake))
-            self.known[id(fake)], self.memory[known.slot] = known, known.memory
-            self.devices[known.slot] = fake.device
-        return known.slot
+        tensor = self.concrete.get(id(fake))
+        if tensor is None:
+            tensor = _ConcreteTensor(fake, len(self.memory), compat.memory_of(fake))
+            self.concrete[id(fake)], self.memory[tensor.slot] = tensor, tensor.memory
+            self.devices[tensor.slot] = fake.device
+        return tensor.slot
 
     def _forget(self, x: torch.Tensor) -> None:
-        """All that lies in the memory of a tensor that was written with what is not known."""
+        """Forget all that lies in the memory of a tensor into which a value was written that is not concrete."""
         memory = compat.memory_of(x)
-        for key, known in list(self.known.items()):
-            if known.memory == memory:
-                self.forgotten.append(known.fake)
-                del self.known[key]
+        for key, tensor in list(self.concrete.items()):
+            if tensor.memory == memory:
+                self.forgotten.append(tensor.fake)
+                del self.concrete[key]
 
     def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> NotedCall:
         given: list[int] = []
@@ -206,7 +201,7 @@ class KnownValues(compat.Watching):
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or not compat.is_fake(leaf):
                 return leaf
-            given.append(self.known[id(leaf)].slot)
+            given.append(self.concrete[id(leaf)].slot)
             return Slot(given[-1])
 
         args, kwargs = pytree.tree_map(slot, (tuple(args), dict(kwargs)))
@@ -215,11 +210,11 @@ class KnownValues(compat.Watching):
     # -- reading
 
     def read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function that asks for values gives of known tensors, else NotImplemented."""
+        """The result of a function that asks for values, if its tensors are concrete, or NotImplemented."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(map(compat.is_fake, tensors)):
             return NotImplemented
-        if not all(map(self.is_known, tensors)) or _is_symbolic((args, kwargs)):
+        if not all(map(self.is_concrete, tensors)) or _is_symbolic((args, kwargs)):
             self.unread.append((line_of_model(), ()))
             return NotImplemented
         call = self._call(func, args, kwargs)
@@ -253,7 +248,7 @@ class KnownValues(compat.Watching):
             if slot not in values:
                 values[slot] = self.paths[slot][1].detach().to(self.devices[slot], copy=writes)
         for call in needed[:-1]:
-            if call.read is None and (writes or not all(slot in values for slot in call.made if slot is not None)):
+            if call.read is None and (writes or not all(slot in values for slot in call.outputs if slot is not None)):
                 call.run(values)
         return values
 
@@ -282,7 +277,7 @@ def sliced(calls: Sequence[NotedCall], last: Sequence[NotedCall], memory: Mappin
     for call in reversed(calls):
         read = call.read is not None
         if (read and not last) or (
-            not read and (not slots.isdisjoint(call.made) or not spaces.isdisjoint(call.writes))
+            not read and (not slots.isdisjoint(call.outputs) or not spaces.isdisjoint(call.writes))
         ):
             need(call)
     return needed[len(last) :][::-1] + needed[: len(last)]
