@@ -128,7 +128,7 @@ LOWERINGS = Table(
             applies="what backward keeps of a larger tensor",
             writes="a copy, so that the rest is not kept with it",
             costs="the copy",
-            adopt=always(lambda program, target: compact(program, target.known.made)),
+            adopt=always(lambda program, target: compact(program, target.cache.placements)),
             taken="last",
         ),
     ),

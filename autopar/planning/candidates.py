@@ -155,7 +155,7 @@ class Candidates:
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Of a step of each, by its key, as far as is known now."""
         cluster = self.costs.measured(self.planner.space.mesh)
-        optimizer, known = self.planner.optimizer.name, TimelineCache(made=self.planner.memory)
+        optimizer, known = self.planner.optimizer.name, TimelineCache(placements=self.planner.memory)
         usual = self.costs.usual_correction(self.planner.space.mesh)
 
         def seconds(c: Candidate) -> float:
@@ -176,7 +176,7 @@ class Candidates:
         row = self.costs.row(structure(program), program.mesh)
         if row is None:
             cluster = self.costs.measured(program.mesh)
-            told = timeline(program, cluster, TimelineCache(made=planner.memory))
+            told = timeline(program, cluster, TimelineCache(placements=planner.memory))
             ratio = self.costs.usual_correction(program.mesh)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(

@@ -43,7 +43,7 @@ class Writer:
 
     def __init__(self, space: Space, cluster: Cluster, memory: liveness.PlacementCache, flow: Flow) -> None:
         self.space, self.cluster, self.flow = space, cluster, flow
-        self.known = TimelineCache(made=memory)
+        self.known = TimelineCache(placements=memory)
         """What timelines on the cluster found out about operators; `memory` is how their results lie, on any."""
         self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
         """The last ones that were written, the latest first."""
@@ -100,7 +100,7 @@ class Writer:
 
     def _target(self, bucket_bytes: int) -> Target:
         sizes = tuple(self.space.redistributor.bucket_bytes)
-        return Target(cluster=self.cluster, known=self.known, axis_bytes=sizes, limit_bytes=bucket_bytes)
+        return Target(cluster=self.cluster, cache=self.known, axis_bytes=sizes, limit_bytes=bucket_bytes)
 
     def _first(self, assignment: Assignment, bucket_bytes: int) -> Taken:
         """The lowerings that come first, as they are taken: how far gathers of parameters are ahead, say."""

@@ -1,10 +1,10 @@
 """What a solver is given, and what it gives back.
 
 A `Problem` is a graph of variables and tensors. A variable is an op, a group of ops, a parameter or
-a border between layers: it has options, each with its own seconds and bytes. A tensor joins the
-variable that makes it to those that read it: the option of the producer fixes the layout it is made
-in, the options of the readers fix the set of layouts that are wanted, and the pair (made, wanted set)
-fixes what the redistributions cost. A layout wanted by several readers is thus acquired and priced
+a border between layers: it has options, each with its own seconds and bytes. A tensor joins its
+producer to its readers: the option of the producer fixes the produced layout, the options of the
+readers fix the set of wanted layouts, and the pair (produced, wanted set) fixes what the
+redistributions cost. A layout wanted by several readers is thus acquired and priced
 once. A `Repeat` is a chain of identical problems, joined by border variables.
 
 The objective is seconds + bytes_price * bytes, where the price is so small that it only breaks ties
@@ -186,8 +186,7 @@ class Score:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """`lower_bound` bounds the objective of every feasible choice from below, so that
-    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `solve` says which solver found it, and in
-    how many seconds."""
+    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `solve` adds the solver and its seconds."""
 
     choice: Choice
     score: Score
@@ -203,7 +202,7 @@ class Solution:
 
 class Infeasible(ValueError):
     """No choice is feasible: the memory limit, or a pair of options that cannot be joined. `smallest_bytes` is the
-    least memory that was found to do, where that is what is wrong and known."""
+    least memory with which a plan was possible, where a limit is what is wrong."""
 
     smallest_bytes: float = math.nan
 
@@ -213,7 +212,7 @@ class TooWide(ValueError):
 
 
 def evaluate(problem: Problem, choice: Choice) -> Score:
-    """What a choice costs: the one evaluator, whoever made the choice.
+    """What a choice costs: the one evaluator, for every solver.
 
     Raises `Infeasible` where a tensor cannot be had in the layouts wanted of it, and ValueError where
     joined border variables of a repeat disagree.

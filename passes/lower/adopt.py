@@ -135,7 +135,7 @@ class Alike:
 
 def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None:
     """The lowering wherever it makes the program's step shorter, in as many parts as are best, if it does anywhere."""
-    cluster, known = target.cluster, target.known
+    cluster, known = target.cluster, target.cache
     told = timeline(program, cluster, known)
     windows = replace(known, latest=[])
     links = cluster.links(program.mesh)

@@ -29,13 +29,13 @@ class Target:
     bucket holds, on each mesh axis (none given: no more than) and on any."""
 
     cluster: Cluster
-    known: TimelineCache = field(default_factory=TimelineCache)
+    cache: TimelineCache = field(default_factory=TimelineCache)
     axis_bytes: tuple[int, ...] = ()
     limit_bytes: int = LIMIT_BYTES
 
     def seconds(self, program: Program) -> float:
         """Of a step, by the program's timeline."""
-        return timeline(program, self.cluster, self.known).seconds
+        return timeline(program, self.cluster, self.cache).seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,13 +39,13 @@ def _furthest(program: Program, target: Target) -> tuple[int, Program]:
     of_parameters = _gathers(best)
     if sum(best.metas[name].bytes for name in of_parameters) <= bound:
         return bound, best  # all of them may be under way already
-    told = timeline(best, target.cluster, target.known)
+    told = timeline(best, target.cluster, target.cache)
     for ahead in AHEAD_BYTES[1:]:
         waited = stood_still(told)
         if sum(waited.get(name, 0.0) for name in of_parameters) < SHORTER * told.seconds:
             break
         more = _written(target, ahead, program)
-        now = timeline(more, target.cluster, target.known)
+        now = timeline(more, target.cluster, target.cache)
         if now.seconds < told.seconds * (1 - SHORTER):
             bound, best, told, of_parameters = ahead, more, now, _gathers(more)
     return bound, best
@@ -53,7 +53,7 @@ def _furthest(program: Program, target: Target) -> tuple[int, Program]:
 
 def _written(target: Target, ahead_bytes: int, program: Program) -> Program:
     joined = bucket(program, target.axis_bytes, limit_bytes=target.limit_bytes, ahead_bytes=ahead_bytes)
-    return overlap(joined, alone_seconds(joined, target.cluster, target.known))
+    return overlap(joined, alone_seconds(joined, target.cluster, target.cache))
 
 
 def _gathers(program: Program) -> set[str]:
