@@ -1,6 +1,6 @@
 """Compact: what backward keeps of a larger tensor is copied out of it, so that the rest is not kept with it.
 
-A view holds all the memory of its base: a slice of a mask that every rank makes whole would keep the whole.
+A view holds all the memory of its base: a slice of a mask that every rank computes in full would keep the full mask.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,14 @@ LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
 
 
-def compact(program: Program, known: PlacementCache | None = None) -> Program:
-    """The program with copies in forward of what it saves, where most of the memory behind that is of no use later.
-    `known` is how results lay in memory in other programs."""
-    memory = Memory.of(program, program.forward, known)
+def compact(program: Program, cache: PlacementCache | None = None) -> Program:
+    """The program with copies in forward of what it saves, where most of the memory behind that is of no use later."""
+    memory = Memory.of(program, program.forward, cache)
     origin = {
-        name: instruction.inputs[made]
+        name: instruction.inputs[operand]
         for instruction in program.forward
         for name in instruction.outputs
-        if name and (made := _viewed(memory, instruction, name)) is not None
+        if name and (operand := _viewed(memory, instruction, name)) is not None
     }
     outside = [i.name for i in program.inputs] + [o.name for o in program.outputs if o.role == "output" and o.name]
     held = {memory.storages[name][0] for name in outside if name in memory.storages}
