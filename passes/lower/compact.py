@@ -3,7 +3,6 @@
 A view holds all the memory of its base: a slice of a mask that every rank computes in full would keep the full mask.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.cost.liveness import Memory, PlacementCache
@@ -72,14 +71,7 @@ def _viewed(memory: Memory, instruction: Node, name: str) -> int | None:
 
 def _top(memory: Memory, origin: dict[str, str], name: str) -> str:
     """The first of the views that led to a value which has its elements, and no others."""
-    for source in _sources(origin, name):
-        if memory.placed[source].numel != memory.placed[name].numel:
-            break
-        name = source
-    return name
-
-
-def _sources(origin: dict[str, str], name: str) -> Iterator[str]:
-    while name in origin:
+    numel = memory.placed[name].numel
+    while name in origin and memory.placed[origin[name]].numel == numel:
         name = origin[name]
-        yield name
+    return name

@@ -60,21 +60,21 @@ class Pieces(NodeWriter):
         one = self._emit(reader, "aten.select.int", select, name, TensorMeta(taken, dtype))
         return self._emit(reader, RESHAPE, (Ref(one), small.shape), self._name(value, part), small)
 
-    def _together(self, instruction: Node, value: str) -> None:
-        """Put all parts of a value together, under its name."""
+    def _together(self, instruction: Node, value: str, joint: str) -> None:
+        """Put all parts of a value together, under the name `joint`."""
         cut = self.region.cuts[value]
         parts = [Ref(self.part_names[value, part]) for part in range(self.region.parts)]
         meta = self.metas[value]
         if isinstance(cut, Partial):
             total = parts[0]
             for number, more in enumerate(parts[1:], 1):
-                name = value if number == len(parts) - 1 else self._name(f"{value}_sum", number)
+                name = joint if number == len(parts) - 1 else self._name(f"{value}_sum", number)
                 total = Ref(self._emit(instruction, "aten.add.Tensor", (total, more), name, meta))
             return
         assert isinstance(cut, Split)
         size = meta.shape[cut.dim]
         if cut.period == size:
-            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), value, meta)
+            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), joint, meta)
             return
         above, below = meta.shape[: cut.dim], meta.shape[cut.dim + 1 :]
         each = (*above, size // cut.period, 1, cut.period // len(parts), *below)
@@ -86,7 +86,7 @@ class Pieces(NodeWriter):
         together = TensorMeta(all_of_them, meta.dtype)
         apart = self._name(f"{value}_blocks", 0)
         self._emit(instruction, "aten.cat.default", (blocks, cut.dim + 1), apart, together)
-        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), value, meta)
+        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), joint, meta)
 
 
 def in_parts(
@@ -289,7 +289,7 @@ class PartsWriter(Pieces):
             return
         for part in range(self.region.parts):
             self._write(member, part)
-        self._together(instruction, value)
+        self._together(instruction, value, value)
 
 
 def _form(instruction: Node, metas: Metas, region: Region) -> Emission:
