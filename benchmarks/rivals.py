@@ -210,7 +210,7 @@ class _Writer(PartsWriter):
     def stretch(self, first: int, last: int) -> list[Node]:
         for end in self.stretch_of.arriving:
             wait = end.wait - self.stretch_of.span[0]
-            self.made[end.value], self.stage[wait] = wait, 0
+            self.maker[end.value], self.stage[wait] = wait, 0
             self.done.update((wait, part) for part in range(self.region.parts))
         return super().stretch(first, last)
 

@@ -2,7 +2,7 @@
 
 `STEPS` are what every plan goes through, in order; `LOWERINGS` are what is then done to its program, in order, to which
 a person may add (`register_lowering`). `Flow` runs them, and says how long each took and what it did. A search over
-plans makes a problem and solves it many times, and is timed as a whole; so is the choice among candidates
+plans makes a problem and solves it many times, and is timed in one piece; so is the choice among candidates
 (`autopar.planning`).
 """
 
@@ -55,8 +55,8 @@ class Step(Generic[P, T]):
     did: Callable[[T], str] = str
 
 
-def _captured(found: Captured) -> str:
-    return f"{len(found.graph.nodes)} operators, {len(found.graph.parameters)} parameters"
+def _captured(captured: Captured) -> str:
+    return f"{len(captured.graph.nodes)} operators, {len(captured.graph.parameters)} parameters"
 
 
 def _seeded(graph: JointGraph) -> str:
@@ -67,13 +67,13 @@ def _routed(graph: JointGraph) -> str:
     return f"{sum(node.op == 'autopar.expert_mm.default' for node in graph.nodes)} products of experts"
 
 
-def _segmented(found: Segments) -> str:
-    runs = [f"{repeat.count} copies of {len(repeat.copies[0])}" for repeat in found.repeats]
-    return f"{', '.join(runs) or 'nothing repeats'}, {len(found.rest)} operators in the rest"
+def _segmented(result: Segments) -> str:
+    runs = [f"{repeat.count} copies of {len(repeat.copies[0])}" for repeat in result.repeats]
+    return f"{', '.join(runs) or 'nothing repeats'}, {len(result.rest)} operators in the rest"
 
 
-def _blocked(found: Blocks) -> str:
-    return f"{len(found.blocks)} blocks"
+def _blocked(result: Blocks) -> str:
+    return f"{len(result.blocks)} blocks"
 
 
 def _built(space: Space) -> str:
@@ -128,7 +128,7 @@ LOWERINGS = Table(
             applies="what backward keeps of a larger tensor",
             writes="a copy, so that the rest is not kept with it",
             costs="the copy",
-            adopt=always(lambda program, target: compact(program, target.known.made)),
+            adopt=always(lambda program, target: compact(program, target.cache.placements)),
             taken="last",
         ),
     ),
@@ -137,7 +137,7 @@ LOWERINGS = Table(
 
 
 def register_lowering(lowering: Lowering, *, replace: bool = False) -> None:
-    """Adds a lowering, which every plan that is made from now on takes as its row says. Every rank must register the
+    """Adds a lowering, which every later plan takes as its row says. Every rank must register the
     same, before it plans. Raises ValueError for what is none, and for a name that is taken."""
     LOWERINGS.add(lowering, replace=replace)
 
@@ -164,10 +164,10 @@ class Flow(dict[str, float]):
 
     def lower(self, lowering: Lowering, adopted: Adopted, program: Program) -> Program:
         """A program with a lowering that is taken."""
-        seconds, made = self._timed(lowering.name, lambda: adopted.on(program))
-        if logger.isEnabledFor(logging.INFO) and made is not program:
-            logger.info("%s: %s, %.2f s", lowering.name, changes(program, made), seconds)
-        return made
+        seconds, lowered = self._timed(lowering.name, lambda: adopted.on(program))
+        if logger.isEnabledFor(logging.INFO) and lowered is not program:
+            logger.info("%s: %s, %.2f s", lowering.name, changes(program, lowered), seconds)
+        return lowered
 
     def timed(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What a function returns that is part of a search or a choice, and no step."""

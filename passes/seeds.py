@@ -1,7 +1,7 @@
 """Seeds: random operators that draw from a generator become operators that read a key.
 
-The k-th random operator of the graph reads the graph input of role "seed" with target "k". Its keys are
-made anew for each step (`autopar.randomness.keys`), so that the numbers are a function of the
+The k-th random operator of the graph reads the graph input of role "seed" with target "k". Its keys
+are fresh for each step (`autopar.randomness.keys`), so that the numbers are a function of the
 seed of the step, the operator, and the global index, and of nothing else. As each operator has an input of
 its own, copies of a repeated layer stay alike.
 """
@@ -56,6 +56,6 @@ def _written(node: Node, key: str, metas: dict[str, TensorMeta]) -> list[Node] |
     results = seeded(emitter, call, Ref(key))
     if results is None:
         return None
-    names = {made.name: name for made, name in zip(results, node.outputs, strict=True) if made is not None and name}
+    names = {ref.name: name for ref, name in zip(results, node.outputs, strict=True) if ref is not None and name}
     about = {"module": node.module, "backward": node.backward, "sequence": node.sequence}
     return [inlined(written, names, **about) for written in emitter.written]

@@ -20,9 +20,9 @@ from autopar.ir.rewrite import last_reads
 from autopar.ops import contract
 from autopar.ops.emit import on_meta
 
-_MADE = "add.Tensor bmm.default cat.default clone.default div.Tensor embedding.default embedding_dense_backward.default"
-_MADE += " mm.default mul.Tensor sum.dim_IntList"
-OWN_MEMORY = frozenset((*(f"aten.{op}" for op in _MADE.split()), *(f"collective.{kind}" for kind in COLLECTIVES)))
+_OWN = "add.Tensor bmm.default cat.default clone.default div.Tensor embedding.default embedding_dense_backward.default"
+_OWN += " mm.default mul.Tensor sum.dim_IntList"
+OWN_MEMORY = frozenset((*(f"aten.{op}" for op in _OWN.split()), *(f"collective.{kind}" for kind in COLLECTIVES)))
 """Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
 
 
@@ -60,7 +60,7 @@ def lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a tensor lies in its memory. Its hash, which is asked for at every operand, is made once."""
+    """Where a tensor lies in its memory. The hash, which every operand needs, is computed once."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -101,8 +101,8 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A result: a view of operand `of`, or, where that is None, memory of its own of so many bytes."""
+class Result:
+    """A view of operand `of`, or, where that is None, memory of its own of so many bytes."""
 
     placed: Placed
     of: int | None
@@ -111,37 +111,37 @@ class Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Results:
-    """What an operator makes of operands that lie in memory as they do. `copies`: any of it lies in memory of its own,
-    and is not only seen in another way."""
+    """How the results of an operator lie in memory, for given placements of its operands. `copies`: some result has
+    memory of its own, and is not just a view."""
 
-    made: tuple[Made | None, ...]
+    results: tuple[Result | None, ...]
     copies: bool
     operands_bytes: int
-    """Of the copies that its kernel needs of operands (`ops.contract`), dropped when it has run."""
+    """Of the copies that the kernel needs of operands (`ops.contract`), dropped after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementCache:
-    """How values lie in memory, found out once for programs that are much alike."""
+    """How values lie in memory, cached for programs that are much alike."""
 
     operators: dict[tuple[str, tuple[Placed, ...]], Results] = field(default_factory=dict)
     """By an instruction's form and its operands."""
     contiguous: dict[TensorMeta, Placed] = field(default_factory=dict)
 
-    def whole(self, meta: TensorMeta) -> Placed:
-        """A value in memory of its own, contiguous."""
-        if (found := self.contiguous.get(meta)) is None:
+    def fresh(self, meta: TensorMeta) -> Placed:
+        """A contiguous value in memory of its own."""
+        if meta not in self.contiguous:
             stride = torch.empty(meta.shape, device="meta").stride()
-            found = self.contiguous[meta] = Placed(meta.shape, stride, 0, meta.dtype)
-        return found
+            self.contiguous[meta] = Placed(meta.shape, stride, 0, meta.dtype)
+        return self.contiguous[meta]
 
     def results(self, instruction: Node, operands: tuple[Placed, ...]) -> Results:
         key = (instruction.form, operands)
-        if (found := self.operators.get(key)) is None:
-            made, operands_bytes = _run(instruction, operands)
-            found = Results(made, any(m is not None and m.of is None for m in made), operands_bytes)
-            self.operators[key] = found
-        return found
+        if key not in self.operators:
+            results, operands_bytes = _run(instruction, operands)
+            copies = any(result is not None and result.of is None for result in results)
+            self.operators[key] = Results(results, copies, operands_bytes)
+        return self.operators[key]
 
 
 @dataclass(eq=False)
@@ -154,13 +154,12 @@ class Memory:
     placed: dict[str, Placed] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
     """Node, by its id -> bytes of its results that have no name, and of copies of its operands."""
-    known: PlacementCache = field(default_factory=PlacementCache)
+    cache: PlacementCache = field(default_factory=PlacementCache)
 
     @staticmethod
-    def of(program: Program, instructions: Sequence[Node], known: PlacementCache | None = None) -> Memory:
-        """Of the inputs and the values that these instructions make; no all-reduce works in place. `known` is what
-        other programs showed."""
-        memory = Memory(known=known or PlacementCache())
+    def of(program: Program, instructions: Sequence[Node], cache: PlacementCache | None = None) -> Memory:
+        """Of the inputs and the results of these instructions; no all-reduce works in place."""
+        memory = Memory(cache=cache or PlacementCache())
         for i in program.inputs:
             memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
         for instruction in instructions:
@@ -168,8 +167,8 @@ class Memory:
         return memory
 
     def give(self, name: str, meta: TensorMeta) -> None:
-        """A value in memory of its own, contiguous."""
-        self.placed[name] = self.known.whole(meta)
+        """Place a contiguous value in memory of its own."""
+        self.placed[name] = self.cache.fresh(meta)
         self.storages[name] = (self.new(meta.bytes),)
 
     def new(self, size: int) -> int:
@@ -177,7 +176,7 @@ class Memory:
         return len(self.bytes) - 1
 
     def run(self, program: Program, line: Line, *, by_parts: bool) -> None:
-        """What an instruction makes. `by_parts`: a reduce-scatter receives all parts before it adds them up."""
+        """Place the results of an instruction. `by_parts`: a reduce-scatter receives all parts before it adds them."""
         instruction = line.instruction
         if instruction.op == WAIT:
             (name,), (started,) = instruction.outputs, instruction.inputs
@@ -189,19 +188,19 @@ class Memory:
             self.local(instruction)
 
     def local(self, instruction: Node) -> Results:
-        """What a local op makes."""
+        """Place the results of a local op."""
         placed = self.placed
-        results = self.known.results(instruction, tuple([placed[name] for name in instruction.inputs]))
+        results = self.cache.results(instruction, tuple([placed[name] for name in instruction.inputs]))
         inside = results.operands_bytes
-        for name, made in zip(instruction.outputs, results.made, strict=True):
-            if made is None:
+        for name, result in zip(instruction.outputs, results.results, strict=True):
+            if result is None:
                 continue
             if not name:
-                inside += made.bytes
+                inside += result.bytes
             else:
-                placed[name] = made.placed
-                viewed = None if made.of is None else self.storages[instruction.inputs[made.of]]
-                self.storages[name] = viewed or (self.new(made.bytes),)
+                placed[name] = result.placed
+                viewed = None if result.of is None else self.storages[instruction.inputs[result.of]]
+                self.storages[name] = viewed or (self.new(result.bytes),)
         if inside:
             self.unnamed[id(instruction)] = inside
         return results
@@ -213,7 +212,7 @@ class Memory:
         if kind == "all_reduce" and line.in_place:
             self.placed[name], (result, *held) = self.placed[source], self.storages[source]
         else:
-            self.placed[name], result, held = self.known.whole(meta), self.new(meta.bytes), list(self.storages[source])
+            self.placed[name], result, held = self.cache.fresh(meta), self.new(meta.bytes), list(self.storages[source])
         given = program.metas[source]
         if kind in ("all_reduce", "reduce_scatter"):
             if instruction.args[1] != "sum" and given.dtype.is_floating_point:
@@ -223,24 +222,24 @@ class Memory:
         self.storages[name] = (result, *held)
 
 
-def _run(instruction: Node, operands: Sequence[Placed]) -> tuple[tuple[Made | None, ...], int]:
-    """What the op makes of such operands, on the meta device, and bytes of the copies that its kernel needs of them."""
+def _run(instruction: Node, operands: Sequence[Placed]) -> tuple[tuple[Result | None, ...], int]:
+    """The op on such operands, run on the meta device, and the bytes of the copies that its kernel needs of them."""
     given = [placed.empty() for placed in operands]
     feed = iter(given)
     args, kwargs = map_references((instruction.args, instruction.kwargs), lambda _: next(feed))
     storages = {x.untyped_storage()._cdata: i for i, x in enumerate(given)}
     positional, named = contract.given(instruction.op, list(args), dict(kwargs))
     outputs = on_meta(instruction.op, tuple(positional), tuple(named.items()))
-    made: list[Made | None] = []
+    results: list[Result | None] = []
     for x in outputs:
         if x is None:
-            made.append(None)
+            results.append(None)
             continue
         placed = Placed(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
         of = storages.get(x.untyped_storage()._cdata)
-        made.append(Made(placed, of, x.untyped_storage().nbytes() if of is None else 0))
+        results.append(Result(placed, of, x.untyped_storage().nbytes() if of is None else 0))
     copied = [x for x in _tensors((positional, named)) if x.untyped_storage()._cdata not in storages]
-    return tuple(made), sum(x.untyped_storage().nbytes() for x in copied)
+    return tuple(results), sum(x.untyped_storage().nbytes() for x in copied)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -25,10 +25,10 @@ KINDS = ("parameters", "gradients", "optimizer", "inputs", "outputs", "activatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Bytes of a rank at the moment when they are the most. Parameters at rest; gradients that are made by then; what
-    the optimizer keeps; buffers, and the rank's part of the inputs; outputs, which the caller holds; activations, made
-    in forward and kept for backward; temporaries: all else, such as what an operator has just made, gathers and
-    buckets. `at` says when that is."""
+    """Bytes of a rank at the moment when they are the most. Parameters at rest; gradients so far; what
+    the optimizer keeps; buffers, and the rank's part of the inputs; outputs, which the caller holds; activations, which
+    forward keeps for backward; temporaries: all else, such as results in use, gathers and buckets. `at` says when
+    that is."""
 
     parameters: int
     gradients: int
@@ -55,23 +55,18 @@ class Moment:
     lasting_bytes: int
 
 
-def peak(program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None = None) -> Peak:
-    """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda";
-    `known` is how results lay in memory in other programs."""
-    return _step(program, optimizer, device_type, known).peak()
+def peak(program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache | None = None) -> Peak:
+    """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda"."""
+    return _TrainingStep(program, optimizer, device_type, Memory(cache=cache or PlacementCache())).peak()
 
 
 def moments(
-    program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None = None
+    program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache | None = None
 ) -> list[Moment]:
     """All that `peak` looks at, in their order."""
-    step = _step(program, optimizer, device_type, known)
+    step = _TrainingStep(program, optimizer, device_type, Memory(cache=cache or PlacementCache()))
     step.peak()
     return step.moments
-
-
-def _step(program: Program, optimizer: Optimizer, device_type: str, known: PlacementCache | None) -> _TrainingStep:
-    return _TrainingStep(program, optimizer, device_type, Memory(known=known or PlacementCache()))
 
 
 @dataclass(eq=False)
@@ -86,7 +81,7 @@ class _TrainingStep:
     """Storage -> how many values of the program, or others outside of it, hold it."""
     alive: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     most: int = -1
-    found: dict[str, int] = field(default_factory=dict)
+    at_peak: dict[str, int] = field(default_factory=dict)
     at: tuple[str, Node | None] = ("", None)
     moments: list[Moment] = field(default_factory=list)
 
@@ -95,11 +90,11 @@ class _TrainingStep:
         given = [i.name for i in program.inputs if i.role != "tangent"]
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
         outputs = [o.name for o in program.outputs if o.role == "output" and o.name is not None]
-        made = list(dict.fromkeys(o.name for o in program.outputs if o.role != "gradient" and o.name is not None))
+        results = list(dict.fromkeys(o.name for o in program.outputs if o.role != "gradient" and o.name is not None))
         gradients = [o.name for o in program.outputs if o.role == "gradient" and o.name is not None]
         for i in program.inputs:
             memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
-        unread, forward = lifetimes(given, program.forward, (*made, *program.saved))
+        unread, forward = lifetimes(given, program.forward, (*results, *program.saved))
         unread_late, backward = lifetimes([*program.saved, *tangents], program.backward, gradients)
         for line in (*forward, *backward):
             memory.run(program, line, by_parts=self.device_type == "cpu")
@@ -112,7 +107,7 @@ class _TrainingStep:
         self._drop(unread)
         self._run(forward, "forward")
         self._hold(outputs)  # by the caller
-        self._drop(name for name in made if name not in program.saved)
+        self._drop(name for name in results if name not in program.saved)
         self._hold(tangents)  # by autograd
         self._hold(tangents)
         self._drop(unread_late)
@@ -130,7 +125,7 @@ class _TrainingStep:
         self._drop(tangents)
         parameters = [memory.bytes[memory.storages[i.name][0]] for i in program.inputs if i.role == "parameter"]
         self._look("optimizer step", self.optimizer.copies * max(parameters, default=0))
-        return Peak(**self.found, at=self._place())
+        return Peak(**self.at_peak, at=self._place())
 
     def _optimizer_bytes(self) -> int:
         return sum(
@@ -147,14 +142,14 @@ class _TrainingStep:
         living += [o.name for o in self.program.outputs if o.role == "output" and o.name is not None]
         for name in living:
             spans.setdefault(self.memory.storages[name][0], []).append(self.memory.placed[name].span)
-        found = []
+        copied = []
         for name in gradients:
             placed, taken = self.memory.placed[name], spans.setdefault(self.memory.storages[name][0], [])
             begin, end = placed.span
             overlaps = any(begin < other_end and other < end for other, other_end in taken)
-            found.append(overlaps or not placed.is_contiguous)
+            copied.append(overlaps or not placed.is_contiguous)
             taken.append((begin, end))
-        return found
+        return copied
 
     def _sort(self, outputs: Iterable[str], gradients: Iterable[str]) -> None:
         program, storages = self.program, self.memory.storages
@@ -202,7 +197,7 @@ class _TrainingStep:
         self.moments.append(Moment(phase, instruction, total, alive - self.alive["temporaries"]))
         if total > self.most:
             self.most = total
-            self.found = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
+            self.at_peak = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
             self.at = phase, instruction
 
     def _place(self) -> str:
@@ -225,7 +220,7 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
     MM_WEIGHT: lambda inputs, outputs, _: inputs[0].bytes + inputs[1].bytes,  # rows by expert
     SUM: lambda inputs, outputs, _: inputs[0].bytes,  # rows times their weights
     DOT: lambda inputs, outputs, _: inputs[0].bytes,
-    # the mask is made before there is a result
+    # the bits of the mask come before the result
     "autopar.dropout.default": lambda _, outputs, device: max(0, _bits(outputs, device) - outputs[0].bytes),
     "autopar.uniform.default": lambda _, outputs, device: _bits(outputs, device),
     "autopar.integers.default": lambda _, outputs, device: _bits(outputs, device) + outputs[0].numel * 8,
@@ -237,9 +232,9 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
 
 
 def workspace_bytes(instruction: Node, metas: Mapping[str, TensorMeta], device_type: str) -> int:
-    """Bytes that an instruction has alive at once beside what it reads and makes; 0 where nothing is known of it."""
-    found = WORKSPACE.get(instruction.op)
-    if found is None:
+    """Bytes that an instruction has alive at once beside its operands and results; 0 for ops without a row."""
+    workspace = WORKSPACE.get(instruction.op)
+    if workspace is None:
         return 0
     inputs = tuple(metas[name] for name in instruction.inputs)
-    return found(inputs, tuple(metas[name] for name in instruction.outputs if name), device_type)
+    return workspace(inputs, tuple(metas[name] for name in instruction.outputs if name), device_type)

@@ -46,15 +46,15 @@ and float32 weights where the model has narrower ones; sgd keeps nothing, sgd_mo
 def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
     """By name, or, from a number, one that keeps so many bytes per element of a parameter.
 
-    Raises ValueError for a name that is not known, and for a number that none can keep.
+    Raises ValueError for an unknown name, and for a number that no optimizer can keep.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str):
         if optimizer in OPTIMIZERS:
             return OPTIMIZERS[optimizer]
-        known = ", ".join(OPTIMIZERS)
-        raise ValueError(f"unknown optimizer {optimizer!r}; known: {known}; or give bytes per element of a parameter")
+        names = ", ".join(OPTIMIZERS)
+        raise ValueError(f"unknown optimizer {optimizer!r}; known: {names}; or give bytes per element of a parameter")
     given: Any = optimizer
     if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < float("inf"):
         raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")

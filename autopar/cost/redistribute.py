@@ -5,7 +5,7 @@ the program that runs.
 
 A step changes the placement on one mesh axis. Because axes own disjoint digits (see `layout`), a step
 on one axis does not care about the others except for the bytes that they leave. Between two layouts
-each axis passes through {source, whole, target}, and one of several that a sum is over through a shard, so that
+each axis passes through {source, replicated, target}, and one of several that a sum is over through a shard, so that
 the others carry less meanwhile (a hierarchical all-reduce: reduce-scatter within nodes, all-reduce across
 them, all-gather within); the cheapest order is found by Dijkstra over those few states.
 """
@@ -63,7 +63,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """A wanted layout, what it is made from (the produced layout or one acquired before), and how."""
+    """A wanted layout, its source (the produced layout or one acquired before), and the route from there."""
 
     layout: Layout
     source: Layout
@@ -108,8 +108,8 @@ class Redistributor:
     def route(
         self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucketed: bool = False
     ) -> Route | None:
-        """The cheapest steps from `source` to `target`, or None if there are none (nothing becomes
-        Partial but what was made so). What is `bucketed`, a parameter's gather or a gradient's reduction, travels with
+        """The cheapest steps from `source` to `target`, or None if there are none (nothing
+        becomes Partial on the way). What is `bucketed`, a parameter's gather or a gradient's reduction, travels with
         others and pays only its part of what does not depend on bytes."""
         key = (shape, dtype.itemsize, source, target, bucketed)
         if key not in self._routes:
@@ -143,12 +143,12 @@ class Redistributor:
         self, shape: Shape, dtype: torch.dtype, produced: Layout, wanted: frozenset[Layout], bucketed: bool
     ) -> tuple[Acquired, ...] | None:
         if self.routes is not None:
-            made = self.routes.acquire(shape, dtype, produced, wanted, bucketed)
-            if made is None:
+            routed = self.routes.acquire(shape, dtype, produced, wanted, bucketed)
+            if routed is None:
                 return None
-            return tuple(Acquired(a.layout, a.source, self._priced(a.route, bucketed)) for a in made)
+            return tuple(Acquired(a.layout, a.source, self._priced(a.route, bucketed)) for a in routed)
         there = [produced]
-        found: list[Acquired] = []
+        acquired: list[Acquired] = []
         rest = [layout for layout in wanted if layout != produced]
         rest.sort(key=lambda layout: _rank(shape, layout, self.mesh))
         for layout in rest:
@@ -159,9 +159,9 @@ class Redistributor:
                     best = Acquired(layout, source, route)
             if best is None:
                 return None
-            found.append(best)
+            acquired.append(best)
             there.append(layout)
-        return tuple(found)
+        return tuple(acquired)
 
     def _search(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucketed: bool) -> Route | None:
         for here, there in zip(source, target, strict=True):
@@ -199,7 +199,7 @@ class Redistributor:
     def _moves(
         self, shape: Shape, itemsize: int, axis: int, layout: Layout, there: Placement, bucketed: bool
     ) -> tuple[tuple[float, RouteStep], ...]:
-        """The steps on an axis to a placement, or to the whole on the way to it, with their seconds."""
+        """The steps on an axis to a placement, or to the replica on the way to it, with their seconds."""
         key = (shape, itemsize, axis, layout, there, bucketed)
         if key not in self._moved:
             placements = [p for p in dict.fromkeys((there, REPLICATE)) if p != layout[axis]]
@@ -232,10 +232,10 @@ class Redistributor:
     def _step(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> RouteStep | None:
         key = (shape, itemsize, axis, before, after)
         if key not in self._steps:
-            self._steps[key] = self._made(shape, itemsize, axis, before, after)
+            self._steps[key] = self._new_step(shape, itemsize, axis, before, after)
         return self._steps[key]
 
-    def _made(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> RouteStep | None:
+    def _new_step(self, shape: Shape, itemsize: int, axis: int, before: Layout, after: Layout) -> RouteStep | None:
         here, there = before[axis], after[axis]
         n = self.mesh[axis]
         given, taken = local_shape(shape, before, self.mesh), local_shape(shape, after, self.mesh)
@@ -243,7 +243,7 @@ class Redistributor:
         if isinstance(here, Partial):
             kind = "all_reduce" if isinstance(there, Replicate) else "reduce_scatter"
             if kind == "reduce_scatter" and here.reduction != "sum":
-                return None  # by way of the whole: only sums are scattered
+                return None  # by way of the replica: only sums are scattered
             got *= n if kind == "reduce_scatter" else 1
         elif isinstance(here, Replicate):
             kind = "slice"
@@ -256,7 +256,7 @@ class Redistributor:
                 if (here.period // n) % there.period and (there.period // n) % here.period:
                     return None  # the two digits overlap or interleave: not an exchange of equal parts
                 if max(here.period, there.period) > shape[here.dim]:
-                    return None  # by way of the whole: what is padding here is none there
+                    return None  # by way of the replica: what is padding here is none there
             kind = "all_to_all"
             if here.dim != there.dim:
                 put = got = put // given[there.dim] * taken[there.dim] * n

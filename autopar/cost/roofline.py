@@ -1,4 +1,4 @@
-"""What a rank's own operators take: a roofline of arithmetic and memory, on local shapes, or what was measured."""
+"""Seconds of a rank's own operators: a roofline of arithmetic and memory on local shapes, or a measurement."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from autopar.ops.rule import call_of
 from . import liveness
 
 COPIES = frozenset({CONTIGUOUS, RESHAPE})
-"""Views that lay out anew a value that does not lie in order."""
+"""Views that copy a value that is not contiguous."""
 
 FREE = COPIES | set(VIEWS)
 """Views that the search does not see: their time is that of the operators around them."""
@@ -30,27 +30,26 @@ class Cost(NamedTuple):
 
 
 CostKey = tuple[liveness.Results, tuple[bool, ...]]
-"""What an operator makes of its operands, and which of its results are wanted."""
+"""Where an operator's results lie in memory, and which of them are read."""
 
 
 class LocalOperators:
-    """What a rank's own operators cost: a roofline of arithmetic and memory. What only makes a view of memory that is
-    there already moves nothing (`liveness.Memory`)."""
+    """Costs of a rank's own operators. One that only views existing memory moves nothing (`liveness.Memory`)."""
 
     def __init__(
-        self, program: Program, device: Device, costs: dict[CostKey, Cost], made: liveness.PlacementCache
+        self, program: Program, device: Device, costs: dict[CostKey, Cost], placements: liveness.PlacementCache
     ) -> None:
         self.program, self.metas, self.device = program, program.metas, device
         instructions = (*program.forward, *program.backward)
         self.read = {name for instruction in instructions for name in instruction.inputs}
-        self.memory = liveness.Memory(known=made)
+        self.memory = liveness.Memory(cache=placements)
         for name in self.read.difference(*(instruction.outputs for instruction in instructions)):
             self.memory.give(name, self.metas[name])
         self.read.update(program.saved, (o.name for o in program.outputs if o.name is not None))
-        self._known = costs
+        self._costs = costs
 
     def pass_by(self, instruction: Node) -> None:
-        """A collective makes memory of its own."""
+        """The results of a collective lie in new memory."""
         for name in instruction.outputs:
             self.memory.give(name, self.metas[name])
 
@@ -62,29 +61,29 @@ class LocalOperators:
         return self.device.measured_seconds(instruction.op, *read_and_made(instruction, self.metas))
 
     def cost(self, instruction: Node) -> Cost:
-        results, outputs = self.memory.local(instruction), instruction.outputs
-        # an op may be told not to make what nobody reads
+        placed, outputs = self.memory.local(instruction), instruction.outputs
+        # an op may leave out results that nobody reads
         wanted = outputs if len(outputs) == 1 else self.read.intersection(outputs) or outputs
-        key = (results, tuple([bool(name) and name in wanted for name in outputs]))
-        if (found := self._known.get(key)) is None:
-            made = tuple(self.metas[name] if name and name in wanted else None for name in outputs)
-            call = replace(call_of(instruction, self.metas), outputs=made)
-            found = self._known[key] = self._cost(instruction, results.copies, call)
-        return found
+        key = (placed, tuple([bool(name) and name in wanted for name in outputs]))
+        if key not in self._costs:
+            results = tuple(self.metas[name] if name and name in wanted else None for name in outputs)
+            call = replace(call_of(instruction, self.metas), outputs=results)
+            self._costs[key] = self._cost(instruction, placed.copies, call)
+        return self._costs[key]
 
     def _cost(self, instruction: Node, copies: bool, call: Call) -> Cost:
         op, device = instruction.op, self.device
-        read, made = read_and_made(instruction, self.metas)
-        size = sum(meta.bytes for meta in (*read, *made))
+        operands, results = read_and_made(instruction, self.metas)
+        size = sum(meta.bytes for meta in (*operands, *results))
         rule = rule_of(call) if copies and op not in COPIES else None
         if not copies or (rule is not None and rule.moves_nothing):
             is_free = not copies and op in FREE and self._measured(instruction) is None
-            return Cost(0.0 if is_free else device.view_seconds(op, read, made), 0.0, size, 0.0)
+            return Cost(0.0 if is_free else device.view_seconds(op, operands, results), 0.0, size, 0.0)
         arithmetic = peak = flops = 0.0
-        if rule is not None and rule.flops and (read or made):
-            flops, dtype = rule.flops, (*read, *made)[0].dtype
+        if rule is not None and rule.flops and (operands or results):
+            flops, dtype = rule.flops, (*operands, *results)[0].dtype
             arithmetic, peak = device.compute_seconds(flops, dtype), flops / device.peak_flops(dtype)
         moved = device.moving_seconds(size)
         longest = max(arithmetic, moved)
-        seconds = device.operator_seconds(op, read, made, flops)
+        seconds = device.operator_seconds(op, operands, results, flops)
         return Cost(seconds, moved / longest if longest else 0.0, size, peak)

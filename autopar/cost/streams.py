@@ -1,10 +1,10 @@
 """The program of a rank on streams: each instruction as a task, and the timeline that simulating them gives.
 
-A rank has a stream for its own operators, in the program's order, and one for each mesh axis, on which collectives
-follow each other. A collective starts when the program comes to it and the axis is free; a `collective.wait` stands
-still until it has ended. Operators take what their rules count (`roofline`), as in the search; collectives what their
-links do (`collectives`), and longer while another axis uses the same links, operators while a collective takes a part
-of what they run on (`simulator`).
+A rank has a stream for its own operators, in the program's order, and one for the collectives of each mesh axis. A
+collective starts when the program reaches it and the axis is free; a `collective.wait` stalls until it has ended.
+Operators take what the search prices (`roofline`), collectives what their links take (`collectives`). A collective
+takes longer while another axis uses the same links, an operator while a collective occupies part of the device
+(`simulator`).
 """
 
 from collections.abc import Iterator
@@ -33,30 +33,30 @@ LATEST = 2
 
 @dataclass(frozen=True, slots=True)
 class TimelineCache:
-    """What operators cost and what they make, for timelines of many programs of one device that are much alike."""
+    """Costs of operators and placements of results, shared by timelines of similar programs on one device."""
 
     costs: dict[CostKey, Cost] = field(default_factory=dict)
-    made: liveness.PlacementCache = field(default_factory=liveness.PlacementCache)
+    placements: liveness.PlacementCache = field(default_factory=liveness.PlacementCache)
     latest: list[tuple[Program, Cluster, Timeline]] = field(default_factory=list)
-    """Of the programs that were looked at last: passes look at the same one, one after the other."""
+    """Of the most recent programs: consecutive passes ask for the same one."""
 
 
-def timeline(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> Timeline:
-    """One step of `program` on a cluster; `known` is what earlier timelines on the same device found out. Raises
-    ValueError where the mesh does not fit the cluster."""
-    known = known or TimelineCache()
-    for other, priced, found in known.latest:
-        if other is program and priced is cluster:
-            return found
-    made = _Streams(program, cluster, known).timeline()
-    known.latest[:] = [(program, cluster, made), *known.latest[: LATEST - 1]]
-    return made
+def timeline(program: Program, cluster: Cluster, cache: TimelineCache | None = None) -> Timeline:
+    """One step of `program` on a cluster; `cache` is shared by timelines on one device. Raises ValueError where the
+    mesh does not fit the cluster."""
+    cache = cache or TimelineCache()
+    for other, on, cached in cache.latest:
+        if other is program and on is cluster:
+            return cached
+    simulated = _Streams(program, cluster, cache).timeline()
+    cache.latest[:] = [(program, cluster, simulated), *cache.latest[: LATEST - 1]]
+    return simulated
 
 
-def alone_seconds(program: Program, cluster: Cluster, known: TimelineCache | None = None) -> dict[str, float]:
+def alone_seconds(program: Program, cluster: Cluster, cache: TimelineCache | None = None) -> dict[str, float]:
     """What each operator and each collective takes if nothing else runs, by its first result. Raises ValueError as
     `timeline`."""
-    writer = _Streams(program, cluster, known or TimelineCache())
+    writer = _Streams(program, cluster, cache or TimelineCache())
     writer.write()
     return {
         name: writer.tasks[task].seconds
@@ -81,11 +81,11 @@ class _Issued(NamedTuple):
 class _Streams:
     """A program as tasks."""
 
-    def __init__(self, program: Program, cluster: Cluster, known: TimelineCache) -> None:
+    def __init__(self, program: Program, cluster: Cluster, cache: TimelineCache) -> None:
         self.program, self.device = program, cluster.device
         self.links = cluster.links(program.mesh)
         self.shares_processor = any(link.compute_share for link in self.links)
-        self.local = LocalOperators(program, cluster.device, known.costs, known.made)
+        self.local = LocalOperators(program, cluster.device, cache.costs, cache.placements)
         self.tasks: list[Task] = []
         self.order: list[_Issued] = []
         """What the rank comes to, one after the other."""
@@ -180,13 +180,8 @@ class _Streams:
         if not uses:
             return Task(stream=COMPUTE, after=self.barrier, fixed_seconds=cost.seconds)
         fixed = min(cost.seconds, self.device.seconds_per_op)
-        return Task(
-            stream=COMPUTE,
-            after=self.barrier,
-            fixed_seconds=fixed,
-            moving_seconds=cost.seconds - fixed,
-            uses=uses,
-        )
+        moving = cost.seconds - fixed
+        return Task(stream=COMPUTE, after=self.barrier, fixed_seconds=fixed, moving_seconds=moving, uses=uses)
 
     def _events(self, spans: list[Span]) -> Iterator[Event]:
         for task, instruction, backward in self.order:

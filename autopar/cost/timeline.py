@@ -1,7 +1,7 @@
 """Timeline: when each instruction of a program runs, and what of its communication hides behind computation.
 
 Every rank runs the same program on equal shares, so one rank stands for all. Its timeline has a stream for its own
-operators and one for each mesh axis (`streams` makes it).
+operators and one for each mesh axis (`streams` writes it).
 """
 
 import math
@@ -109,11 +109,11 @@ class Timeline:
             total = totals.setdefault((event.op.removeprefix("collective."), event.stream), [0, 0, 0.0, 0.0])
             for i, more in enumerate((1, event.bytes, event.seconds, stood)):
                 total[i] += more
-        found = (
+        rows = (
             Communication(kind=k, axis=a, count=int(n), bytes=int(size), seconds=seconds, exposed_seconds=stood)
             for (k, a), (n, size, seconds, stood) in totals.items()
         )
-        return tuple(sorted(found, key=lambda row: -row.seconds))
+        return tuple(sorted(rows, key=lambda row: -row.seconds))
 
     def to_chrome(self) -> dict[str, Any]:
         """The trace that chrome://tracing and Perfetto open: microseconds, a thread for each stream."""
@@ -150,15 +150,15 @@ def covered(stalls: tuple[Stall, ...], events: list[Event]) -> Iterator[tuple[Ev
         waiting.setdefault(stall.stream, []).append(stall)
     at = dict.fromkeys(waiting, 0)
     for event in events:  # of one stream, both follow each other
-        found, stream = 0.0, event.stream
+        seconds, stream = 0.0, event.stream
         own = waiting.get(stream, [])
         while at.get(stream, 0) < len(own):
             stall = own[at[stream]]
             if stall.start_seconds >= event.end_seconds:
                 break
             start, end = max(stall.start_seconds, event.start_seconds), min(stall.end_seconds, event.end_seconds)
-            found += max(0.0, end - start)
+            seconds += max(0.0, end - start)
             if stall.end_seconds > event.end_seconds:
                 break
             at[stream] += 1
-        yield event, found
+        yield event, seconds

@@ -15,7 +15,7 @@ from autopar.ops.emit import Emission, expands, local_program
 from autopar.passes.space.choices import REGATHER, Policy
 from autopar.passes.space.operator_layouts import splits_of
 from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder, moved_of
-from autopar.passes.space.recompute import reacquired, remade
+from autopar.passes.space.recompute import reacquired, recomputed
 from autopar.passes.space.sites import Option, Region, Site
 from autopar.passes.space.space import Space, operand_layouts
 
@@ -113,7 +113,7 @@ class _Tally:
         return self.optimizer + max(self.compute + self.copies + self.waited, *on_axis.values(), 0.0)
 
     def region(self, region: Region, decisions: Decisions, count: int, again: bool = False) -> None:
-        twice = remade(region) if again else frozenset()
+        twice = recomputed(region) if again else frozenset()
         reacquire = reacquired(region) if again else frozenset()
         shared = {root for site in region.sites.values() if site.kind == "shared" for root in site.makes}
         options: dict[str, Option] = {}

@@ -156,7 +156,7 @@ class Candidates:
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
         """Key of a candidate -> the seconds of its step, at the measured prices."""
         cluster = self.costs.measured(self.planner.space.mesh)
-        optimizer, cache = self.planner.optimizer.name, TimelineCache(made=self.planner.memory)
+        optimizer, cache = self.planner.optimizer.name, TimelineCache(placements=self.planner.memory)
         usual = self.costs.usual_correction(self.planner.space.mesh)
 
         def seconds(c: Candidate) -> float:
@@ -177,7 +177,7 @@ class Candidates:
         row = self.costs.row(structure(program), program.mesh)
         if row is None:
             cluster = self.costs.measured(program.mesh)
-            step = timeline(program, cluster, TimelineCache(made=planner.memory)).seconds
+            step = timeline(program, cluster, TimelineCache(placements=planner.memory)).seconds
             ratio = self.costs.usual_correction(program.mesh)
             than = "" if math.isinf(best) else f", best {best * 1e3:.0f} ms"
             self.report(

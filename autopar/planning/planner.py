@@ -145,7 +145,7 @@ class Planner:
         other = self.on(self.mesh, costs.measured(self.space.mesh))
         routes = self.writer.space.redistributor
         other.space = replace(other.space, redistributor=hidden_buckets(other.space.redistributor, 0.0, routes))
-        other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(made=self.memory)
+        other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(placements=self.memory)
         other._gather()
         return other
 

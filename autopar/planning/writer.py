@@ -41,7 +41,7 @@ class Writer:
 
     def __init__(self, space: Space, memory: liveness.PlacementCache, flow: Flow) -> None:
         self.space, self.flow = space, flow
-        self.operators = TimelineCache(made=memory)
+        self.operators = TimelineCache(placements=memory)
         """What timelines share about operators on the cluster; `memory` says how results lie on any cluster."""
         self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
         """The programs written last, the latest first."""

@@ -62,7 +62,7 @@ def solve(
     bounded: bool = True,
     meter: Meter | None = None,
 ) -> Solution:
-    """The cheapest choice that a solver finds for a problem, subject to bytes <= `bytes_limit` where one is given. Not
+    """The cheapest choice of a solver for a problem, subject to bytes <= `bytes_limit` where one is given. Not
     `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
     be done, which `dp`, `beam` and `greedy` count, and the effort.
 
@@ -71,10 +71,10 @@ def solve(
     row = SOLVERS.named(solver)
     given: dict[str, Any] = {"bounded": bounded, "meter": meter}
     began = time.perf_counter()
-    found = row.run(problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
-    if not isinstance(found, Solution):
-        raise ValueError(f"solver {solver!r} returned a {type(found).__name__}: it is to return a Solution")
-    return replace(found, solver=solver, seconds_to_solve=time.perf_counter() - began)
+    solution = row.run(problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
+    if not isinstance(solution, Solution):
+        raise ValueError(f"solver {solver!r} returned a {type(solution).__name__}: it is to return a Solution")
+    return replace(solution, solver=solver, seconds_to_solve=time.perf_counter() - began)
 
 
 __all__ = ["SOLVERS", "Solver", "TooWide", "register_solver", "solve"]

@@ -38,7 +38,7 @@ PRICES = 24
 def solve_greedy(problem: Problem, *, bytes_limit: float | None = None, meter: Meter | None = None) -> Solution:
     """Each variable takes what is cheapest after those before it. `lower_bound` is that of message passing.
 
-    Raises `Infeasible` where no choice is found, or none that fits in `bytes_limit`.
+    Raises `Infeasible` where it reaches no choice, or none that fits in `bytes_limit`.
     """
     return _solve(problem, bytes_limit, 1, meter)
 
@@ -55,8 +55,8 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, meter: Meter
 
     def at(price: float) -> tuple[Choice, Score]:
         weight = TIE_BREAK_SECONDS_PER_BYTE + price
-        found = (_search(expanded, order, weight, width * more) for more in WIDER)
-        options = next((options for options in found if options is not None), None)
+        tries = (_search(expanded, order, weight, width * more) for more in WIDER)
+        options = next((options for options in tries if options is not None), None)
         if options is None:
             raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
         choice = expanded.layout.choice(options)
@@ -73,12 +73,12 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, meter: Meter
         low, high = 0.0, math.inf
         price = score.seconds / max(score.bytes, 1.0) / 16
         for _ in range(PRICES):
-            found = at(price)
-            smallest = min(smallest, found[1].bytes)
-            if found[1].bytes <= bytes_limit:
+            candidate = at(price)
+            smallest = min(smallest, candidate[1].bytes)
+            if candidate[1].bytes <= bytes_limit:
                 high = price
-                if best is None or found[1].objective < best[1].objective:
-                    best = found
+                if best is None or candidate[1].objective < best[1].objective:
+                    best = candidate
             else:
                 low = price
             price = math.sqrt(low * high) if low and high < math.inf else price * 4 if high == math.inf else high / 4
@@ -110,11 +110,11 @@ def _least(tensor: Tensor, rows: Sequence[tuple[int, list[Row]]], weight: float)
     for layout, mask in states[-1]:
         cost = None if layout is None else tensor.costs.get((layout, mask))
         costs[layout, mask] = math.inf if cost is None else cost[0] + weight * cost[1]
-    found = [costs]
+    least = [costs]
     for (_, kinds), before in zip(reversed(rows), reversed(states[:-1]), strict=True):
         distinct = list(dict.fromkeys(kinds))
-        found.append({state: min(found[-1][united(state, kind)] for kind in distinct) for state in before})
-    return found[::-1]
+        least.append({state: min(least[-1][united(state, kind)] for kind in distinct) for state in before})
+    return least[::-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def solve_dp(
     `bounded`: it gives a choice alone, of those in which the middle of a repeat comes again and again, in a fraction of
     the time, and `lower_bound` is 0.
 
-    `meter` has the work that may be done, and is told what is.
+    `meter` limits the work, and counts what is done.
 
     Raises `Infeasible` where no choice is feasible, `TooWide` where tables are too large and there is a limit.
     """
@@ -54,16 +54,18 @@ def solve_dp(
     library = Library(meter)
     try:
         cheapest = priced(problem, library, 0.0)
-        found, bound, exact = cheapest, cheapest.score.objective, True
+        solution, bound, exact = cheapest, cheapest.score.objective, True
     except TooWide:
         if bytes_limit is not None:
             raise
         choice, bound = _relaxed(problem, library, bounded)
-        found, exact = Found(choice=choice, score=evaluate(problem, choice), price=0.0), False
-    if bytes_limit is not None and found.score.bytes > bytes_limit:
-        found, bound, exact = _limited(problem, library, found, bytes_limit)
-    objective = found.score.objective
-    return Solution(choice=found.choice, score=found.score, lower_bound=objective if exact else min(bound, objective))
+        solution, exact = Candidate(choice=choice, score=evaluate(problem, choice), price=0.0), False
+    if bytes_limit is not None and solution.score.bytes > bytes_limit:
+        solution, bound, exact = _limited(problem, library, solution, bytes_limit)
+    objective = solution.score.objective
+    return Solution(
+        choice=solution.choice, score=solution.score, lower_bound=objective if exact else min(bound, objective)
+    )
 
 
 def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice, float]:
@@ -71,13 +73,13 @@ def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice,
     if not bounded:
         try:
             return relaxed(problem, weights, library, folded=True)[0], 0.0
-        except TooWide:  # nothing that comes again will do
+        except TooWide:  # no choice with a repeated middle fits
             pass
     return relaxed(problem, weights, library)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Candidate:
     choice: Choice
     score: Score
     price: float
@@ -93,35 +95,37 @@ def pool_weights(prices: list[float]) -> Floats:
     return np.concatenate((_weights(*prices), [[0.0, 1.0]]))
 
 
-def _found(problem: Problem, choice: Choice, price: float, objective: float) -> Found:
-    """A choice with its score, which must be what the elimination said: objective tells the truth."""
+def _scored(problem: Problem, choice: Choice, price: float, objective: float) -> Candidate:
+    """A choice with its score, which must agree with the objective of the elimination."""
     score = evaluate(problem, choice)
-    told = score.objective + price * score.bytes
-    assert math.isclose(told, objective, rel_tol=1e-9, abs_tol=1e-18), (told, objective)
-    return Found(choice=choice, score=score, price=price)
+    evaluated = score.objective + price * score.bytes
+    assert math.isclose(evaluated, objective, rel_tol=1e-9, abs_tol=1e-18), (evaluated, objective)
+    return Candidate(choice=choice, score=score, price=price)
 
 
-def priced(problem: Problem, library: Library, price: float) -> Found:
+def priced(problem: Problem, library: Library, price: float) -> Candidate:
     """The choice with the least seconds + (tie-break + price) * bytes, or `Infeasible`."""
     pricing = Pricing(library, _weights(price))
     objective = float(pricing.eliminated(problem, ()).table[0])
     if math.isinf(objective):
         raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
-    return _found(problem, pricing.choice(problem, (), (), 0), price, objective)
+    return _scored(problem, pricing.choice(problem, (), (), 0), price, objective)
 
 
-def smallest_bytes(problem: Problem, library: Library) -> Found:
+def smallest_bytes(problem: Problem, library: Library) -> Candidate:
     """The choice that needs the fewest bytes."""
     pricing = Pricing(library, np.array([[0.0, 1.0]]))
     choice = pricing.choice(problem, (), (), 0)
-    return Found(choice=choice, score=evaluate(problem, choice), price=math.inf)
+    return Candidate(choice=choice, score=evaluate(problem, choice), price=math.inf)
 
 
-def _limited(problem: Problem, library: Library, cheapest: Found, bytes_limit: float) -> tuple[Found, float, bool]:
-    """The best choice found within the limit, the Lagrangian bound, and whether the choice is proved optimal."""
+def _limited(
+    problem: Problem, library: Library, cheapest: Candidate, bytes_limit: float
+) -> tuple[Candidate, float, bool]:
+    """The best choice within the limit, the Lagrangian bound, and whether the choice is proved optimal."""
     prices, fits, bound = lagrangian(problem, library, cheapest, bytes_limit)
     pricing = Pricing(library, pool_weights(prices))
-    # Few points first: a better known choice narrows the window, and with it the work on many points.
+    # Few points first: a better choice narrows the window, and with it the work on many points.
     for points in FRONT_POINTS:
         fronts = ProblemFronts(problem, (), pricing, window(fits, bound, bytes_limit, points))
         (root,) = fronts.fronts
@@ -129,7 +133,7 @@ def _limited(problem: Problem, library: Library, cheapest: Found, bytes_limit: f
         for point in objectives.argsort(kind="stable").tolist():
             if objectives[point] >= fits.score.objective:
                 break
-            mixed = _found(problem, fronts.choice(0, point), 0.0, float(objectives[point]))
+            mixed = _scored(problem, fronts.choice(0, point), 0.0, float(objectives[point]))
             if mixed.score.bytes <= bytes_limit:
                 fits = mixed
                 break
@@ -140,7 +144,7 @@ def _limited(problem: Problem, library: Library, cheapest: Found, bytes_limit: f
     return fits, bound.objective, False
 
 
-def window(fits: Found, bound: Bound, bytes_limit: float, points: int) -> Window:
+def window(fits: Candidate, bound: Bound, bytes_limit: float, points: int) -> Window:
     """At the price of the bound a useful point exceeds the best of its cell by at most the gap, and rounding."""
     gap = fits.score.objective - bound.objective
     return Window(
@@ -160,8 +164,8 @@ class Bound:
 
 
 def lagrangian(
-    problem: Problem, library: Library, cheapest: Found, bytes_limit: float
-) -> tuple[list[float], Found, Bound]:
+    problem: Problem, library: Library, cheapest: Candidate, bytes_limit: float
+) -> tuple[list[float], Candidate, Bound]:
     """The prices tried, the best choice among theirs that fits, and the best bound.
 
     Raises `Infeasible` where not even the smallest choice fits.
@@ -191,13 +195,15 @@ def lagrangian(
         first, last = 0, len(candidates)
         while first < last:
             middle = (first + last) // 2
-            found = _found(problem, pricing.choice(problem, (), (), middle), candidates[middle], float(values[middle]))
-            if found.score.bytes <= bytes_limit:
-                last, high, under = middle, candidates[middle], found
-                if found.score.objective < fits.score.objective:
-                    fits = found
+            candidate = _scored(
+                problem, pricing.choice(problem, (), (), middle), candidates[middle], float(values[middle])
+            )
+            if candidate.score.bytes <= bytes_limit:
+                last, high, under = middle, candidates[middle], candidate
+                if candidate.score.objective < fits.score.objective:
+                    fits = candidate
             else:
-                first, low, over = middle + 1, candidates[middle], found
+                first, low, over = middle + 1, candidates[middle], candidate
         if math.isinf(high) or low == 0.0:
             break
         candidates = [low * (high / low) ** (k / (steps + 1)) for k in range(1, steps + 1)]

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 ELIMINATED_WORK = 2.0
-"""Work of an entry that elimination makes: several tables are added up for it."""
+"""Work of an entry of an eliminated table: several tables are added up for it."""
 
 NODE_WORK = 40_000.0
 """Work of finding a node's place in an order of elimination: some 20 microseconds."""
@@ -27,9 +27,9 @@ class Effort:
 
     # ---- one solve: what is spent ends one way of solving and begins the next, cheaper one
     table_entries: int = 16_000_000
-    """Of the largest table that elimination makes, for one price of memory."""
+    """Of the largest table of an elimination, for one price of memory."""
     elimination_entries: float = 1e9
-    """Of all tables that elimination makes."""
+    """Of all its tables."""
     tensor_entries: int = 32_000_000
     """Of the table of one tensor, over what its producer and its readers may take."""
     message_entries: float = 4e9
@@ -63,7 +63,7 @@ class Effort:
     limit: float = 0.1
     """Solves at prices of memory, and under its limit."""
     bound: float = 0.1
-    """The lower bound: without it the gap is not known, and the plan is the same."""
+    """The lower bound: without it there is no gap, and the plan is the same."""
     hidden: float = 0.1
     """The second search, with most of what travels in buckets hidden: one descent and its limit."""
     presets: float = 0.2
@@ -87,9 +87,9 @@ class Effort:
     hidden_part: float = 0.8
     """Of what travels in buckets: what the second search takes to pass while the rank computes."""
     hidden_worth: float = 0.02
-    """A second search is made where communication has at least this part of the first one's step."""
+    """A second search runs where communication has at least this part of the first one's step."""
     unsure: float = 0.2
-    """Of a step that a program of few copies tells, with nothing in parts: by so much it may be shorter in truth."""
+    """Of a step that a program of few copies predicts, with nothing in parts: it may be shorter by so much in truth."""
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""

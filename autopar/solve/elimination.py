@@ -18,16 +18,16 @@ from .problem import TooWide
 from .rows import Floats, Ints
 
 FILL_WEIGHTS = (0.5, 0.0, 0.25, 1.0)
-"""How much a table's own size counts beside the fill that it makes, in the orders that are tried."""
+"""How much a table's own size counts beside the fill that it causes, in the orders that are tried."""
 
 RANDOM_ORDERS = 4
 """Orders with disturbed keys that are tried where those are hard."""
 
 EASY_ENTRIES = 20_000_000
-"""No further order is looked for where one makes fewer entries than this in all its tables."""
+"""An order with fewer entries in all its tables ends the search for another."""
 
 HOPELESS_ENTRIES = 500_000_000
-"""Nor where one makes more: others are better by small factors."""
+"""So does one with more: others are better by small factors."""
 
 
 def elimination_order(
@@ -98,9 +98,9 @@ def greedy_order(
         if weight(node) > math.log2(most):
             continue
         order.append(node)
-        made = round(2 ** weight(node))
-        entries += made
-        if made > table or entries > total:
+        size = round(2 ** weight(node))
+        entries += size
+        if size > table or entries > total:
             return entries, None
         neighbours = near[node]
         touched = set(neighbours)
@@ -119,7 +119,7 @@ def greedy_order(
 
 
 SLICE_ENTRIES = 4_000_000
-"""Entries above which a table is made in slices, of which only the minima are kept."""
+"""Entries above which a table is summed in slices, of which only the minima are kept."""
 
 Joined = tuple[Floats, ...]
 """The tables that one step adds up, [price, node, *scope], of size 1 where they do not depend on a node."""
@@ -137,7 +137,7 @@ class EliminationStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The order of elimination and its transposes, found once and run for every batch of prices."""
+    """The order of elimination and its transposes, computed once and run for every batch of prices."""
 
     sizes: tuple[int, ...]
     keep: tuple[int, ...]
@@ -156,7 +156,7 @@ def schedule(
     meter: Meter | None = None,
     table_entries: int | None = None,
 ) -> Schedule:
-    """Greedy elimination order by the weight of the table that eliminating a node makes, all but `keep`.
+    """Greedy elimination order by the weight of the table that eliminating a node creates, all but `keep`.
 
     Raises `TooWide` where a table, or all of them together, would have more entries than the effort of the `meter`
     allows, or than `table_entries`, and where the meter has no work left for orders.
@@ -190,15 +190,15 @@ def _schedule(
     steps, live, largest = _steps(sizes, scopes, order)
     rest = tuple((table, *_aligned(scope, kept, sizes)) for table, scope in sorted(live.items()))
     entries = sum(math.prod(sizes[n] for n in (step.node, *step.scope)) for step in steps)
-    found = Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=max(largest, joint), entries=entries)
-    return found, tried
+    plan = Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=max(largest, joint), entries=entries)
+    return plan, tried
 
 
 def reduction(
     sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], most: int
 ) -> tuple[tuple[EliminationStep, ...], dict[int, tuple[int, ...]]]:
     """Steps that eliminate nodes as long as tables have at most so many entries, and the tables that are left:
-    their places among those given and made, with their scopes."""
+    their places among the given and the new ones, with their scopes."""
     _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * len(sizes), most=most)
     assert order is not None
     steps, live, _ = _steps(sizes, scopes, order)
@@ -306,17 +306,17 @@ def trace_back(steps: Sequence[EliminationStep], joined: Sequence[Joined], price
 
 
 def _taken(live: list[Floats | None], inputs: Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[Floats]:
-    found = []
+    taken = []
     for index, permutation, spread in inputs:
         table = live[index]
         assert table is not None
-        found.append(table.transpose(permutation).reshape(spread))
+        taken.append(table.transpose(permutation).reshape(spread))
         live[index] = None
-    return found
+    return taken
 
 
 def _minima(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
-    """The minima [price, *scope] of the sum of tables over its dim 1. A large sum is made in slices along dim 2."""
+    """The minima [price, *scope] of the sum of tables over its dim 1. A large sum is taken in slices along dim 2."""
     if math.prod(shape) > SLICE_ENTRIES and len(shape) > 2:
         least = np.empty((shape[0], *shape[2:]))
         for i in range(shape[2]):

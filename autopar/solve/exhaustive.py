@@ -88,9 +88,9 @@ def _all(problem: Problem) -> Iterator[Scored]:
         parts: list[tuple[tuple[Choice, ...], ...]] = [()]
         for repeat, chain in zip(problem.repeats, chains, strict=True):
             key = (tuple(options[v] for v in repeat.left), tuple(options[v] for v in repeat.right))
-            found = chain.get(key, [])
-            parts = [(*part, other.choices) for part in parts for other in found]
-            partial = [one + other for one in partial for other in found]
+            tails = chain.get(key, [])
+            parts = [(*part, other.choices) for part in parts for other in tails]
+            partial = [one + other for one in partial for other in tails]
         for scored, repeats in zip(partial, parts, strict=True):
             choice = Choice(options=options, repeats=repeats)
             yield Scored(seconds=scored.seconds, bytes=scored.bytes, choices=(choice,))
@@ -133,7 +133,7 @@ def _chains(repeat: Repeat) -> dict[tuple[Border, Border], list[Scored]]:
         options = scored.choices[0].options
         key = (tuple(options[v] for v in repeat.body_left), tuple(options[v] for v in repeat.body_right))
         single.setdefault(key, []).append(scored)
-    single = {key: _undominated(found) for key, found in single.items()}
+    single = {key: _undominated(scored) for key, scored in single.items()}
     chains = single
     for _ in range(repeat.count - 1):
         longer: dict[tuple[Border, Border], list[Scored]] = {}
@@ -141,15 +141,15 @@ def _chains(repeat: Repeat) -> dict[tuple[Border, Border], list[Scored]]:
             for (start, right), tails in single.items():
                 if start == middle:
                     longer.setdefault((left, right), []).extend(head + tail for head in heads for tail in tails)
-        chains = {key: _undominated(found) for key, found in longer.items()}
+        chains = {key: _undominated(scored) for key, scored in longer.items()}
         if sum(map(len, chains.values())) > MAX_COMBINATIONS:
             raise ValueError(f"{repeat.name}: more than {MAX_COMBINATIONS} chains to try: use dp or ilp")
     return chains
 
 
-def _undominated(found: list[Scored]) -> list[Scored]:
+def _undominated(candidates: list[Scored]) -> list[Scored]:
     kept: list[Scored] = []
-    for scored in sorted(found, key=lambda s: (s.seconds, s.bytes)):
+    for scored in sorted(candidates, key=lambda s: (s.seconds, s.bytes)):
         if not kept or scored.bytes < kept[-1].bytes:
             kept.append(scored)
     return kept

@@ -1,9 +1,9 @@
-"""A problem without repeats: every copy written out, or the middle ones of each repeat as one pair that comes again."""
+"""A problem without repeats: every copy written out, or the middle of each repeat folded into one repeated pair."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from networkx.utils import UnionFind
@@ -27,9 +27,8 @@ class Layout:
 
 
 def _once_each(copies: Sequence[Layout], function: Callable[[Layout], T]) -> tuple[T, ...]:
-    """A function of each copy; what comes again is one object, before and after."""
-    found = {id(copy): copy for copy in copies}
-    results = {key: function(copy) for key, copy in found.items()}
+    """A function of each copy. Copies that are one object give one object."""
+    results = {key: function(copy) for key, copy in {id(copy): copy for copy in copies}.items()}
     return tuple(results[id(copy)] for copy in copies)
 
 
@@ -43,14 +42,14 @@ ENDS = 2
 """Copies at each end of a folded repeat that choose for themselves."""
 
 PERIOD = 2
-"""Copies between them that come again and again: layers may alternate."""
+"""Copies between them that are repeated: layers may alternate."""
 
 
 def expand(problem: Problem, *, folded: bool = False) -> Expanded:
-    """Write every copy of every repeat out; joined border variables become one, which costs what they cost together.
+    """Write out every copy of every repeat. Joined border variables become one, which costs what they cost together.
 
-    `folded`: of a repeat with many copies, those between its ends are a few that come again, and are written out once,
-    at what all of them cost. That leaves fewer choices, and each costs what it does in `problem`.
+    `folded`: the middle of a repeat with many copies becomes `PERIOD` copies that stand for all of it, at the cost of
+    all. That leaves fewer choices, and each costs what it does in `problem`.
     """
     if not problem.repeats:
         return Expanded(problem=problem, layout=Layout(variables=tuple(range(len(problem.variables)))))
@@ -65,23 +64,18 @@ def expand(problem: Problem, *, folded: bool = False) -> Expanded:
     def add(part: Problem, prefix: str, times: int) -> Layout:
         variables = tuple(range(len(fresh), len(fresh) + len(part.variables)))
         for variable in part.variables:
-            seconds, size = ([times * cost for cost in costs] for costs in (variable.seconds, variable.bytes))
-            fresh.append(
-                Variable(
-                    name=prefix + variable.name, options=variable.options, seconds=tuple(seconds), bytes=tuple(size)
-                )
-            )
+            seconds, size = (tuple(times * cost for cost in costs) for costs in (variable.seconds, variable.bytes))
+            fresh.append(replace(variable, name=prefix + variable.name, seconds=seconds, bytes=size))
         for tensor in part.tensors:
             costs = tensor.costs
             if times > 1:
                 costs = {state: (times * seconds, times * size) for state, (seconds, size) in costs.items()}
             tensors.append(
-                Tensor(
+                replace(
+                    tensor,
                     name=prefix + tensor.name,
                     producer=variables[tensor.producer],
-                    produced=tensor.produced,
                     consumers=tuple(variables[c] for c in tensor.consumers),
-                    wanted=tensor.wanted,
                     costs=costs,
                 )
             )
@@ -89,20 +83,20 @@ def expand(problem: Problem, *, folded: bool = False) -> Expanded:
         for repeat in part.repeats:
             border = [variables[v] for v in repeat.left]
             copies: list[Layout] = []
-            again = (repeat.count - 2 * ENDS) // PERIOD if folded else 0
+            periods = (repeat.count - 2 * ENDS) // PERIOD if folded else 0
             while len(copies) < repeat.count:
                 at = len(copies)
-                comes_again = again > 1 and at == ENDS
+                length, stands_for = (PERIOD, periods) if periods > 1 and at == ENDS else (1, 1)
                 first = border
                 few = []
-                for k in range(at, at + (PERIOD if comes_again else 1)):
-                    copy = add(repeat.body, f"{prefix}{repeat.name}[{k}].", times * (again if comes_again else 1))
+                for k in range(at, at + length):
+                    copy = add(repeat.body, f"{prefix}{repeat.name}[{k}].", times * stands_for)
                     join(border, [copy.variables[v] for v in repeat.body_left])
                     border = [copy.variables[v] for v in repeat.body_right]
                     few.append(copy)
-                if comes_again:
+                if stands_for > 1:
                     join(first, border)
-                copies += few * (again if comes_again else 1)
+                copies += few * stands_for
             join([variables[v] for v in repeat.right], border)
             repeats.append(tuple(copies))
         return Layout(variables=variables, repeats=tuple(repeats))
@@ -122,22 +116,18 @@ def expand(problem: Problem, *, folded: bool = False) -> Expanded:
     return Expanded(
         problem=Problem(
             variables=tuple(
-                Variable(
-                    name=fresh[group[0]].name,
-                    options=fresh[group[0]].options,
+                replace(
+                    fresh[group[0]],
                     seconds=tuple(map(sum, zip(*(fresh[v].seconds for v in group), strict=True))),
                     bytes=tuple(map(sum, zip(*(fresh[v].bytes for v in group), strict=True))),
                 )
                 for group in members.values()
             ),
             tensors=tuple(
-                Tensor(
-                    name=tensor.name,
+                replace(
+                    tensor,
                     producer=place[tensor.producer],
-                    produced=tensor.produced,
                     consumers=tuple(place[c] for c in tensor.consumers),
-                    wanted=tensor.wanted,
-                    costs=tensor.costs,
                 )
                 for tensor in tensors
             ),

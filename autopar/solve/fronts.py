@@ -31,7 +31,7 @@ class Window:
     price, at most `points` of a cell and `bytes_limit` bytes.
 
     The best complete choice costs at least (a cell's excess over its own best at the price) more than the Lagrangian
-    bound; so with slack = known solution - bound, what is dropped for its excess cannot be better than the known one.
+    bound; so with slack = best solution so far - bound, no point that is dropped for its excess leads to a better one.
     """
 
     price: float
@@ -44,7 +44,7 @@ class Window:
 class Front:
     """Undominated points, by rising bytes and falling seconds.
 
-    `origin[i]` is what the maker of the front needs to find point i again.
+    `origin[i]` is what the maker of the front needs to recover point i.
     """
 
     seconds: Floats
@@ -147,7 +147,7 @@ class ChainFronts:
 
 
 class ProblemFronts:
-    """For every joint state of the kept variables, a front of choices of the whole problem.
+    """For every joint state of the kept variables, a front of choices of the problem.
 
     The problem without its repeats is eliminated down to the kept variables and the borders of its repeats,
     at every price of `pricing`; what each price chooses is a point. To that the fronts of the repeats are
@@ -251,15 +251,15 @@ class ProblemFronts:
         )
 
     def _merged(self, parts: list[Front]) -> Front:
-        found = [part for part in parts if len(part)]
-        if len(found) <= 1:
-            return found[0] if found else parts[0]
+        filled = [part for part in parts if len(part)]
+        if len(filled) <= 1:
+            return filled[0] if filled else parts[0]
         return front(
-            np.concatenate([part.seconds for part in found]),
-            np.concatenate([part.bytes for part in found]),
-            np.concatenate([part.origin for part in found]),
+            np.concatenate([part.seconds for part in filled]),
+            np.concatenate([part.bytes for part in filled]),
+            np.concatenate([part.origin for part in filled]),
             self._window,
-            thinned=any(part.thinned for part in found),
+            thinned=any(part.thinned for part in filled),
         )
 
     def choice(self, state: int, point: int) -> Choice:

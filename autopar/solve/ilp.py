@@ -77,7 +77,7 @@ def solve_ilp(
     readers a state is a joint row of all variables on the tensor; else it is (produced layout, wanted set).
     Constraints: one option each. A tensor's joint states sum, over those with a given row of a
     variable, to its options with that row (for one reader: a transport polytope, as in Alpa). Its
-    (produced, wanted set) states sum to 1; those that produce p sum to the options that make p; those whose
+    (produced, wanted set) states sum to 1; those that produce p sum to the options that produce p; those whose
     set includes a mask sum to at least the options of each reader that want the mask; those whose set
     includes a layout sum to at most all options that want it: with binary options exactly the true
     state is left. One row of bytes. Objective: seconds + tie-break * bytes over all of them, scaled.
@@ -85,17 +85,15 @@ def solve_ilp(
     be eliminated. Otherwise each repeat is a
     path through layers of border states: a binary per copy and pair of border states, which costs
     what the elimination of the body gives it; flow is conserved at each border state. Under a memory limit
-    there are several for each pair, the undominated (seconds, bytes) that a sweep over prices of memory
-    finds in the body: the optimum is then that over this pool, and the Lagrangian bound is given
-    as lower bound. Tie-break: less memory.
+    there are several for each pair, the undominated (seconds, bytes) of a sweep over prices of memory: the
+    optimum is then that over this pool, and the lower bound is the Lagrangian one. Tie-break: less memory.
     Gap: 1e-9 relative without a limit, `limited_gap` with one; `lower_bound` is the bound that HiGHS proved, with
     whatever gap is left when the effort of the `meter` is spent; its work is not counted.
 
-    Raises `Infeasible` where no choice is feasible, `TooWide` where the effort is spent before one is found.
+    Raises `Infeasible` where no choice is feasible, `TooWide` where the effort is spent before there is one.
     """
     effort = (meter or Meter()).effort
     check(problem)
-    lower = -math.inf
     bodies: list[BodyFronts] | None = None
     lagrangian_bound: float | None = None
     if expanded_options(problem) > effort.program_expanded_options:
@@ -106,14 +104,13 @@ def solve_ilp(
     if bodies is None:
         expanded = expand(problem)
         encoding = Encoding(expanded.problem, [], effort)
-        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
+        objective, lower, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
         choice = expanded.layout.choice(encoding.choice(values).options)
-        lower = bound
     else:
         encoding = Encoding(problem, bodies, effort)
-        objective, bound, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
+        objective, lower, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
         choice = encoding.choice(values)
-        lower = bound if lagrangian_bound is None else lagrangian_bound
+        lower = lower if lagrangian_bound is None else lagrangian_bound
     score = evaluate(problem, choice)
     assert math.isclose(score.objective, objective, rel_tol=1e-9, abs_tol=1e-18), (score.objective, objective)
     return Solution(choice=choice, score=score, lower_bound=min(lower, score.objective))
@@ -167,8 +164,8 @@ class Encoding:
         repeats = []
         for path in self._paths:
             taken = [next(edge for edge, column in layer.items() if values[column] > 0.5) for layer in path.layers]
-            made = {edge: path.body.choice(*edge) for edge in dict.fromkeys(taken)}
-            repeats.append(tuple(made[edge] for edge in taken))
+            choices = {edge: path.body.choice(*edge) for edge in dict.fromkeys(taken)}
+            repeats.append(tuple(choices[edge] for edge in taken))
         return Choice(options=options, repeats=tuple(repeats))
 
     def _classes(self, variable: int, row: list[Row]) -> dict[Row, list[int]]:
@@ -187,8 +184,8 @@ class Encoding:
     def _add_joint(self, tensor: Tensor, classes: dict[int, dict[Row, list[int]]]) -> None:
         with_row: dict[tuple[int, Row], list[int]] = {(v, row): [] for v, c in classes.items() for row in c}
         for joint in product(*classes.values()):
-            made, wanted = reduce(united, joint)
-            if made is None or (cost := tensor.costs.get((made, wanted))) is None:
+            produced, wanted = reduce(united, joint)
+            if produced is None or (cost := tensor.costs.get((produced, wanted))) is None:
                 continue
             column = self.program.column(seconds=cost[0], bytes=cost[1], integer=False)
             for variable, row in zip(classes, joint, strict=True):
@@ -201,16 +198,16 @@ class Encoding:
         for rows in classes.values():
             reached = dict.fromkeys(united(before, row) for before in reached for row in rows)
         states = {
-            (made, wanted): self.program.column(seconds=cost[0], bytes=cost[1], integer=False)
-            for made, wanted in reached
-            if made is not None and (cost := tensor.costs.get((made, wanted))) is not None
+            (produced, wanted): self.program.column(seconds=cost[0], bytes=cost[1], integer=False)
+            for produced, wanted in reached
+            if produced is not None and (cost := tensor.costs.get((produced, wanted))) is not None
         }
-        makers: dict[int, list[int]] = {}
+        producers: dict[int, list[int]] = {}
         for (layout, _), columns in classes[tensor.producer].items():
             assert layout is not None
-            makers.setdefault(layout, []).extend(columns)
-        for layout, columns in makers.items():
-            self.program.row(0, 0, (c for (made, _), c in states.items() if made == layout), columns)
+            producers.setdefault(layout, []).extend(columns)
+        for layout, columns in producers.items():
+            self.program.row(0, 0, (c for (produced, _), c in states.items() if produced == layout), columns)
         wanting: dict[int, list[int]] = {}
         for rows in classes.values():
             by_mask: dict[int, list[int]] = {}
@@ -306,7 +303,7 @@ def _smallest(program: Program, size: Floats, bytes_limit: float | None, effort:
 
 
 def _values(result: mathopt.SolveResult) -> Floats:
-    """Column values in order. All are whole in a solution up to the solver's tolerance."""
+    """Column values in order. All are integers in a solution up to the solver's tolerance."""
     return np.asarray(np.rint(np.array(list(result.variable_values().values()))), dtype=np.float64)
 
 
@@ -314,7 +311,7 @@ def _solve(
     program: Program, cost: Floats, bytes_limit: float | None, gap: float, effort: Effort
 ) -> tuple[mathopt.SolveResult | None, float]:
     """The result and the scale of its objective; None where infeasible. Raises `TooWide` where the effort is spent
-    before a choice is found."""
+    before there is a choice."""
     count = len(cost)
     if count > effort.program_columns:
         raise TooWide(f"the integer program has {count} columns, more than {effort.program_columns}")
@@ -350,17 +347,14 @@ def _solve(
         mathopt.Model.from_model_proto(proto),
         mathopt.SolverType.HIGHS,
         params=mathopt.SolveParameters(
-            relative_gap_tolerance=gap,
-            absolute_gap_tolerance=0.0,
-            random_seed=1,
-            highs=highs,
+            relative_gap_tolerance=gap, absolute_gap_tolerance=0.0, random_seed=1, highs=highs
         ),
     )
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return None, scale
     if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
-        raise TooWide(f"the integer program of {count} columns found no choice within its budget")
+        raise TooWide(f"the integer program of {count} columns gave no choice within its budget")
     if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         raise RuntimeError(f"HiGHS ended with {result.termination}")
     return result, scale

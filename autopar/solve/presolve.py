@@ -1,8 +1,8 @@
 """Presolve: options of single variables that no optimum needs, left out before a wide problem is solved.
 
 An option is left out where another one of its variable costs no more, whatever all other variables choose: for every
-tensor the worst difference between the two is added up (dead-end elimination, Goldstein's criterion). So the optimum
-is the same, under every limit of bytes too if it is told.
+tensor the worst difference between the two is added up (dead-end elimination, Goldstein's criterion). The optimum
+stays the same, under every limit of bytes too where `limited` says so.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Presolved:
         copies = []
         for body, chosen in zip(self.bodies, choice.repeats, strict=True):
             # equal copies stay one object: the evaluator scores them once
-            known = {id(copy): body.expand(copy) for copy in chosen}
-            copies.append(tuple(known[id(copy)] for copy in chosen))
+            expanded = {id(copy): body.expand(copy) for copy in chosen}
+            copies.append(tuple(expanded[id(copy)] for copy in chosen))
         options = tuple(kept[option] for kept, option in zip(self.kept, choice.options, strict=True))
         return Choice(options=options, repeats=tuple(copies))
 
@@ -152,9 +152,9 @@ class _Comparison:
         size = np.full((len(kinds), len(contexts)), np.inf)
         for a, kind in enumerate(kinds):
             for c, context in enumerate(contexts):
-                made, wanted = united(kind, context)
-                assert made is not None
-                cost = self.problem.tensors[index].costs.get((made, wanted))
+                produced, wanted = united(kind, context)
+                assert produced is not None
+                cost = self.problem.tensors[index].costs.get((produced, wanted))
                 if cost is not None:
                     seconds[a, c], size[a, c] = cost
         return largest_difference(seconds), largest_difference(size), np.asarray(np.isinf(seconds).all(axis=1))

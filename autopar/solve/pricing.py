@@ -41,7 +41,7 @@ def head_of(count: int) -> int:
 
 class Powers:
     """The min-plus powers of one square matrix [price, left, right], each price by itself, by repeated squaring: counts
-    share what they are made of, and `products` counts the matrix products made so far."""
+    share factors, and `products` counts the matrix products so far."""
 
     def __init__(self, matrix: Floats) -> None:
         self._powers: dict[int, Floats] = {1: matrix}
@@ -95,8 +95,8 @@ class Joint:
 
 
 class Library:
-    """What is found once per problem object and serves every price: networks and schedules. `meter` counts the work
-    of what is done with them."""
+    """The networks and schedules of problems, cached by problem object: they serve every price. `meter` counts the work
+    done with them."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         self.meter = meter or Meter()

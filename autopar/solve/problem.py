@@ -1,10 +1,10 @@
 """What a solver is given, and what it gives back.
 
 A `Problem` is a graph of variables and tensors. A variable is an op, a group of ops, a parameter or
-a border between layers: it has options, each with its own seconds and bytes. A tensor joins the
-variable that makes it to those that read it: the option of the producer fixes the layout it is made
-in, the options of the readers fix the set of layouts that are wanted, and the pair (made, wanted set)
-fixes what the redistributions cost. A layout wanted by several readers is thus acquired and priced
+a border between layers: it has options, each with its own seconds and bytes. A tensor joins its
+producer to its readers: the option of the producer fixes the produced layout, the options of the
+readers fix the set of wanted layouts, and the pair (produced, wanted set) fixes what the
+redistributions cost. A layout wanted by several readers is thus acquired and priced
 once. A `Repeat` is a chain of identical problems, joined by border variables.
 
 The objective is seconds + bytes_price * bytes, where the price is so small that it only breaks ties
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -93,76 +93,37 @@ class Problem:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and dicts, for a file."""
+        """What JSON can hold."""
         return {
-            "variables": [
-                {"name": v.name, "options": list(v.options), "seconds": list(v.seconds), "bytes": list(v.bytes)}
-                for v in self.variables
-            ],
+            "variables": [asdict(variable) for variable in self.variables],
             "tensors": [
-                {
-                    "name": t.name,
-                    "producer": t.producer,
-                    "produced": list(t.produced),
-                    "consumers": list(t.consumers),
-                    "wanted": [list(w) for w in t.wanted],
-                    "costs": [[p, w, s, b] for (p, w), (s, b) in t.costs.items()],
-                }
-                for t in self.tensors
+                {**asdict(t), "costs": [[*state, *cost] for state, cost in t.costs.items()]} for t in self.tensors
             ],
-            "repeats": [
-                {
-                    "name": r.name,
-                    "body": r.body.to_json(),
-                    "count": r.count,
-                    "left": list(r.left),
-                    "right": list(r.right),
-                    "body_left": list(r.body_left),
-                    "body_right": list(r.body_right),
-                }
-                for r in self.repeats
-            ],
+            "repeats": [{**asdict(repeat), "body": repeat.body.to_json()} for repeat in self.repeats],
         }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Problem:
+        def costs(rows: list[Any]) -> dict[tuple[int, int], tuple[float, float]]:
+            return {(produced, wanted): (seconds, size) for produced, wanted, seconds, size in rows}
+
         return Problem(
-            variables=tuple(
-                Variable(
-                    name=v["name"],
-                    options=tuple(v["options"]),
-                    seconds=tuple(v["seconds"]),
-                    bytes=tuple(v["bytes"]),
-                )
-                for v in data["variables"]
-            ),
-            tensors=tuple(
-                Tensor(
-                    name=t["name"],
-                    producer=t["producer"],
-                    produced=tuple(t["produced"]),
-                    consumers=tuple(t["consumers"]),
-                    wanted=tuple(tuple(w) for w in t["wanted"]),
-                    costs={(p, w): (s, b) for p, w, s, b in t["costs"]},
-                )
-                for t in data["tensors"]
-            ),
-            repeats=tuple(
-                Repeat(
-                    name=r["name"],
-                    body=Problem.from_json(r["body"]),
-                    count=r["count"],
-                    left=tuple(r["left"]),
-                    right=tuple(r["right"]),
-                    body_left=tuple(r["body_left"]),
-                    body_right=tuple(r["body_right"]),
-                )
-                for r in data["repeats"]
-            ),
+            variables=tuple(Variable(**_tuples(v)) for v in data["variables"]),
+            tensors=tuple(Tensor(**{**_tuples(t), "costs": costs(t["costs"])}) for t in data["tensors"]),
+            repeats=tuple(Repeat(**{**_tuples(r), "body": Problem.from_json(r["body"])}) for r in data["repeats"]),
         )
 
     def dumps(self) -> str:
         return json.dumps(self.to_json())
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass, from lists that JSON gives for tuples."""
+
+    def of(value: Any) -> Any:
+        return tuple(map(of, value)) if isinstance(value, list) else value
+
+    return {name: of(value) for name, value in data.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +147,7 @@ class Score:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """`lower_bound` bounds the objective of every feasible choice from below, so that
-    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `solve` says which solver found it, and in
-    how many seconds."""
+    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `solve` adds the solver and its seconds."""
 
     choice: Choice
     score: Score
@@ -203,7 +163,7 @@ class Solution:
 
 class Infeasible(ValueError):
     """No choice is feasible: the memory limit, or a pair of options that cannot be joined. `smallest_bytes` is the
-    least memory that was found to do, where that is what is wrong and known."""
+    least memory with which a plan was possible, where a limit is what is wrong."""
 
     smallest_bytes: float = math.nan
 
@@ -213,7 +173,7 @@ class TooWide(ValueError):
 
 
 def evaluate(problem: Problem, choice: Choice) -> Score:
-    """What a choice costs: the one evaluator, whoever made the choice.
+    """What a choice costs: the one evaluator, for every solver.
 
     Raises `Infeasible` where a tensor cannot be had in the layouts wanted of it, and ValueError where
     joined border variables of a repeat disagree.

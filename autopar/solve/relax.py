@@ -3,9 +3,9 @@
 The costs of a network are moved between its tables so that their minima add up to as much as possible
 (sequential reweighted message passing: Kolmogorov, "A new look at reweighted message passing", 2015). That
 sum is a lower bound; how far a state lies above it says how much a choice with that state costs at least.
-States that lie far above are left out, and what remains is eliminated exactly: its optimum is a choice, and the
-optimum of the whole as soon as it lies no further above the bound than the states that were left out. Where even those
-that lie on the bound are too many, node after node takes the state that costs least beside those taken before.
+States that lie far above are left out, and what remains is eliminated exactly. Its optimum is a choice, and that of the
+problem as soon as it lies no further above the bound than the states that were left out. Where even those on the bound
+are too many, node after node takes the state that costs least beside those taken before.
 """
 
 import math
@@ -25,10 +25,10 @@ REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """How far above the bound, as a share of it, states are kept: one after the other, as long as tables are small."""
 
 GAP, STANDING_GAP = 1e-3, 1e-2
-"""Relative gaps at which no more is looked for: after a better choice was found, and after none was."""
+"""Relative gaps at which the search ends: after a round that improved the choice, and after one that did not."""
 
 STANDING = 1e-6
-"""The part of the bound by which it rises at least in a round that is worth another, if no better choice was found."""
+"""The part of the bound by which a round without a better choice must raise it, to be worth another round."""
 
 LONG_ENTRIES = 256
 """Entries in a row of memory from which on numpy's loops over rows cost little beside those over entries."""
@@ -40,7 +40,7 @@ class _Along:
     def __init__(self, table: Floats, axis: int) -> None:
         before, states = math.prod(table.shape[:axis]), table.shape[axis]
         after = table.size // (before * states)
-        self._whole = table.reshape(before, states, after)
+        self._table = table.reshape(before, states, after)
         self._is_long = after >= LONG_ENTRIES or before == 1
         # few states and few entries after them: several rows of them are one
         joined = next(
@@ -53,14 +53,14 @@ class _Along:
     def least(self) -> Floats:
         """The minimum of each state."""
         if self._is_long:
-            return np.asarray(np.minimum.reduce(np.minimum.reduce(self._whole, axis=2), axis=0))
+            return np.asarray(np.minimum.reduce(np.minimum.reduce(self._table, axis=2), axis=0))
         row = np.minimum.reduce(self._rows, axis=0).reshape(self._row)
         return np.asarray(np.minimum.reduce(row, axis=(0, 2)))
 
     def add(self, costs: Floats) -> None:
         """Adds a cost of each state."""
         if self._is_long:
-            self._whole += costs[:, None]
+            self._table += costs[:, None]
         else:
             self._rows += costs[self._state]
 
@@ -158,9 +158,9 @@ def lower_bound(problem: Problem, weights: tuple[float, float], meter: Meter | N
     """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
     without repeats."""
     effort = (meter or Meter()).effort
-    found = network(problem, (), effort.tensor_entries)
-    tables = [(table.nodes, table.priced(np.array([weights]))[0]) for table in found.tables]
-    relaxation = Relaxation(tables, found.sizes, meter)
+    graph = network(problem, (), effort.tensor_entries)
+    tables = [(table.nodes, table.priced(np.array([weights]))[0]) for table in graph.tables]
+    relaxation = Relaxation(tables, graph.sizes, meter)
     bound = relaxation.bound()
     for _ in range(effort.message_sweeps[0]):
         if not relaxation.may_sweep():
@@ -175,19 +175,19 @@ def relaxed(
 ) -> tuple[Choice, float]:
     """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
 
-    Repeats are written out, or `folded` (`expand`): the bound is then that of choices in which the middle of a repeat
-    comes again and again. `library` has the network where elimination was tried before. Raises `TooWide` where no
-    choice was found within the budget.
+    Repeats are written out, or `folded` (`expand`): the bound is then that of choices with a repeated
+    middle. `library` has the network where elimination was tried before. Raises `TooWide` where the budget gives no
+    choice.
     """
     expanded = expand(problem, folded=folded)
     library = library or Library()
     effort = library.meter.effort
-    found = library.network(expanded.problem)
-    live: list[Floats | None] = [table.priced(np.array([weights])) for table in found.tables]
-    steps, left = reduction(found.sizes, tuple(table.nodes for table in found.tables), effort.message_small_entries)
-    joined = run(steps, live, found.sizes, 1)
+    graph = library.network(expanded.problem)
+    live: list[Floats | None] = [table.priced(np.array([weights])) for table in graph.tables]
+    steps, left = reduction(graph.sizes, tuple(table.nodes for table in graph.tables), effort.message_small_entries)
+    joined = run(steps, live, graph.sizes, 1)
     tables = [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None]
-    relaxation = Relaxation(tables, found.sizes, library.meter)
+    relaxation = Relaxation(tables, graph.sizes, library.meter)
     best, states, bound = math.inf, None, -math.inf
     for sweeps in effort.message_sweeps:
         swept = 0
@@ -214,9 +214,9 @@ def relaxed(
         if best == before < math.inf and bound - lower <= STANDING * abs(bound):
             break
     if states is None:
-        raise TooWide("message passing found no choice")
+        raise TooWide("message passing gave no choice")
     trace_back(steps, joined, np.zeros(1, dtype=np.int64), states)
-    choice = tuple(int(options[state]) for options, state in zip(found.options, states[:, 0], strict=False))
+    choice = tuple(int(options[state]) for options, state in zip(graph.options, states[:, 0], strict=False))
     return expanded.layout.choice(choice), min(bound, best)
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 BranchKind = Literal["parameter", "constant"]
-"""What an operand that is no activation is made of: parameters alone, or neither (mask, cos and sin)."""
+"""What an operand that is no activation comes from: parameters alone, or neither (mask, cos and sin)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,4 @@
-"""What growth asks of a graph: rules and maps, worked out once for nodes that are alike, and which values are
-activations.
-"""
+"""What growth asks of a graph: rules and maps, computed once for nodes that are alike, and its activations."""
 
 from collections.abc import Sequence
 
@@ -25,7 +23,7 @@ class Facts:
         self.steps: dict[tuple[int, int, int, int], int] = {}
         self.kept: dict[tuple[int, int], tuple[Preserved | None, ...]] = {}
         self.joint: dict[tuple[tuple[int, ...], int], bool] = {}
-        self.made = graph.producer
+        self.producer = graph.producer
         self.middle = graph.first_backward
         self.users = {v: [i for i in indices if i < self.middle] for v, indices in graph.consumers.items()}
         self._influences()
@@ -70,7 +68,7 @@ class Facts:
 
     def preserves(self, mappings: tuple[int, ...], ranks: int) -> bool:
         """Eq. 2 along all paths at once: every dim of the contraction's result that divides among the
-        ranks is known at this output, and all paths agree where."""
+        ranks survives at this output, and all paths agree where."""
         if (mappings, ranks) not in self.joint:
             shape = self.maps[mappings[0]].inputs
             dims = [d for d, size in enumerate(shape) if size % ranks == 0 and size > 1]
@@ -79,9 +77,9 @@ class Facts:
 
     def _agree(self, mappings: Sequence[int], dim: int, ranks: int) -> bool:
         kept = [self.preserved(mapping, ranks)[dim] for mapping in mappings]
-        found = [p for p in kept if p is not None]
-        tops = {(p.output_dim, p.output_block * p.count, p.block * p.count) for p in found}
-        return len(found) == len(kept) and len(tops) == 1 and min(p.count for p in found) % ranks == 0
+        digits = [p for p in kept if p is not None]
+        tops = {(p.output_dim, p.output_block * p.count, p.block * p.count) for p in digits}
+        return len(digits) == len(kept) and len(tops) == 1 and min(p.count for p in digits) % ranks == 0
 
     # An activation depends on a parameter and on an input, or on an input that a contraction reads along
     # a summed dim (a batch of features, and not a mask). All else are input branches.
@@ -118,8 +116,8 @@ class Facts:
 
     def root(self, name: str) -> str:
         """The tensor that a value is a view of."""
-        while name in self.made and self.is_view(self.made[name]):
-            name = self.operands[self.made[name]][0]
+        while name in self.producer and self.is_view(self.producer[name]):
+            name = self.operands[self.producer[name]][0]
         return name
 
     def is_active(self, i: int) -> bool:

@@ -32,7 +32,7 @@ class Claim:
 class Growth:
     """Blocks grow from contractions along their users, in the order of depth (CFP Algorithm 1, DFSAndGroup).
 
-    A block takes in a user as long as every dim of the contraction's result that can be split is still known at the
+    A block takes in a user as long as every dim of the contraction's result that can be split survives in the
     user's result (Eq. 2, on composed dependency maps). Line 22 of the algorithm returns inside the loop and would drop
     sibling users: here all are visited. Whether a graph is flattened to [b*s, h] or keeps [b, s, h] makes no
     difference, since views are operators with maps like all others.
@@ -51,21 +51,23 @@ class Growth:
         seeds = [i for i in range(facts.middle) if facts.is_contraction(i) and facts.is_active(i)]
         depth = self._depths()
         seeds.sort(key=lambda i: (depth[i], i))
-        found: list[Claim] = []
+        claims: list[Claim] = []
         for seed in seeds:
             if seed not in self.grouped:
                 merged = self._siblings(seed, seeds) if self.merge else (seed,)
                 claim = self._grow(merged, self.facts.ranks, closed=self.merge)
                 self.grouped |= claim.nodes
-                found.append(claim)
-        return found
+                claims.append(claim)
+        return claims
 
     def _depths(self) -> list[int]:
         """Length of the longest path that ends in each forward node, views not counted."""
         facts = self.facts
         depth: list[int] = []
         for i in range(facts.middle):
-            before = max((depth[facts.made[name]] for name in facts.operands[i] if name in facts.made), default=0)
+            before = max(
+                (depth[facts.producer[name]] for name in facts.operands[i] if name in facts.producer), default=0
+            )
             depth.append(before + (not facts.is_view(i)))
         return depth
 
@@ -111,23 +113,23 @@ class Growth:
                 claim.refused[i] = f"reads {outside[0]} too"
                 continue
             reached = [self._reached(claim, i, slot) if o else {} for slot, o in enumerate(nodes[i].outputs)]
-            if not all(facts.preserves(maps, ranks) for found in reached for maps in found.values()):
+            if not all(facts.preserves(maps, ranks) for paths in reached for maps in paths.values()):
                 claim.refused[i] = "Equation 2 does not hold"
                 continue
             claim.nodes.add(i)
-            claim.values.update((o, found) for o, found in zip(nodes[i].outputs, reached, strict=True) if o)
+            claim.values.update((o, paths) for o, paths in zip(nodes[i].outputs, reached, strict=True) if o)
             visit(o for o in nodes[i].outputs if o)
         return claim
 
     def _reached(self, claim: Claim, i: int, slot: int) -> dict[int, tuple[int, ...]]:
         """The maps from one output of node i to each contraction that the block grew from."""
-        found: dict[int, dict[int, None]] = {}
+        reached: dict[int, dict[int, None]] = {}
         for operand, name in enumerate(self.facts.operands[i]):
             for seed, maps in claim.values.get(name, {}).items():
-                paths = found.setdefault(seed, {})
+                paths = reached.setdefault(seed, {})
                 for mapping in maps:
                     paths[self.facts.step(mapping, i, slot, operand)] = None
-        return {seed: tuple(sorted(paths)) for seed, paths in found.items()}
+        return {seed: tuple(sorted(paths)) for seed, paths in reached.items()}
 
 
 def blocks(graph: JointGraph, ranks: int, *, merge: bool = True) -> Blocks:
@@ -182,7 +184,7 @@ class _Partition:
         for i in range(facts.middle):
             if i in self.group or not facts.is_active(i):
                 continue
-            makers = {facts.made[n] for n in facts.operands[i] if n in facts.activations and n in facts.made}
+            makers = {facts.producer[n] for n in facts.operands[i] if n in facts.activations and n in facts.producer}
             groups = {self.group[maker] for maker in makers}
             # a norm reads the residual stream twice: it goes on where its own module began
             alike = {self.group[maker] for maker in makers if nodes[maker].module == nodes[i].module}
@@ -215,7 +217,7 @@ class _Partition:
             if nodes[i].sequence >= 0 and self.group[i] >= 0:
                 forward[nodes[i].sequence] = self.group[i]
         for i in range(facts.middle, len(nodes)):
-            makers = [facts.made[n] for n in facts.operands[i] if n in facts.made]
+            makers = [facts.producer[n] for n in facts.operands[i] if n in facts.producer]
             backward = [m for m in makers if m >= facts.middle]
             sequence = nodes[i].sequence
             if sequence in forward and all(nodes[m].sequence < 0 or nodes[m].sequence >= sequence for m in backward):
@@ -260,25 +262,25 @@ class _Partition:
         rule = facts.rule(seed)
         assert rule is not None
         dims: list[BlockDim] = []
-        known = {tuple(sorted(found.items())) for found in claim.values.values() if seed in found}
+        maps = {tuple(sorted(of_value.items())) for of_value in claim.values.values() if seed in of_value}
         for f, factor in enumerate(rule.factors):
             if f in rule.outputs[0]:
                 dim = rule.outputs[0].index(f)
                 kept = [(1, factor.size)]
-                for found in sorted(known):
-                    kept = _intersection(kept, self._kept(dict(found), seed, dim))
+                for of_value in sorted(maps):
+                    kept = _intersection(kept, self._kept(dict(of_value), seed, dim))
                 dims += [BlockDim(factor=factor.name, dim=dim, block=low, count=high // low) for low, high in kept]
             else:
                 dims.append(BlockDim(factor=factor.name, dim=None, block=1, count=factor.size))
         return tuple(dims)
 
-    def _kept(self, found: dict[int, tuple[int, ...]], seed: int, dim: int) -> list[tuple[int, int]]:
+    def _kept(self, of_value: dict[int, tuple[int, ...]], seed: int, dim: int) -> list[tuple[int, int]]:
         """The digits [block, block * count) of a dim of `seed`'s result that one value knows along all
         paths, and at which it knows a digit of every other contraction that it comes from too."""
         facts = self.facts
         kept: list[tuple[int, int]] | None = None
-        others = [mapping for other, maps in found.items() if other != seed for mapping in maps]
-        for mapping in found[seed]:
+        others = [mapping for other, maps in of_value.items() if other != seed for mapping in maps]
+        for mapping in of_value[seed]:
             digits: list[tuple[int, int]] = []
             for p in surviving(facts.maps[mapping])[dim]:
                 spans = [(p.output_block, p.output_block * p.count)]
@@ -295,7 +297,7 @@ class _Partition:
                 yield FreeGroup(name=self.names[k], nodes=tuple(members), reason=self.reasons[k])
 
     def shared(self) -> Iterable[SharedGroup]:
-        """Shared operators by who reads them, through one another, and by what they are made from."""
+        """Shared operators by who reads them, through one another, and by what they come from."""
         facts, nodes = self.facts, self.facts.graph.nodes
         readers: dict[int, frozenset[int]] = {}
         for i in reversed(self.members.get(-1, [])):

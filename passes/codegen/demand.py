@@ -1,5 +1,5 @@
-"""Demand: the sites of all copies of repeated segments, made from those of the first one by renaming; how every root is
-made, the layouts in which it is read, and the routes that lead there."""
+"""Demand: the sites of all copies of repeated segments, renamed from those of the first one; how every root is
+produced, the layouts in which it is read, and the routes that lead there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.ir.layout import Layout
 from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.choices import REGATHER, SiteChoice
 from autopar.passes.space.problem import Assignment, is_bucketed
-from autopar.passes.space.recompute import reacquired, remade
+from autopar.passes.space.recompute import reacquired, recomputed
 from autopar.passes.space.sites import Option, Site, border_name, output_name, output_numbers
 from autopar.passes.space.space import Space
 
@@ -46,28 +46,28 @@ def placed(space: Space, assignment: Assignment) -> Iterator[Placed]:
         yield Placed(site, option, nothing, order(site, nothing))
     bodies = zip(space.repeats, space.bodies, assignment.copies, strict=True)
     for number, (repeat, region, copies) in enumerate(bodies):
-        twice, again = remade(region), assignment.again(number)
+        recomputable, again = recomputed(region), assignment.again(number)
         for k, decisions in enumerate(copies):
             rename = _rename(space, repeat, k)
             for site in region.sites.values():
                 if site.kind == "shared":
                     continue
                 if site.kind == "border" and not site.reads:
-                    # made on the other side: by the neighbour's border site that reads it
+                    # the neighbour's border site that reads it makes it
                     continue
                 option = _option(space, site, decisions[site.name])
-                yield Placed(site, option, rename, order(site, rename), again[k] and site.name in twice)
+                yield Placed(site, option, rename, order(site, rename), again[k] and site.name in recomputable)
 
 
 def reacquired_roots(space: Space, assignment: Assignment) -> set[str]:
     """Names of the roots that are brought to their layouts again in backward."""
-    found: set[str] = set()
+    roots: set[str] = set()
     for number, (repeat, region) in enumerate(zip(space.repeats, space.bodies, strict=True)):
         for k, again in enumerate(assignment.again(number)):
             if again:
                 rename = _rename(space, repeat, k)
-                found.update(rename.get(root, root) for root in reacquired(region))
-    return found
+                roots.update(rename.get(root, root) for root in reacquired(region))
+    return roots
 
 
 def _rename(space: Space, repeat: Repeated, k: int) -> dict[str, str]:
@@ -105,13 +105,13 @@ class Demand:
     metas: dict[str, TensorMeta] = field(default_factory=dict)
     """Root -> its global shape and dtype."""
     produced: dict[str, tuple[Layout, str]] = field(default_factory=dict)
-    """Root -> the layout that it is made in, and whether it is had anew in backward."""
+    """Root -> the layout that it is produced in, and whether backward gathers it again."""
     wanted: dict[str, tuple[set[Layout], set[Layout]]] = field(default_factory=dict)
     """Root -> the layouts that forward reads, and backward."""
     bucketed: dict[str, bool] = field(default_factory=dict)
     """Root -> whether it travels in a bucket, as the problem priced it."""
     again: dict[str, Placed] = field(default_factory=dict)
-    """Root -> the operator that makes it again in backward."""
+    """Root -> the operator that recomputes it in backward."""
     borders: dict[str, Placed] = field(default_factory=dict)
     """Border name -> the site that reads the value behind it."""
     sources: dict[tuple[str, bool], dict[Layout, tuple[Layout, tuple[RouteStep, ...]]]] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Codegen: the program of one rank under an assignment.
 
 Every operator runs on local shapes (`values`); where a reader wants another layout than a tensor has, the route that
-the cost model priced is written out as local reshapes and collectives (`redistribution`). Copies of a repeated segment
-are made from the sites of the first one, by renaming (`demand`).
+the cost model priced is written out as local reshapes and collectives (`redistribution`). The sites of
+all copies of a repeated segment are those of the first one, renamed (`demand`).
 """
 
 from collections.abc import Mapping
@@ -58,8 +58,8 @@ def codegen(space: Space, assignment: Assignment) -> Program:
 
 
 def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:
-    """How each value of the graph lies where it is made, by the name that it has there and in the program. (Views are
-    made of these values, and have no layout of their own.)"""
+    """The layout in which each value of the graph is produced, by the name that it has there and in the program. (Views
+    of these values have no layout of their own.)"""
     return {
         item.name(root): layout
         for item in placed(space, assignment)
@@ -73,7 +73,7 @@ def _finish(
 ) -> Program:
     """The program around the instructions: its inputs and outputs, and what forward saves for backward."""
     graph, space = values.space.graph, values.space
-    made = []
+    results = []
     for number, output in enumerate(graph.outputs):
         meta = graph.metas[output.name] if output.name is not None else None
         layout: Layout = (REPLICATE,) * len(space.mesh)
@@ -89,15 +89,15 @@ def _finish(
             values.emitter.context = ("", f"{output.role} {output.target}")
             phase = int(item.site.backward)
             name = values.view(item.name(read.alias.root), read.alias.steps, item.option.reads[0], phase)
-            found = from_root(read.alias.steps, item.option.reads[0], space.mesh)
-            assert found is not None
-            layout = found
-        made.append(ProgramOutput(name=name, role=output.role, target=output.target, meta=meta, layout=layout))
+            of_view = from_root(read.alias.steps, item.option.reads[0], space.mesh)
+            assert of_view is not None
+            layout = of_view
+        results.append(ProgramOutput(name=name, role=output.role, target=output.target, meta=meta, layout=layout))
     forward, backward = (half.written for half in values.emitter.halves)
     made_in_backward = {name for i in backward for name in i.outputs}
     made_in_backward.update(i.name for i in graph.inputs if i.role == "tangent")
     read_in_backward = [name for i in backward for name in i.inputs]
-    read_in_backward += [o.name for o in made if o.role == "gradient" and o.name is not None]
+    read_in_backward += [o.name for o in results if o.role == "gradient" and o.name is not None]
     saved = tuple(dict.fromkeys(name for name in read_in_backward if name not in made_in_backward))
     return Program(
         axes=space.axes,
@@ -109,7 +109,7 @@ def _finish(
         forward=tuple(forward),
         backward=tuple(backward),
         saved=saved,
-        outputs=tuple(made),
+        outputs=tuple(results),
         metas=values.emitter.metas,
         uneven=frozenset(values.emitter.uneven),
     )

@@ -14,7 +14,7 @@ from .emitter import Emitter
 
 @dataclass(frozen=True, kw_only=True)
 class Redistribution:
-    """Writes routes of one root in one half of the program. `meta` is the whole root."""
+    """Writes routes of one root in one half of the program. `meta` is that of the global root."""
 
     emitter: Emitter
     mesh: Shape
@@ -81,7 +81,7 @@ class Redistribution:
             given //= n  # the digit that was taken has left from below
         return self._resize(self._insert(stacked, before.dim, given), before.dim, self._taken(step)[before.dim])
 
-    # --- what steps are made of
+    # --- the parts of steps
 
     def _shape(self, value: str) -> Shape:
         return self.emitter.metas[value].shape

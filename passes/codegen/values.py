@@ -1,7 +1,7 @@
 """Values: what is local to a rank, and the operators that make it.
 
 Where a reader wants another layout than a tensor has, the route that the cost model priced is written out; a view runs
-where it is read; what is recomputed in backward is made when backward first reads it.
+where it is read; what backward recomputes is written where backward first reads it.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from .redistribution import Redistribution
 
 @dataclass(eq=False)
 class Values:
-    """Local values, made where they are first read."""
+    """Local values, written where they are first read."""
 
     space: Space
     demand: Demand
@@ -34,7 +34,7 @@ class Values:
     constants: tuple[dict[tuple[str, str, str], str], dict[tuple[str, str, str], str]] = field(
         default_factory=lambda: ({}, {})
     )
-    """Per phase: what expansions computed of no operand -> its value."""
+    """Per phase: what expansions compute without operands -> its value."""
     fixed: set[str] = field(default_factory=set)
     """Those values."""
 
@@ -46,7 +46,7 @@ class Values:
         self.there[phase][root, layout] = local
 
     def _get(self, root: str, layout: Layout, phase: int) -> str:
-        """The local value of a root in a layout, made now if it is not there."""
+        """The local value of a root in a layout, written now if it is not there."""
         if (root, layout) in self.there[phase]:
             return self.there[phase][root, layout]
         produced, policy = self.demand.produced.get(root, (None, ""))
@@ -71,9 +71,9 @@ class Values:
         return local
 
     def _cross(self, border: str, layout: Layout, phase: int) -> None:
-        """A border tensor, made from the value behind it in the layout that the border has."""
+        """A border tensor: the value behind it in the layout of the border."""
         if border not in self.demand.borders:
-            raise AssertionError(f"{border} is read before it is made")
+            raise AssertionError(f"{border} is read before it is written")
         item = self.demand.borders[border]
         (read,) = item.site.reads
         local = self.view(item.name(read.alias.root), read.alias.steps, item.option.reads[0], phase)
@@ -119,28 +119,28 @@ class Values:
             for read, layout in zip(site.reads, option.reads, strict=True)
         ]
         layouts = operand_layouts(site, option, self.space)
-        made = {}
+        names = {}
         for root, layout in zip(site.makes, option.makes, strict=True):
             if root:
-                name = made[root] = (
+                name = names[root] = (
                     self.emitter.fresh(item.name(root)) if phase > int(site.backward) else item.name(root)
                 )
                 self.define(item.name(root), layout, phase, name)
         splits = splits_of(rule, option.choice) if rule is not None else ()
         emission = local_program(call, rule, splits, layouts, option.makes, mesh, site.zeros)
-        self._write(item, emission, operands, made, phase)
+        self._write(item, emission, operands, names, phase)
         self.emitter.context = outside
 
     def _write(
-        self, item: Placed, emission: Emission, operands: list[str], made: Mapping[str, str], phase: int
+        self, item: Placed, emission: Emission, operands: list[str], results: Mapping[str, str], phase: int
     ) -> None:
-        """Append an operator's local program under the names of this copy; `made` are those of its results."""
+        """Append an operator's local program under the names of this copy; `results` are those of its results."""
         names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
-        roots = set(made.values())
+        roots = set(results.values())
         for result, root in zip(emission.results, item.site.makes, strict=True):
             if root:
                 assert result is not None, f"the expansion of {item.site.name} makes no {root}"
-                names[result] = made[root]
+                names[result] = results[root]
 
         def name(value: str) -> str:
             if value not in names:
@@ -151,7 +151,7 @@ class Values:
         writer, constant, (module, serves) = self.emitter.halves[phase], self.constants[phase], self.emitter.context
         for instruction in emission.instructions:
             here = reading(instruction, names)
-            # what depends on no operand (a mask of padding) is made once
+            # what depends on no operand (a mask of padding) is computed once
             once = (
                 len(instruction.outputs) == 1
                 and instruction.outputs[0] not in emission.results
@@ -168,8 +168,8 @@ class Values:
                 self.fixed.add(outputs[0])
             if routed:
                 self.emitter.uneven.update(new for new in outputs if new and new not in roots)
-            results = [(new, emission.metas.get(old)) for old, new in zip(instruction.outputs, outputs, strict=True)]
-            writer.emit(here.op, here.args, *results, kwargs=here.kwargs, module=module, serves=serves)
+            metas = [(new, emission.metas.get(old)) for old, new in zip(instruction.outputs, outputs, strict=True)]
+            writer.emit(here.op, here.args, *metas, kwargs=here.kwargs, module=module, serves=serves)
 
     def gradient(self, owner: Placed) -> str:
         (read,) = owner.site.reads

@@ -1,7 +1,7 @@
 """Affine maps: which elements of an operand an element of a result reads (CFP section 3.2).
 
 CFP Eq. 1 and Table 1: an operator maps the indices of its output to the indices of its input by an affine expression
-with floor and modulo. Maps compose along a path. Where an operator needs a dim whole, the index is "*" (any
+with floor and modulo. Maps compose along a path. Where an operator needs a dim unsplit, the index is "*" (any
 index); this says too much for a few (a slice reads a part of the dim), never too little.
 """
 
@@ -49,7 +49,7 @@ def times(expression: Expression, factor: int) -> Expression:
 
 def add(*expressions: Expression) -> Expression:
     """The sum in normal form: highest coefficient first, neighbouring digits of one source joined
-    (d * (a // d) + a % d = a), and a nested sum that is whole again unfolded."""
+    (d * (a // d) + a % d = a), and a nested sum that is complete again unfolded."""
     terms = [t for e in expressions for t in e.terms]
     constant = sum(e.constant for e in expressions)
     while (pair := _neighbours(terms)) is not None:
@@ -134,10 +134,10 @@ def substitute(expression: Expression, values: Sequence[Expression]) -> Expressi
 
 
 def variables_of(expression: Expression) -> set[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for term in expression.terms:
-        found |= {term.source} if isinstance(term.source, int) else variables_of(term.source)
-    return found
+        numbers |= {term.source} if isinstance(term.source, int) else variables_of(term.source)
+    return numbers
 
 
 def text_of(expression: Expression, names: Sequence[str], sizes: Sequence[int]) -> str:
@@ -177,12 +177,12 @@ class AffineMap:
 
     def __str__(self) -> str:
         names = [f"a{j}" for j in range(len(self.outputs))] + [f"s{j}" for j in range(len(self.free))]
-        whole = {Expression((Term(1, len(self.outputs) + j, 1, size),)): size for j, size in enumerate(self.free)}
+        full = {Expression((Term(1, len(self.outputs) + j, 1, size),)): size for j, size in enumerate(self.free)}
         sources = [term.source for index in self.indices for term in index.terms]
         shown: list[str] = []
         bounded: set[int] = set()
         for size, index in zip(self.inputs, self.indices, strict=True):
-            if whole.get(index) == size and sources.count(index.terms[0].source) == 1:
+            if full.get(index) == size and sources.count(index.terms[0].source) == 1:
                 shown.append("*")
             else:
                 shown.append(text_of(index, names, self.sizes))
@@ -223,7 +223,7 @@ def permute(before: Shape, order: tuple[int, ...]) -> AffineMap:
 @cache
 def compose(first: AffineMap, second: AffineMap) -> AffineMap:
     """Y -> W from Y -> X (first) and X -> W (second). Exact: a floor of a sum stays one where its
-    digits cannot be told apart."""
+    digits overlap."""
     assert first.inputs == second.outputs, f"{first.inputs} is not {second.outputs}"
     sizes = first.sizes + second.free
     moved = [variable(len(first.sizes) + j, size) for j, size in enumerate(second.free)]
@@ -286,13 +286,13 @@ def surviving(mapping: AffineMap) -> tuple[tuple[Preserved, ...], ...]:
 
 
 def _digits(index: Expression, mapping: AffineMap) -> tuple[Preserved, ...]:
-    found: list[Preserved] = []
+    digits: list[Preserved] = []
     for position, term in enumerate(index.terms):
         below = Expression(index.terms[position + 1 :], index.constant)
         # not where the digits below overflow into this one, and not where the digit is free
         if isinstance(term.source, int) and term.source < len(mapping.outputs) and maximum(below) < term.coefficient:
-            found.append(Preserved(term.coefficient, term.source, term.divisor, term.modulus))
-    return tuple(found)
+            digits.append(Preserved(term.coefficient, term.source, term.divisor, term.modulus))
+    return tuple(digits)
 
 
 def preserved(mapping: AffineMap, ranks: int) -> tuple[Preserved | None, ...]:

@@ -16,22 +16,22 @@ from .affine import AffineMap, Expression, add, digit, permute, reshape, times, 
 
 def signatures(graph: JointGraph) -> tuple[int, ...]:
     """A number for each node, equal for nodes of equal op, constants and metas: their rules, maps and fingerprints are
-    equal, whoever their operands are, and are worked out once."""
+    equal, whoever their operands are, and are computed once."""
     kinds: dict[TensorMeta, int] = {}
     kind = {name: kinds.setdefault(meta, len(kinds)) for name, meta in graph.metas.items()}
-    known: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}
     labels: list[int] = []
     for node in graph.nodes:
         names: list[str] = []
         constants = (constants_of(node.args, names), tuple([(k, constants_of(v, names)) for k, v in node.kwargs]))
         metas = tuple([kind[name] for name in names]), tuple([kind[o] if o else -1 for o in node.outputs])
-        labels.append(known.setdefault((node.op, node.backward, constants, metas), len(known)))
+        labels.append(numbers.setdefault((node.op, node.backward, constants, metas), len(numbers)))
     return tuple(labels)
 
 
 def constants_of(value: Any, names: list[str]) -> Any:
-    """What of an argument is constant, hashable and told apart by type (1, 1.0 and True are not
-    alike to an operator); the names of its references are appended to `names`."""
+    """The constants of an argument, hashable and distinct by type (1, 1.0 and True are not alike to
+    an operator); the names of its references are appended to `names`."""
     if isinstance(value, Ref):
         names.append(value.name)
         return Ref
@@ -44,19 +44,19 @@ def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None,
     """For each output (None where nobody uses it), for each tensor operand, the map from the output's
     indices to the operand's. Views are mapped from their shapes, other ops from their rule's factors;
     without a rule everything depends on everything."""
-    found: list[tuple[AffineMap | None, ...]] = []
+    maps: list[tuple[AffineMap | None, ...]] = []
     for slot, output in enumerate(call.outputs):
         if output is None:
-            found.append((None,) * len(call.inputs))
+            maps.append((None,) * len(call.inputs))
         elif call.node.op == RESHAPE:
-            found.append((reshape(call.inputs[0].shape, output.shape),))
+            maps.append((reshape(call.inputs[0].shape, output.shape),))
         elif call.node.op == PERMUTE:
             order = tuple(d % len(output.shape) for d in call.node.args[1])
-            found.append((permute(call.inputs[0].shape, order),))
+            maps.append((permute(call.inputs[0].shape, order),))
         else:
             sizes = _factor_sizes(rule) if rule else ()
             carried = rule.outputs[slot] if rule else (None,) * len(output.shape)
-            found.append(
+            maps.append(
                 tuple(
                     _carried(
                         output.shape, carried, meta.shape, rule.inputs[i] if rule else (None,) * len(meta.shape), sizes
@@ -64,7 +64,7 @@ def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None,
                     for i, meta in enumerate(call.inputs)
                 )
             )
-    return tuple(found)
+    return tuple(maps)
 
 
 def _factor_sizes(rule: OpRule) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 A lowering names places of a program, and for each several ways to write it in parts (`parts.py`). A place is
 looked at where the timeline stands still for its collective. Each way is tried on one of the places that are alike (the
 same layer, again and again), in a window of instructions around it; the quickest is then written at all of them, and
-kept if the whole step is quicker, too. What is found on a program of few copies of each layer serves one of many: there
-the same places are written alike.
+kept if the step is quicker, too. The ways chosen on a program of few copies of each layer serve one of many: there the
+same places are written alike.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ class InParts:
 
         def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
             """The way that has most collectives in parts."""
-            found = []
+            candidates = []
             for number in range(len(place.ways)):
-                made = writing.tried(place, trial, Chosen(number, parts))
-                if made is not None:
-                    found.append(Chosen(number, parts, float(len(made.collectives()))))
-            return max(found, key=lambda chosen: chosen.gain, default=None)
+                written = writing.tried(place, trial, Chosen(number, parts))
+                if written is not None:
+                    candidates.append(Chosen(number, parts, float(len(written.collectives()))))
+            return max(candidates, key=lambda chosen: chosen.gain, default=None)
 
         return _Lowering(program, self, None, widest).program()
 
     def why_whole(self, program: Program, parts: int) -> dict[str, str]:
         """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for half, _ in halves_of(program):
             for place in self.places(half, program.metas, None):
                 why = []
@@ -100,8 +100,8 @@ class InParts:
                     except Refused as refused:
                         why.append(str(refused))
                 if len(why) == len(place.ways):
-                    found[place.collective] = "; ".join(dict.fromkeys(why))
-        return found
+                    reasons[place.collective] = "; ".join(dict.fromkeys(why))
+        return reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +135,15 @@ class Alike:
 
 def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None:
     """The lowering wherever it makes the program's step shorter, in as many parts as are best, if it does anywhere."""
-    cluster, known = target.cluster, target.known
-    told = timeline(program, cluster, known)
-    windows = replace(known, latest=[])
+    cluster = target.cluster
+    before = timeline(program, cluster, target.cache)
+    windows = replace(target.cache, latest=[])
     links = cluster.links(program.mesh)
     kinds = {i.outputs[0]: i for i in (*program.forward, *program.backward) if i.collective}
     # one collective more takes its latencies at least: what can be hidden is what lies above them
     worth = {
-        name: (seconds - least) / told.seconds
-        for name, seconds in stood_still(told).items()
+        name: (seconds - least) / before.seconds
+        for name, seconds in stood_still(before).items()
         if seconds > (least := collective_seconds(kinds[name].collective or "", 0.0, links[kinds[name].args[-1]]))
     }
     if sum(worth.values()) < LEAST_GAIN:
@@ -152,33 +152,33 @@ def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None
     starts: set[Key] = set()
 
     def quickest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
-        found = writing.quickest(place, trial, lambda made: timeline(made, cluster, windows).seconds)
-        if found is not None:
-            ways[key] = found
+        chosen = writing.quickest(place, trial, lambda window: timeline(window, cluster, windows).seconds)
+        if chosen is not None:
+            ways[key] = chosen
             starts.add(_form(kinds[place.collective], program.metas))
-        return found
+        return chosen
 
     writing = _Lowering(program, lowering, worth, quickest)
-    made = writing.program()
-    seconds = target.seconds(made) if writing.count else told.seconds
-    if seconds >= told.seconds * (1 - LEAST_GAIN):
+    written = writing.program()
+    seconds = target.seconds(written) if writing.count else before.seconds
+    if seconds >= before.seconds * (1 - LEAST_GAIN):
         return None
-    what = f"{writing.count} places, {step(told.seconds, seconds)}"
-    return Adopted(given=program, program=made, write=Alike(lowering, ways, frozenset(starts)), what=what)
+    what = f"{writing.count} places, {step(before.seconds, seconds)}"
+    return Adopted(given=program, program=written, write=Alike(lowering, ways, frozenset(starts)), what=what)
 
 
-def stood_still(told: Timeline) -> dict[str, float]:
+def stood_still(step: Timeline) -> dict[str, float]:
     """Seconds for which the rank stands still for each collective, under way meanwhile on the axis waited for."""
-    communication = [event for event in told.events if event.stream != COMPUTE]
-    return {event.name: seconds for event, seconds in covered(told.stalls, communication) if seconds > 0}
+    communication = [event for event in step.events if event.stream != COMPUTE]
+    return {event.name: seconds for event, seconds in covered(step.stalls, communication) if seconds > 0}
 
 
 def halves_of(program: Program) -> Iterator[tuple[Sequence[Node], frozenset[str]]]:
     """Each half, with what is read after it."""
-    made = [(o.role, o.name) for o in program.outputs if o.name is not None]
-    out = {name for role, name in made if role != "gradient"}
+    results = [(o.role, o.name) for o in program.outputs if o.name is not None]
+    out = {name for role, name in results if role != "gradient"}
     yield program.forward, frozenset(out | set(program.saved))
-    yield program.backward, frozenset(name for role, name in made if role == "gradient")
+    yield program.backward, frozenset(name for role, name in results if role == "gradient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +234,8 @@ class _Lowering:
 
         def trial(first: int, last: int) -> Trial:
             window = half[first : last + 1]
-            made = {name for i in window for name in i.outputs if name}
-            kept = frozenset(name for name in made if name in later or last_read.get(name, -1) > last)
+            results = {name for i in window for name in i.outputs if name}
+            kept = frozenset(name for name in results if name in later or last_read.get(name, -1) > last)
             return Trial(window, first, kept)
 
         alike: dict[Key, list[Place]] = {}
@@ -255,8 +255,8 @@ class _Lowering:
         # from the end, so that positions before stay what they are
         for place, best in reversed(_apart(chosen)):
             first, last = place.ways[best.way].span
-            if (made := self.write(place, trial(first, last), best, self.metas)) is not None:
-                written[first : last + 1] = made
+            if (in_place := self.write(place, trial(first, last), best, self.metas)) is not None:
+                written[first : last + 1] = in_place
                 self.count += 1
         return written
 
@@ -278,8 +278,8 @@ class _Lowering:
     def tried(self, place: Place, trial: Trial, chosen: Chosen) -> Program | None:
         """The window as a program of its own, in parts."""
         metas = dict(self.metas)
-        made = self.write(place, trial, chosen, metas)
-        return None if made is None else self._alone(made, trial, metas)
+        window = self.write(place, trial, chosen, metas)
+        return None if window is None else self._alone(window, trial, metas)
 
     def _alone(self, window: Sequence[Node], trial: Trial, metas: dict[str, TensorMeta]) -> Program:
         saved = tuple(sorted(trial.kept))
@@ -290,18 +290,18 @@ class _Lowering:
         parts = self.lowering.parts
 
         def priced(chosen: Chosen) -> list[tuple[float, Chosen]]:
-            made = self.tried(place, trial, chosen)
-            return [] if made is None else [(seconds(made), chosen)]
+            written = self.tried(place, trial, chosen)
+            return [] if written is None else [(seconds(written), chosen)]
 
-        found: list[tuple[float, Chosen]] = []
+        candidates: list[tuple[float, Chosen]] = []
         for number in range(len(place.ways)):
-            found += next(filter(None, (priced(Chosen(number, n)) for n in parts)), [])
-        if not found:
+            candidates += next(filter(None, (priced(Chosen(number, n)) for n in parts)), [])
+        if not candidates:
             return None
-        best = min(found, key=lambda item: item[0])[1]
+        best = min(candidates, key=lambda item: item[0])[1]
         for n in parts:
             if n > best.parts:
-                found += priced(Chosen(best.way, n))
-        least, best = min(found, key=lambda item: item[0])
+                candidates += priced(Chosen(best.way, n))
+        least, best = min(candidates, key=lambda item: item[0])
         before = seconds(self._alone(trial.window, trial, self.metas))
         return replace(best, gain=before - least) if least < before * (1 - LEAST_GAIN) else None

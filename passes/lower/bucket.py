@@ -5,7 +5,7 @@ dtype into collectives of up to `bucket_bytes`. Values are the same bit for bit:
 by side in a flat tensor, communicated at once, and taken apart again. What is large enough to hide a
 latency travels alone, without the copies that a bucket needs.
 
-Four kinds of collectives are told apart:
+There are four kinds of collectives:
 
 - *reductions*, in backward, that only gradients depend on: started as soon as a bucket is full,
   finished at the end, or, where a second mesh axis follows, when the next bucket has been started;
@@ -46,7 +46,7 @@ def bucket(
     Gathers that are started and not yet read have at most `ahead_bytes` (`limit_bytes` if not given), or are two.
     """
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
-    made = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
+    results = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
     gradients = [o.name for o in program.outputs if o.name is not None and o.role == "gradient"]
     limits = tuple(min(limit_bytes, size) for size in bucket_bytes or (limit_bytes,) * len(program.mesh))
     writer = BucketWriter(
@@ -57,7 +57,7 @@ def bucket(
         alone_bytes=min(alone_bytes, limit_bytes),
         ahead_bytes=ahead_bytes or limit_bytes,
     )
-    forward = gather(writer, together(writer, program.forward, program.uneven), parameters, [*made, *program.saved])
+    forward = gather(writer, together(writer, program.forward, program.uneven), parameters, [*results, *program.saved])
     backward = gather(writer, program.backward, parameters, gradients)
     backward = reduce(writer, backward, gradients)
     return replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas)

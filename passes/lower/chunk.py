@@ -49,19 +49,19 @@ def _ways(around: Around, position: int) -> Iterator[Way]:
 
 
 def _behind(around: Around, position: int) -> list[int]:
-    """What is made of a collective, in order, as far as a stretch goes."""
-    made = set(around.half[position].outputs)
-    found = [position]
+    """What depends on a collective, in order, as far as a stretch goes."""
+    values = set(around.half[position].outputs)
+    behind = [position]
     for later in range(position + 1, min(len(around.half), position + LONGEST)):
         instruction = around.half[later]
-        if not made.isdisjoint(instruction.inputs):
-            made.update(name for name in instruction.outputs if name)
-            found.append(later)
-    return found
+        if not values.isdisjoint(instruction.inputs):
+            values.update(name for name in instruction.outputs if name)
+            behind.append(later)
+    return behind
 
 
 def _between(around: Around, behind: Sequence[int], first: int, last: int) -> set[int]:
-    """Of what is made of the first, what the last depends on."""
+    """Of what depends on the first, what the last depends on."""
     wanted = {last}
     reads = set(around.half[last].inputs)
     for position in reversed(behind):

@@ -1,9 +1,8 @@
 """Compact: what backward keeps of a larger tensor is copied out of it, so that the rest is not kept with it.
 
-A view holds all the memory of its base: a slice of a mask that every rank makes whole would keep the whole.
+A view holds all the memory of its base: a slice of a mask that every rank computes in full would keep the full mask.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.cost.liveness import Memory, PlacementCache
@@ -16,15 +15,14 @@ LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
 
 
-def compact(program: Program, known: PlacementCache | None = None) -> Program:
-    """The program with copies in forward of what it saves, where most of the memory behind that is of no use later.
-    `known` is how results lay in memory in other programs."""
-    memory = Memory.of(program, program.forward, known)
+def compact(program: Program, cache: PlacementCache | None = None) -> Program:
+    """The program with copies in forward of what it saves, where most of the memory behind that is of no use later."""
+    memory = Memory.of(program, program.forward, cache)
     origin = {
-        name: instruction.inputs[made]
+        name: instruction.inputs[operand]
         for instruction in program.forward
         for name in instruction.outputs
-        if name and (made := _viewed(memory, instruction, name)) is not None
+        if name and (operand := _viewed(memory, instruction, name)) is not None
     }
     outside = [i.name for i in program.inputs] + [o.name for o in program.outputs if o.role == "output" and o.name]
     held = {memory.storages[name][0] for name in outside if name in memory.storages}
@@ -73,14 +71,7 @@ def _viewed(memory: Memory, instruction: Node, name: str) -> int | None:
 
 def _top(memory: Memory, origin: dict[str, str], name: str) -> str:
     """The first of the views that led to a value which has its elements, and no others."""
-    for source in _sources(origin, name):
-        if memory.placed[source].numel != memory.placed[name].numel:
-            break
-        name = source
-    return name
-
-
-def _sources(origin: dict[str, str], name: str) -> Iterator[str]:
-    while name in origin:
+    numel = memory.placed[name].numel
+    while name in origin and memory.placed[origin[name]].numel == numel:
         name = origin[name]
-        yield name
+    return name

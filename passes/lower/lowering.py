@@ -1,7 +1,7 @@
 """A lowering: what it does to a program, and whether that is worth it.
 
-It is looked at on a program of few copies of each layer, so that what is found out costs the same at any depth, and is
-then written in all programs of the same operators.
+The decision is made on a program of few copies of each layer, so that it costs the same at any depth, and is then
+written in all programs of the same operators.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .bucket import LIMIT_BYTES
 from .regions import Refused
 
 LEAST_GAIN = 1e-2
-"""What is saved at least, of the step's seconds: instructions cost what a timeline does not know of."""
+"""What is saved at least, of the step's seconds: instructions have costs that a timeline leaves out."""
 
 Write = Callable[[Program], Program]
 
@@ -25,23 +25,23 @@ When = Literal["first", "where quicker", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a program is lowered for: a cluster, what timelines on it found out already, and the most bytes that a
-    bucket holds, on each mesh axis (none given: no more than) and on any."""
+    """What a program is lowered for: a cluster, the cache of timelines on it, and the most bytes that a bucket
+    holds, on each mesh axis (none given: no more than) and on any."""
 
     cluster: Cluster
-    known: TimelineCache = field(default_factory=TimelineCache)
+    cache: TimelineCache = field(default_factory=TimelineCache)
     axis_bytes: tuple[int, ...] = ()
     limit_bytes: int = LIMIT_BYTES
 
     def seconds(self, program: Program) -> float:
         """Of a step, by the program's timeline."""
-        return timeline(program, self.cluster, self.known).seconds
+        return timeline(program, self.cluster, self.cache).seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
     """A lowering that is taken: how it is written in any program of the operators of `given`, where it was looked at;
-    `program` is what became of that one, if it was written already. `what` says for the log what was found."""
+    `program` is what became of that one, if it was written already. `what` is for the log."""
 
     given: Program
     write: Write
@@ -92,11 +92,11 @@ def where_quicker(write: Write) -> Callable[[Program, Target], Adopted | None]:
             return program
 
     def adopt(program: Program, target: Target) -> Adopted | None:
-        made = tried(program)
-        before, seconds = target.seconds(program), target.seconds(made)
-        if made is program or seconds >= before * (1 - LEAST_GAIN):
+        written = tried(program)
+        before, seconds = target.seconds(program), target.seconds(written)
+        if written is program or seconds >= before * (1 - LEAST_GAIN):
             return None
-        return Adopted(given=program, program=made, write=tried, what=step(before, seconds))
+        return Adopted(given=program, program=written, write=tried, what=step(before, seconds))
 
     return adopt
 

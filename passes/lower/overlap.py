@@ -1,8 +1,8 @@
 """Overlap: what a collective does not wait for runs while it is under way.
 
-A rank issues its operators in one order. In the order of the graph the gradient of a layer's weight is made before the
+A rank issues its operators in one order. In the order of the graph the gradient of a layer's weight comes before the
 gradient of its input, whose all-reduce everything after it waits for. This pass starts such a collective as soon
-as what it needs is made, and lets the operators that stood before it, and that it does not need, run while bytes
+as its operands are there, and lets the operators that stood before it, and that it does not need, run while bytes
 travel (asynchronous gradients: Par4D IV-A, ATP 4.2). No operator moves past the next collective that is waited for, and
 no more of them move than the collective takes, the last ones first: what is put off longer is kept alive longer, and
 with it the reductions that it leads to.

@@ -60,21 +60,21 @@ class Pieces(NodeWriter):
         one = self._emit(reader, "aten.select.int", select, name, TensorMeta(taken, dtype))
         return self._emit(reader, RESHAPE, (Ref(one), small.shape), self._name(value, part), small)
 
-    def _together(self, instruction: Node, value: str, whole: str) -> None:
-        """All parts of a value, under the name `whole`."""
+    def _together(self, instruction: Node, value: str, joint: str) -> None:
+        """Put all parts of a value together, under the name `joint`."""
         cut = self.region.cuts[value]
         parts = [Ref(self.part_names[value, part]) for part in range(self.region.parts)]
         meta = self.metas[value]
         if isinstance(cut, Partial):
             total = parts[0]
             for number, more in enumerate(parts[1:], 1):
-                name = whole if number == len(parts) - 1 else self._name(f"{value}_sum", number)
+                name = joint if number == len(parts) - 1 else self._name(f"{value}_sum", number)
                 total = Ref(self._emit(instruction, "aten.add.Tensor", (total, more), name, meta))
             return
         assert isinstance(cut, Split)
         size = meta.shape[cut.dim]
         if cut.period == size:
-            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), whole, meta)
+            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), joint, meta)
             return
         above, below = meta.shape[: cut.dim], meta.shape[cut.dim + 1 :]
         each = (*above, size // cut.period, 1, cut.period // len(parts), *below)
@@ -86,7 +86,7 @@ class Pieces(NodeWriter):
         together = TensorMeta(all_of_them, meta.dtype)
         apart = self._name(f"{value}_blocks", 0)
         self._emit(instruction, "aten.cat.default", (blocks, cut.dim + 1), apart, together)
-        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), whole, meta)
+        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), joint, meta)
 
 
 def in_parts(
@@ -94,9 +94,9 @@ def in_parts(
 ) -> list[Node]:
     """A window of a half with a region in parts, software-pipelined: part s + 1 is one stage behind part s, where a
     stage ends with the start of a collective. What others read of it, `kept` after the window, is put together under
-    its old name; `metas` learns of new values, whose names end with `label` and the number of the part.
+    its old name; `metas` gets those of new values, whose names end with `label` and the number of the part.
 
-    Raises Refused where a member waits for what is made of the region outside.
+    Raises Refused where a member reads what others compute from the region.
     """
     first, last = region.members[0], region.members[-1]
     writer = PartsWriter(half=window, metas=metas, region=region, kept=kept, label=label)
@@ -109,7 +109,7 @@ class PartsWriter(Pieces):
 
     half: Sequence[Node]
     kept: frozenset[str]
-    made: dict[str, int] = field(default_factory=dict)
+    maker: dict[str, int] = field(default_factory=dict)
     """Value of the region -> the member that makes it."""
     stage: dict[int, int] = field(default_factory=dict)
     """Member -> collectives of the region before it."""
@@ -124,15 +124,15 @@ class PartsWriter(Pieces):
         assert not self.dropped.intersection(self.region.members)
         for position in self.region.members:
             instruction = self.half[position]
-            before = [self.stage[self.made[name]] for name in instruction.inputs if name in self.made]
+            before = [self.stage[self.maker[name]] for name in instruction.inputs if name in self.maker]
             self.stage[position] = max(before, default=0) + (instruction.op == WAIT and bool(before))
-            self.made.update((name, position) for name in instruction.outputs if name)
+            self.maker.update((name, position) for name in instruction.outputs if name)
         members = set(self.region.members)
         inside = members | self.dropped
         read_outside = {n for i, instr in enumerate(self.half) if i not in inside for n in instr.inputs} | self.kept
         anchor = max((p for p in members if not self._is_light(p)), default=last)
         late: list[Node] = []
-        behind: set[str] = set()  # what is made of the region
+        behind: set[str] = set()  # what others compute from the region
         for position in range(first, last + 1):
             instruction = self.half[position]
             if position in members:
@@ -142,7 +142,7 @@ class PartsWriter(Pieces):
                 pass
             elif position > anchor:
                 self._outside(instruction)
-            elif behind.isdisjoint(instruction.inputs) and self.made.keys().isdisjoint(instruction.inputs):
+            elif behind.isdisjoint(instruction.inputs) and self.maker.keys().isdisjoint(instruction.inputs):
                 self.written.append(instruction)
             else:
                 late.append(instruction)
@@ -154,14 +154,14 @@ class PartsWriter(Pieces):
                 for waiting in late:
                     self._outside(waiting)
                 behind.clear()
-        for name in self.made:
+        for name in self.maker:
             if name in read_outside:
                 self._join(name)
         return self.written
 
     def _outside(self, instruction: Node) -> None:
         for name in instruction.inputs:
-            if name in self.made:
+            if name in self.maker:
                 self._join(name)
         self.written.append(instruction)
 
@@ -243,10 +243,10 @@ class PartsWriter(Pieces):
             self.forms[member] = _form(instruction, self.metas, self.region)
         emission = self.forms[member]
         names = {OPERAND.format(i): operand for i, operand in enumerate(operands)}
-        for made, value in zip(emission.results, instruction.outputs, strict=True):
+        for result, value in zip(emission.results, instruction.outputs, strict=True):
             if value:
-                assert made is not None
-                names[made] = self.part_names[value, part] = self._name(value, part)
+                assert result is not None
+                names[result] = self.part_names[value, part] = self._name(value, part)
         for written in emission.instructions:
             for output in written.outputs:
                 if output:
@@ -259,12 +259,12 @@ class PartsWriter(Pieces):
         """The name of a part of a value that a member reads."""
         cut = self.region.cuts[value]
         if not isinstance(cut, Split):
-            assert value not in self.made, value
+            assert value not in self.maker, value
             return value
         if (value, part) in self.part_names:
             return self.part_names[value, part]
-        if value in self.made:
-            self._write(self.made[value], part)
+        if value in self.maker:
+            self._write(self.maker[value], part)
             return self.part_names[value, part]
         name = self._cut_out(reader, value, self._source(reader, value, cut), cut, part)
         if reader.collective:
@@ -277,11 +277,11 @@ class PartsWriter(Pieces):
         return value
 
     def _join(self, value: str) -> None:
-        """A value of the region, whole, under its name."""
+        """A value of the region, put together under its name."""
         if value in self.joined:
             return
         self.joined.add(value)
-        member = self.made[value]
+        member = self.maker[value]
         instruction = self.half[member]
         source = instruction.inputs[0]
         if instruction.op in (RESHAPE, PERMUTE) and source in self.joined:
@@ -301,9 +301,9 @@ def _form(instruction: Node, metas: Metas, region: Region) -> Emission:
     operands = tuple((region.cuts[name],) for name in instruction.inputs)
     results = tuple((region.cuts[name] if name else REPLICATE,) for name in instruction.outputs)
     factor = next(
-        found[0]
+        digit[0]
         for i, (cut,) in enumerate(operands)
-        if isinstance(cut, Split) and (found := rule.input_factor(i, cut)) is not None
+        if isinstance(cut, Split) and (digit := rule.input_factor(i, cut)) is not None
     )
     emission = local_program(call, rule, ((rule.factors[factor].name, (0,)),), operands, results, mesh)
     for written in emission.instructions:

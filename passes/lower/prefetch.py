@@ -27,9 +27,9 @@ def prefetch(program: Program, target: Target) -> Adopted:
     usual size, taken to save memory, at most one is ahead."""
     if target.limit_bytes < LIMIT_BYTES:
         return Adopted(given=program, write=partial(_written, target, target.limit_bytes))
-    bound, made = _furthest(program, target)
+    bound, lowered = _furthest(program, target)
     what = f"gathers {bound >> 20} MiB ahead"
-    return Adopted(given=program, program=made, write=partial(_written, target, bound), what=what)
+    return Adopted(given=program, program=lowered, write=partial(_written, target, bound), what=what)
 
 
 def _furthest(program: Program, target: Target) -> tuple[int, Program]:
@@ -39,31 +39,31 @@ def _furthest(program: Program, target: Target) -> tuple[int, Program]:
     of_parameters = _gathers(best)
     if sum(best.metas[name].bytes for name in of_parameters) <= bound:
         return bound, best  # all of them may be under way already
-    told = timeline(best, target.cluster, target.known)
+    step = timeline(best, target.cluster, target.cache)
     for ahead in AHEAD_BYTES[1:]:
-        waited = stood_still(told)
-        if sum(waited.get(name, 0.0) for name in of_parameters) < SHORTER * told.seconds:
+        waited = stood_still(step)
+        if sum(waited.get(name, 0.0) for name in of_parameters) < SHORTER * step.seconds:
             break
         more = _written(target, ahead, program)
-        now = timeline(more, target.cluster, target.known)
-        if now.seconds < told.seconds * (1 - SHORTER):
-            bound, best, told, of_parameters = ahead, more, now, _gathers(more)
+        now = timeline(more, target.cluster, target.cache)
+        if now.seconds < step.seconds * (1 - SHORTER):
+            bound, best, step, of_parameters = ahead, more, now, _gathers(more)
     return bound, best
 
 
 def _written(target: Target, ahead_bytes: int, program: Program) -> Program:
     joined = bucket(program, target.axis_bytes, limit_bytes=target.limit_bytes, ahead_bytes=ahead_bytes)
-    return overlap(joined, alone_seconds(joined, target.cluster, target.known))
+    return overlap(joined, alone_seconds(joined, target.cluster, target.cache))
 
 
 def _gathers(program: Program) -> set[str]:
     """Results of the gathers of parameters."""
-    found: set[str] = set()
+    gathers: set[str] = set()
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     for instruction in (*program.forward, *program.backward):
         if instruction.inputs and parameters.issuperset(instruction.inputs):
             if instruction.collective in GATHERED:
-                found.update(instruction.outputs)
+                gathers.update(instruction.outputs)
             else:
                 parameters.update(name for name in instruction.outputs if name)
-    return found
+    return gathers

@@ -1,4 +1,4 @@
-"""Regions: the instructions that a cut of one value reaches, and how each value that they read or make is cut.
+"""Regions: the instructions that a cut of one value reaches, and how each of their operands and results is cut.
 
 A part is a digit of an index, as a rank's share is (`layout`): part s of a value that is cut by `Split(dim, period)`
 has the indices i of `dim` with (i mod period) // (period / parts) == s. So rules, views and collectives say where a cut
@@ -16,7 +16,7 @@ from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, per
 from autopar.ir.program import RankIndex
 from autopar.ops import Call, rule_of
 from autopar.ops.emit import expands
-from autopar.ops.rule import call_of
+from autopar.ops.rule import OpRule, call_of
 
 DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""
@@ -33,8 +33,8 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Instructions, by position in their half and in its order, that run in `parts` parts; `cuts` says how each value
-    that they read or make is cut."""
+    """Instructions, by position in their half and in its order, that run in `parts` parts; `cuts` says how each of
+    their operands and results is cut."""
 
     members: tuple[int, ...]
     cuts: Mapping[str, Placement]
@@ -42,7 +42,7 @@ class Region:
 
 
 def spread(half: Sequence[Node], metas: Metas, members: Iterable[int], seed: str, cut: Split, parts: int) -> Region:
-    """The region of those of `members` that a cut of the value `seed` reaches, along what they read and make.
+    """The region of those of `members` that a cut of the value `seed` reaches, along their operands and results.
 
     Raises Refused where a member cannot run in parts.
     """
@@ -75,61 +75,64 @@ def _add(cuts: dict[str, Placement], metas: Metas, name: str, placement: Placeme
         size = metas[name].shape[placement.dim]
         if placement.period % parts or size % placement.period:
             raise Refused(f"dim {placement.dim} of {name}, {size} long, is not to be cut in {parts} equal parts")
-    known = cuts.setdefault(name, placement)
-    if known != placement:
-        raise Refused(f"{name} would be cut as {known} and as {placement}")
-    return known is placement
+    before = cuts.setdefault(name, placement)
+    if before != placement:
+        raise Refused(f"{name} would be cut as {before} and as {placement}")
+    return before is placement
 
 
 def through(instruction: Node, metas: Metas, cuts: Mapping[str, Placement], parts: int) -> dict[str, Placement]:
     """How all values of an instruction are cut where one of them is, as `cuts` says. Raises Refused."""
     if instruction.op == WAIT or instruction.collective or instruction.op in (CONTIGUOUS, RESHAPE, PERMUTE):
-        source, made = instruction.inputs[0], instruction.outputs[0]
+        source, result = instruction.inputs[0], instruction.outputs[0]
         if len(instruction.inputs) > 1:
-            raise Refused(f"{instruction.op} has rows of a number that is known at run time only")
-        known = cuts.get(source)
-        if isinstance(known, Split):
-            return {source: known, made: _passed(instruction, metas, known, parts, True)}
-        known = cuts[made]
-        assert isinstance(known, Split)
-        return {made: known, source: _passed(instruction, metas, known, parts, False)}
+            raise Refused(f"{instruction.op} has as many rows as happen to come at run time")
+        cut = cuts.get(source)
+        if isinstance(cut, Split):
+            return {source: cut, result: _passed(instruction, metas, cut, parts, True)}
+        cut = cuts[result]
+        assert isinstance(cut, Split)
+        return {result: cut, source: _passed(instruction, metas, cut, parts, False)}
     call = local_call(instruction, metas)
     if None in call.outputs:
         raise Refused(f"{instruction.op} makes some of its results only")
     rule = rule_of(call)
     if rule is None or rule.routing is not None:
         raise Refused(f"{instruction.op} has no rule that says how its dims go together")
-    found = None
-    for i, name in enumerate(instruction.inputs):
-        if found is None and isinstance(known := cuts.get(name), Split):
-            found = rule.input_factor(i, known)
-            if found is None:
-                raise Refused(f"{instruction.op} needs dim {known.dim} of {name} whole")
-    for i, name in enumerate(instruction.outputs):
-        if found is None and isinstance(known := cuts.get(name), Split):
-            found = rule.output_factor(i, known)
-            if found is None:
-                raise Refused(f"{instruction.op} makes dim {known.dim} of {name} whole")
-    assert found is not None
-    factor, period = found
-    known_factor = rule.factors[factor]
-    if not known_factor.may_split(period, parts) or period > known_factor.size:
-        raise Refused(f"{instruction.op} cannot be cut along {known_factor.name} with period {period}")
-    if expands(rule, ((known_factor.name, (0,)),)) and adding(instruction.op) is None:
-        raise Refused(f"{instruction.op} is another operator on a part of {known_factor.name}")
+    number, period = _digit(instruction, cuts, rule)
+    factor = rule.factors[number]
+    if not factor.may_split(period, parts) or period > factor.size:
+        raise Refused(f"{instruction.op} cannot be cut along {factor.name} with period {period}")
+    if expands(rule, ((factor.name, (0,)),)) and adding(instruction.op) is None:
+        raise Refused(f"{instruction.op} is another operator on a part of {factor.name}")
     placements: dict[str, Placement] = {}
     for i, name in enumerate(instruction.inputs):
-        _one(placements, instruction, name, rule.input_splits(i, factor, period), REPLICATE)
+        _one(placements, instruction, name, rule.input_splits(i, number, period), REPLICATE)
     for i, name in enumerate(instruction.outputs):
         if name:
-            reduction = known_factor.reductions[i]
+            reduction = factor.reductions[i]
             if reduction not in ("", "sum"):
-                raise Refused(f"{instruction.op} takes the {reduction} over {known_factor.name}")
-            splits = rule.output_splits(i, factor, period)
+                raise Refused(f"{instruction.op} takes the {reduction} over {factor.name}")
+            splits = rule.output_splits(i, number, period)
             if not splits and not reduction:
                 raise Refused(f"{instruction.op} makes {name} of parts, and it is no sum of them")
             _one(placements, instruction, name, splits, PARTIAL)
     return placements
+
+
+def _digit(instruction: Node, cuts: Mapping[str, Placement], rule: OpRule) -> tuple[int, int]:
+    """The factor and the period by which the first value of an instruction that is cut is cut. Raises Refused."""
+    for i, name in enumerate(instruction.inputs):
+        if isinstance(cut := cuts.get(name), Split):
+            if (digit := rule.input_factor(i, cut)) is None:
+                raise Refused(f"{instruction.op} needs dim {cut.dim} of {name} unsplit")
+            return digit
+    for i, name in enumerate(instruction.outputs):
+        if isinstance(cut := cuts.get(name), Split):
+            if (digit := rule.output_factor(i, cut)) is None:
+                raise Refused(f"{instruction.op} makes dim {cut.dim} of {name} unsplit")
+            return digit
+    raise AssertionError(f"no value of {instruction.op} is cut")
 
 
 def _one(
@@ -146,10 +149,10 @@ def _passed(instruction: Node, metas: Metas, cut: Split, parts: int, ahead: bool
     """Where a cut goes through a view or a collective, from operand to result (`ahead`) or back."""
     before, after = metas[instruction.inputs[0]].shape, metas[instruction.outputs[0]].shape
     if instruction.op == RESHAPE:
-        found = reshape_split(*((before, after) if ahead else (after, before)), cut, parts)
-        if found is None:
+        split = reshape_split(*((before, after) if ahead else (after, before)), cut, parts)
+        if split is None:
             raise Refused(f"a view from {before} to {after} takes the digit {cut} apart")
-        return found
+        return split
     if instruction.op == PERMUTE:
         order = instruction.args[1]
         given = order if ahead else tuple(order.index(d) for d in range(len(order)))

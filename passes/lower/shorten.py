@@ -1,4 +1,4 @@
-"""Shorten: an assignment of fewer copies, from whose program the memory of the whole is told.
+"""Shorten: an assignment of fewer copies, from whose program the memory of the full one is predicted.
 
 Of each run of copies that decide alike, a few are kept (`KEPT`, or what is asked for). The middle one stands for those
 that are missing: what it leaves behind in forward and in backward, each of them leaves too.
@@ -46,8 +46,8 @@ class Short:
     missing: tuple[Missing, ...]
 
     def most(self, moments: Sequence[Moment], program: Program, optimizer: Optimizer) -> float:
-        """Bytes at the peak of the whole assignment, from the moments of the short program. Buckets across copies make
-        it differ a little from what the whole program says."""
+        """Bytes at the peak of the full assignment, from the moments of the short program. Buckets across copies make
+        it differ a little from that of the full program."""
         placed = list(self._placed(moments))
         added = [0.0] * len(placed)
         for missing in self.missing:
@@ -64,16 +64,16 @@ class Short:
                 added[i] += missing.count * (static + more)
         return max(moment.bytes + more for (_, _, moment), more in zip(placed, added, strict=True))
 
-    def seconds(self, told: Timeline, program: Program) -> float:
-        """Nearly what a step of the whole assignment takes, from the timeline of the short program: each copy that is
+    def seconds(self, short: Timeline, program: Program) -> float:
+        """About the seconds of a step of the full assignment, from the timeline of the short program: each copy that is
         missing takes what those around the one that stands for it take."""
         started: dict[tuple[str, Place], float] = {}
-        starts = {event.name: event.start_seconds for event in reversed(told.events) if event.stream == COMPUTE}
+        starts = {event.name: event.start_seconds for event in reversed(short.events) if event.stream == COMPUTE}
         for phase, instructions in (("forward", program.forward), ("backward", program.backward)):
             for place, instruction in zip(self._passed(phase, instructions), instructions, strict=True):
                 if (at := starts.get(instruction.outputs[0])) is not None:
                     started.setdefault((phase, place), at)
-        total = told.seconds
+        total = short.seconds
         for missing in self.missing:
             number, k = missing.place
             forward = started["forward", (number, k + 2)] - started["forward", (number, k - 1)]
@@ -93,13 +93,13 @@ class Short:
         place = BEFORE if phase == "forward" else AFTER
         for instruction in instructions:
             if instruction is not None:  # not what was moved from another place: collectives and their layouts
-                found = self._home.get((instruction.serves, instruction.op), place)
-                place = max(place, found) if phase == "forward" else min(place, found)
+                home = self._home.get((instruction.serves, instruction.op), place)
+                place = max(place, home) if phase == "forward" else min(place, home)
             yield place
 
     @cached_property
     def _home(self) -> dict[tuple[str, str], Place]:
-        """The copy that a node is of, by what an instruction tells of it."""
+        """The copy that a node is of, by what an instruction says of it."""
         nodes = self.space.graph.nodes
         return {
             (nodes[index].outputs[0], nodes[index].op): (number, k)

@@ -26,7 +26,7 @@ BEFORE = ("all_gather",)
 AFTER = ("reduce_scatter", "all_reduce")
 """Collectives that reduce a product."""
 FINER = (2, 4, 8)
-"""Where the whole share is not a period for all that is cut, these parts of it are tried."""
+"""Where the full share is not a period for all that is cut, these parts of it are tried."""
 
 
 def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
@@ -69,27 +69,27 @@ class Around:
         steps, products = set[int](), set[int]()
         for reader in self.readers.get(name, ()):
             if self.half[reader].op in LAYOUT:
-                more, found = self.ahead(self.half[reader].outputs[0])
-                if found:
+                more, behind = self.ahead(self.half[reader].outputs[0])
+                if behind:
                     steps |= more | {reader}
-                    products |= found
+                    products |= behind
             elif self.is_product(reader):
                 products.add(reader)
         return steps, products
 
     def back(self, name: str) -> list[int]:
         """The views and copies that lead to a value, and what these start from; the nearest first."""
-        found = []
+        chain = []
         while name in self.producer:
             position = self.producer[name]
-            found.append(position)
+            chain.append(position)
             if self.half[position].op not in LAYOUT:
                 break
             name = self.half[position].inputs[0]
-        return found
+        return chain
 
     def start(self, collective: int) -> set[int]:
-        """A collective, and the copy that was made for it alone."""
+        """A collective, and the copy of its operand that nothing else reads."""
         name = self.half[collective].inputs[0]
         copy = self.producer.get(name)
         alone = copy is not None and self.half[copy].op == CONTIGUOUS and self.readers[name] == [collective]
@@ -144,7 +144,7 @@ def _reduced(around: Around, position: int) -> Iterator[Way]:
         return
     results = [name for p in chain for name in around.half[p].outputs if name]
     if any(len(around.readers.get(name, ())) != 1 for name in results):
-        return  # another result of it, such as a weight's gradient, would not be whole
+        return  # another result of it, such as a weight's gradient, would stay in parts
     seed = around.half[wait].outputs[0]
     for dim, size in enumerate(around.metas[seed].shape):
         if size > 1:

@@ -1,1 +1,1 @@
-"""Runs of repeated layers (CFP section 4.1): found, verified, and named by their fingerprints."""
+"""Runs of repeated layers (CFP section 4.1): searched, verified, and named by their fingerprints."""

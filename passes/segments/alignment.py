@@ -1,7 +1,7 @@
 """Alignment: whether copies are isomorphic, node by node, and what each operand is to its copy.
 
-An operand is made at one position of the own copy, or crosses a border from the neighbour, or is shared by all copies,
-or is an input of the copy's own. Copies at either end that do not fit are dropped.
+An operand is a result at one position of the own copy, or crosses a border from the neighbour, or is shared by all
+copies, or is an input of the copy's own. Copies at either end that do not fit are dropped.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from .segment import Border, Repeated
 def shortened(facts: Facts, copies: Sequence[Sequence[int]]) -> Repeated | None:
     """The copies, or those that are left after dropping, from either end, what does not fit."""
     while len(copies) >= 2:
-        found = align(facts, copies)
-        if isinstance(found, Repeated):
+        aligned = align(facts, copies)
+        if isinstance(aligned, Repeated):
             # copies side by side (the projections q, k, v) are alike too, but are not layers
-            return found if any(not border.backward for border in found.borders) else None
-        copies = copies[found + 1 :] if found < len(copies) / 2 else copies[:found]
+            return aligned if any(not border.backward for border in aligned.borders) else None
+        copies = copies[aligned + 1 :] if aligned < len(copies) / 2 else copies[:aligned]
     return None
 
 
@@ -66,7 +66,7 @@ class _Roles:
         self.shared: dict[str, None] = {}
         self.own: dict[tuple[str, ...], None] = {}
 
-    def made(self, name: str) -> tuple[int, int, int] | None:
+    def maker(self, name: str) -> tuple[int, int, int] | None:
         """(copy, position, output slot) that makes a value, None if it comes from outside."""
         index = self.facts.graph.producer.get(name)
         if index is None or index not in self.place:
@@ -80,13 +80,13 @@ class _Roles:
         return self.judged[names]
 
     def _judge(self, names: tuple[str, ...]) -> int | None:
-        made = [self.made(name) for name in names]
-        if not any(made):
+        makers = [self.maker(name) for name in names]
+        if not any(makers):
             return self._outside(names)
-        kinds = [None if m is None else (m[0] - k, *m[1:]) for k, m in enumerate(made)]
+        kinds = [None if m is None else (m[0] - k, *m[1:]) for k, m in enumerate(makers)]
         usual = kinds[self.count // 2] or kinds[0]
         if usual is None or abs(usual[0]) > 1:
-            return next((m[0] for m in made if m is not None), None)
+            return next((m[0] for m in makers if m is not None), None)
         step, position, slot = usual
         entry = {0: None, -1: 0, 1: self.count - 1}[step]
         for k, kind in enumerate(kinds):
@@ -138,12 +138,12 @@ class _Roles:
         return None
 
     def misfit_gradients(self) -> int | None:
-        """A copy that does not make the gradients of its own parameters where its peers do, or makes others: copies
-        that are cut inside a layer."""
+        """A copy whose gradients are not those of its own parameters, at the places of its peers: the copies are cut
+        inside a layer."""
         facts = self.facts
         for names in self.own:
             gradients = [facts.gradients.get(name) for name in names]
-            places = [None if g is None else self.made(g) or (-1, -1, -1) for g in gradients]
+            places = [None if g is None else self.maker(g) or (-1, -1, -1) for g in gradients]
             usual = places[self.count // 2]
             for k, place in enumerate(places):
                 if place != (None if usual is None else (k, *usual[1:])):
@@ -151,9 +151,9 @@ class _Roles:
         owner = {name: k for names in self.own for k, name in enumerate(names)}
         leaving = self._leaving()
         for value, parameters in facts.trained.items():
-            made = self.made(value)
-            if made is not None and value not in leaving and any(owner.get(p) != made[0] for p in parameters):
-                return made[0]
+            maker = self.maker(value)
+            if maker is not None and value not in leaving and any(owner.get(p) != maker[0] for p in parameters):
+                return maker[0]
         return None
 
     def _leaving(self) -> set[str]:
@@ -162,14 +162,14 @@ class _Roles:
 
     def results(self) -> tuple[tuple[str, ...], ...] | int:
         """The graph outputs that the copies make, aligned, or a copy that has one and its peers do not."""
-        found: dict[tuple[int, int], dict[int, str]] = {}
+        by_place: dict[tuple[int, int], dict[int, str]] = {}
         for name in self.facts.outputs:
-            made = self.made(name)
-            if made is not None:
-                found.setdefault(made[1:], {})[made[0]] = name
+            maker = self.maker(name)
+            if maker is not None:
+                by_place.setdefault(maker[1:], {})[maker[0]] = name
         leaving = self._leaving()
         aligned: list[tuple[str, ...]] = []
-        for _, names in sorted(found.items()):
+        for _, names in sorted(by_place.items()):
             roles = {self.facts.outputs[name] for name in names.values()}
             if len(names) == self.count and len(roles) == 1:
                 aligned.append(tuple(names[k] for k in range(self.count)))

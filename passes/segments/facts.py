@@ -34,7 +34,7 @@ class PeriodicRun:
 
 def periodic(labels: Ints, offset: int = 0) -> list[PeriodicRun]:
     """All maximal runs of all periods."""
-    found: list[PeriodicRun] = []
+    runs: list[PeriodicRun] = []
     for period in range(1, len(labels) // 2 + 1):
         equal = labels[:-period] == labels[period:]
         if np.count_nonzero(equal) < period:
@@ -42,8 +42,8 @@ def periodic(labels: Ints, offset: int = 0) -> list[PeriodicRun]:
         edges = np.flatnonzero(np.diff(equal, prepend=False, append=False))
         for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             if high - low >= period:
-                found.append(PeriodicRun(low + offset, high + period + offset, period))
-    return found
+                runs.append(PeriodicRun(low + offset, high + period + offset, period))
+    return runs
 
 
 def longest(runs: Sequence[PeriodicRun]) -> PeriodicRun | None:

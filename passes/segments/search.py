@@ -35,12 +35,12 @@ def segments(graph: JointGraph) -> Segments:
         run = longest(forward_runs)
         if run is None:
             break
-        found = divide(facts, run, backward_runs)
-        if found is None:
+        layers = divide(facts, run, backward_runs)
+        if layers is None:
             forward_runs.remove(run)
             continue
-        repeats.append(found)
-        taken = [i for copy in found.copies for i in copy]
+        repeats.append(layers)
+        taken = [i for copy in layers.copies for i in copy]
         forward = [i for i in taken if i < facts.middle]
         free = without(free, min(forward), max(forward) + 1)
         backward = [i for i in taken if i >= facts.middle]
@@ -56,7 +56,7 @@ def segments(graph: JointGraph) -> Segments:
 
 def _apart(facts: Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     """The repeats, without copies that make what all copies of another one read, as a decoder's layers read what the
-    last layer of an encoder makes: that is made whole, by the rest of the graph."""
+    last layer of an encoder makes: the rest of the graph makes it, replicated."""
     home = {i: (n, k) for n, repeated in enumerate(repeats) for k, copy in enumerate(repeated.copies) for i in copy}
     making: set[tuple[int, int]] = set()
     for name in {name: None for repeated in repeats for name in repeated.shared}:
@@ -105,14 +105,14 @@ def divide(facts: Facts, run: PeriodicRun, backward_runs: Sequence[PeriodicRun])
             number, size = (math.inf, 0) if isinstance(probe, int) else (len(probe.borders), _bytes(facts, probe))
             ranked.append(((number, size, path, -len(copies), len(ranked)), copies))
     for _, copies in sorted(ranked):
-        found = shortened(facts, copies)
-        if found is not None and len(found.borders) <= BORDERS_MOST:
-            return found
+        repeated = shortened(facts, copies)
+        if repeated is not None and len(repeated.borders) <= BORDERS_MOST:
+            return repeated
     return None
 
 
-def _bytes(facts: Facts, found: Repeated) -> int:
-    return sum(facts.graph.metas[border.values[1]].bytes for border in found.borders)
+def _bytes(facts: Facts, repeated: Repeated) -> int:
+    return sum(facts.graph.metas[border.values[1]].bytes for border in repeated.borders)
 
 
 def _cuts(facts: Facts, run: PeriodicRun) -> Iterator[list[range]]:
@@ -131,8 +131,8 @@ def _cuts(facts: Facts, run: PeriodicRun) -> Iterator[list[range]]:
 
 
 def _crossing(facts: Facts, start: int, stop: int, end: int) -> Ints:
-    """For each cut before node start + c: how many values made in [start, stop) are made before it
-    and read at or after it (by nodes before `end`), and their bytes. [stop - start + 1, 2]."""
+    """For each cut before node start + c: how many values of nodes [start, stop) come before it
+    and are read at or after it (by nodes before `end`), and their bytes. [stop - start + 1, 2]."""
     steps = np.zeros((stop - start + 2, 2), dtype=np.int64)
     for i in range(start, stop):
         for output in facts.graph.nodes[i].outputs:

@@ -10,8 +10,8 @@ class Border:
     """One tensor that crosses from copy to copy.
 
     `values` has a name more than there are copies: values[k] crosses between copy k-1 and copy k.
-    `backward` False: values[k] is made by copy k-1 (values[0] by the rest of the graph) and read by
-    copy k. True: values[k] is made by copy k (values[-1] by the rest) and read by copy k-1.
+    `backward` False: copy k-1 makes values[k] (the rest of the graph values[0]) and copy k reads it.
+    True: copy k makes values[k] (the rest values[-1]) and copy k-1 reads it.
     """
 
     values: tuple[str, ...]
@@ -26,7 +26,7 @@ class Repeated:
     """A run of isomorphic copies of one layer.
 
     `copies[k][j]` is a node index; the nodes at position j are alike for all k: same op, same
-    constants, same metas, and operands that are, at the same argument, made at one position of the
+    constants, same metas, and operands that are, at the same argument, results at one position of the
     own copy, or a border, or one of `shared`, or one of `own`.
 
     `shared` are values from outside that every copy reads alike. `own[k]` are the graph inputs

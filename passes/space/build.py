@@ -88,7 +88,7 @@ def _paths(modules: Sequence[str]) -> tuple[str, ...]:
 
 
 class _Builder:
-    """Makes the sites, without their choices."""
+    """Builds the sites, without their choices."""
 
     def __init__(self, graph: JointGraph, roots: Roots, metas: Mapping[str, TensorMeta]) -> None:
         self.graph, self.roots, self.metas = graph, roots, metas
@@ -102,7 +102,7 @@ class _Builder:
         self.constant = self._constants()
 
     def _constants(self) -> frozenset[str]:
-        """Values that depend on no input: every rank makes them whole."""
+        """Values that depend on no input: they are replicated."""
         varying = {i.name for i in self.graph.inputs}
         constant: set[str] = set()
         for node in self.graph.nodes:
@@ -115,7 +115,7 @@ class _Builder:
         result_values = {name for repeat in segments.repeats for results in repeat.results for name in results}
         shared = frozenset(self._shared_roots(name for repeat in segments.repeats for name in repeat.shared))
         sites = [self._input(i.name, -1, fixed=i.name in shared) for i in self.graph.inputs if i.name not in owned]
-        sites += self._ops(segments.rest, home=-1, whole=shared)
+        sites += self._ops(segments.rest, home=-1, replicated=shared)
         sites += self._outer_borders(segments)
         for name, numbers in output_numbers(self.graph).items():
             if name not in result_values:
@@ -139,7 +139,7 @@ class _Builder:
         for name in self._shared_roots(repeat.shared):
             sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.metas[name]))
         before = len(self.without_rule)
-        sites += self._ops(repeat.copies[0], home=home, whole=frozenset())
+        sites += self._ops(repeat.copies[0], home=home, replicated=frozenset())
         for index in self.without_rule[before:]:
             position = repeat.copies[0].index(index)
             self.without_rule += [copy[position] for copy in repeat.copies[1:]]
@@ -169,7 +169,7 @@ class _Builder:
         )
 
     def _shared_roots(self, shared: Iterable[str]) -> tuple[str, ...]:
-        """What stands behind shared values, sorted. They are made whole: a copy takes the part that it wants."""
+        """What stands behind shared values, sorted. They are replicated: a copy takes the part that it wants."""
         return tuple(sorted({self.roots.alias(name, -1).root for name in shared}))
 
     def _border(self, value: str, *, read: bool, backward: bool) -> Site:
@@ -210,7 +210,7 @@ class _Builder:
             fixed=fixed,
         )
 
-    def _ops(self, indices: Sequence[int], *, home: int, whole: frozenset[str]) -> list[Site]:
+    def _ops(self, indices: Sequence[int], *, home: int, replicated: frozenset[str]) -> list[Site]:
         sites = []
         metas, alias = self.graph.metas, self.roots.alias
         for index in sorted(indices):
@@ -220,7 +220,7 @@ class _Builder:
             call = call_of(node, metas)
             key, rule = _key(call), None
             constant = all(not name or name in self.constant for name in node.outputs)
-            if (not constant or not call.inputs) and not whole.intersection(node.outputs):
+            if (not constant or not call.inputs) and not replicated.intersection(node.outputs):
                 if key not in self.rules:
                     self.rules[key] = rule_of(call)
                 rule = self.rules[key]

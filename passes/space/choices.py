@@ -18,7 +18,7 @@ NO_POLICY: tuple[Policy, ...] = ("",)
 class AxisChoice(NamedTuple):
     """What a site does on one mesh axis, by its kind:
 
-    - R: work on whole values;
+    - R: work on replicated values;
     - S: split `factor` of the operator (or that dim of a stored value), with a period of so many elements;
     - X: the rows, split as by S, are with their experts (`layout.Routed`);
     - P: take the operands of the rule's linear set number `factor` as partial sums and make a partial sum; of a
@@ -79,13 +79,13 @@ def parse_choice(text: str) -> SiteChoice:
 
 
 def _parsed(word: str) -> AxisChoice:
-    found = _WORD.fullmatch(word)
-    if found is None:
+    match = _WORD.fullmatch(word)
+    if match is None:
         raise ValueError(
             f"{word!r} is no choice: expected R, S<dim>%<period>, X<dim>%<period>, P<set>, keep or regather"
         )
-    if found["factor"]:
-        return AxisChoice("S" if found["kind"] == "S" else "X", int(found["factor"]), int(found["period"]))
+    if match["factor"]:
+        return AxisChoice("S" if match["kind"] == "S" else "X", int(match["factor"]), int(match["period"]))
     if word == "R":
         return WHOLE
-    return AxisChoice("P", int(found["set"])) if found["set"] else PASSES_PARTIAL
+    return AxisChoice("P", int(match["set"])) if match["set"] else PASSES_PARTIAL

@@ -13,7 +13,7 @@ def operator_layouts(
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
     """Layouts of an op's operands and results, or None if they are not legal."""
     if sum(on_axis.routes for on_axis in choice.axes) > 1:
-        return None  # the experts of rows are found along one axis
+        return None  # the experts of rows lie along one axis
     operands = []
     for position in range(len(rule.inputs)):
         layout = operand_layout(position, choice, mesh, rule)
@@ -62,8 +62,8 @@ def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule)
         else:
             placements.append(REPLICATE)
     routing = rule.routing
-    stay, whole = (position in routing.settled, position in routing.whole) if routing else (False, False)
-    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=stay, whole=whole)
+    stay, replicated = (position in routing.settled, position in routing.whole) if routing else (False, False)
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=stay, replicated=replicated)
 
 
 def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
@@ -75,7 +75,7 @@ def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRul
 
 
 def _sent(
-    layout: Layout, dims: Dims, choice: SiteChoice, rule: OpRule, *, stay: bool = False, whole: bool = False
+    layout: Layout, dims: Dims, choice: SiteChoice, rule: OpRule, *, stay: bool = False, replicated: bool = False
 ) -> Layout | None:
     """The layout with the rows at their experts, on the axis that says so; None where the ranks of that axis
     are not where these experts are."""
@@ -88,7 +88,7 @@ def _sent(
             assert experts is not None
             if placement.period != rule.factors[experts].size:
                 return None
-        elif whole:
+        elif replicated:
             placements[axis] = REPLICATE
         elif not stay:
             placements[axis] = Routed(placement.dim, placement.period)
@@ -117,12 +117,12 @@ def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) 
 
 def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names of the split factors with the axes that split them, outermost first."""
-    found: dict[str, list[int]] = {}
+    axes_of: dict[str, list[int]] = {}
     for axis, on_axis in enumerate(choice.axes):
         if on_axis.splits:
-            found.setdefault(rule.factors[on_axis.factor].name, []).append(axis)
+            axes_of.setdefault(rule.factors[on_axis.factor].name, []).append(axis)
         elif on_axis.routes and rule.routing is not None:
-            found[ROUTED] = [axis]
+            axes_of[ROUTED] = [axis]
             if rule.routing.experts is not None:
-                found.setdefault(rule.factors[rule.routing.experts].name, []).append(axis)
-    return tuple((name, tuple(axes)) for name, axes in found.items())
+                axes_of.setdefault(rule.factors[rule.routing.experts].name, []).append(axis)
+    return tuple((name, tuple(axes)) for name, axes in axes_of.items())

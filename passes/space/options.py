@@ -45,7 +45,7 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
 
 
-def _whole_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
+def _unsplit_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
     if any(on_axis != WHOLE for on_axis in choice.axes):
         return None
     return _stored_option(setting, site, choice)
@@ -55,8 +55,8 @@ def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Opti
     """The only option of an op without a rule."""
     if any(on_axis != WHOLE for on_axis in choice.axes):
         return None
-    whole = (REPLICATE,) * len(setting.mesh)
-    reads, makes = (whole,) * len(site.reads), (whole,) * len(site.makes)
+    replicated = (REPLICATE,) * len(setting.mesh)
+    reads, makes = (replicated,) * len(site.reads), (replicated,) * len(site.makes)
     seconds = operator_seconds(setting, site, None, (), reads, makes, choice)
     return Option(choice=choice, reads=reads, makes=makes, seconds=seconds, bytes=0.0)
 
@@ -79,7 +79,7 @@ def _op_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | Non
         root = to_root(read.alias.steps, operand, mesh)
         if root is None or not is_legal(setting.metas[read.alias.root].shape, root, mesh):
             return None
-        # a view of whole dims must also be a view of the local dims
+        # a view of the global dims must also be a view of the local dims
         if from_root(read.alias.steps, root, mesh) != operand:
             return None
         reads.append(root)
@@ -97,9 +97,9 @@ OPTION = {
     "input": _stored_option,
     "output": _stored_option,
     "border": _stored_option,
-    "buffer": _whole_option,
-    "tangent": _whole_option,
-    "seed": _whole_option,
-    "shared": _whole_option,
+    "buffer": _unsplit_option,
+    "tangent": _unsplit_option,
+    "seed": _unsplit_option,
+    "shared": _unsplit_option,
 }
 """Kind of a site -> the function that says what a choice means there."""

@@ -122,8 +122,8 @@ class ProblemBuilder:
         """Allowed options that mean something; border sites that are one variable agree on theirs."""
         legal: dict[str, tuple[Option, ...]] = {}
         for name, sites in self.joined.items():
-            found = ([self.option(site, choice) for site in sites] for choice in allowed[name])
-            options = tuple(first for first, *others in found if first is not None and None not in others)
+            alternatives = ([self.option(site, choice) for site in sites] for choice in allowed[name])
+            options = tuple(first for first, *others in alternatives if first is not None and None not in others)
             if not options:
                 raise ValueError(f"site {name} ({sites[0].module}): none of {len(allowed[name])} options is legal")
             legal[name] = options
@@ -164,8 +164,8 @@ class ProblemBuilder:
         """The options as this very site means them: a border's reads differ between its two sites."""
         if site.kind != "border":
             return options
-        found = (self.option(site, option.choice) for option in options)
-        return tuple(option for option in found if option is not None)
+        own = (self.option(site, option.choice) for option in options)
+        return tuple(option for option in own if option is not None)
 
     def _tensor(
         self,
@@ -203,9 +203,9 @@ class ProblemBuilder:
         produced: tuple[tuple[Layout, Policy], ...],
         wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
     ) -> Tensor:
-        made: dict[tuple[Layout, Policy], int] = {}
+        layouts: dict[tuple[Layout, Policy], int] = {}
         items: dict[tuple[Layout, bool], int] = {}
-        codes = tuple(made.setdefault(p, len(made)) for p in produced)
+        codes = tuple(layouts.setdefault(p, len(layouts)) for p in produced)
         masks = tuple(
             tuple(sum({1 << items.setdefault(item, len(items)) for item in each}) for each in per_option)
             for per_option in wanted
@@ -215,7 +215,7 @@ class ProblemBuilder:
             unions = {union | mask for union in unions for mask in set(per_option)}
         by_bit = list(items)
         costs = {}
-        for (layout, policy), code in made.items():
+        for (layout, policy), code in layouts.items():
             for union in unions:
                 chosen = [by_bit[bit] for bit in range(len(by_bit)) if union >> bit & 1]
                 cost = self.cost(moved, layout, policy, chosen)
@@ -247,10 +247,10 @@ class ProblemBuilder:
         phases = []
         for phase in ((False,), (True,)) if policy == REGATHER else ((False, True),):
             layouts = frozenset(layout for layout, late in wanted if late in phase)
-            found = acquire(shape, dtype, produced, layouts, moved.bucketed)
-            if found is None:
+            acquired = acquire(shape, dtype, produced, layouts, moved.bucketed)
+            if acquired is None:
                 return None
-            phases.append(found)
+            phases.append(acquired)
         return phases
 
     def held_bytes(self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]) -> int:

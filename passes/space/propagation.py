@@ -1,6 +1,6 @@
 """Propagation: which splits are worth considering at each site.
 
-They are found by a fixpoint: every factor of every contraction and every dim of parameters and inputs seeds a digit,
+A fixpoint decides: every factor of every contraction and every dim of parameters and inputs seeds a digit,
 and digits travel along the operators and views that preserve them (CFP Eq. 2).
 """
 
@@ -95,7 +95,7 @@ class Propagation:
                 for period in self._stored_periods(site, size):
                     self.digit(site.name, Split(dim, period))
                     for read in site.reads:
-                        # a gradient may be made as its parameter is held
+                        # a gradient may have the layout of its parameter
                         layout = to_root(read.alias.steps, (Split(dim, period),), (self.ranks,))
                         if layout is not None:
                             self.digit(read.alias.root, layout[0])
@@ -164,10 +164,10 @@ class Propagation:
 
     def _receive(self, site: Site, position: int, rows: Routed) -> Travel:
         rule = site.rule
-        found = rule.input_factor(position, Split(rows.dim, rows.period)) if rule is not None else None
-        if rule is None or found is None:
+        digit = rule.input_factor(position, Split(rows.dim, rows.period)) if rule is not None else None
+        if rule is None or digit is None:
             return
-        number, period = found
+        number, period = digit
         routing, factor = rule.routing, rule.factors[number]
         if routing is None:
             fits = not (factor.expands or factor.contiguous) and (period, factor.size % period) == (rows.period, 0)
@@ -186,9 +186,9 @@ class Propagation:
         results = [result_layout(i, choice, mesh, rule) for i in range(len(rule.outputs))]
         if None in operands or None in results:
             return False
-        made = tuple(layout for layout in results if layout)
-        shapes = local_shapes(call, tuple(layout for layout in operands if layout), made, mesh)
-        return localize(call, *shapes, made, mesh) == (call.node.args, call.node.kwargs)
+        legal_results = tuple(layout for layout in results if layout)
+        shapes = local_shapes(call, tuple(layout for layout in operands if layout), legal_results, mesh)
+        return localize(call, *shapes, legal_results, mesh) == (call.node.args, call.node.kwargs)
 
     def _digit(self, root: str, split: Placement) -> Travel:
         """A root may be split so: so may the sites that make or read it."""
@@ -199,9 +199,9 @@ class Propagation:
         self.digits[root][split] = None
         maker = self.making.get(root)
         if maker is not None and maker.rule is not None:
-            found = maker.rule.output_factor(maker.makes.index(root), split)
-            if found is not None:
-                yield self._factor(maker, *found)
+            digit = maker.rule.output_factor(maker.makes.index(root), split)
+            if digit is not None:
+                yield self._factor(maker, *digit)
         for site in self.reading.get(root, ()):
             for position, read in enumerate(site.reads):
                 if read.alias.root != root:
@@ -214,9 +214,9 @@ class Propagation:
                 if site.kind == "border":
                     yield self._digit(site.name, there)
                 elif site.rule is not None:
-                    found = site.rule.input_factor(position, there)
-                    if found is not None:
-                        yield self._factor(site, *found)
+                    digit = site.rule.input_factor(position, there)
+                    if digit is not None:
+                        yield self._factor(site, *digit)
         for twin in self.twins.get(root, ()):
             yield self._digit(twin, split)
         for site in self.borders.get(root, ()):
@@ -235,8 +235,8 @@ class Propagation:
         for number, operands in enumerate(site.rule.linear):
             rest = [meta for i, meta in enumerate(site.call.inputs) if i not in operands]
             passed_on = all(not meta.dtype.is_floating_point or meta.numel == 1 for meta in rest)
-            made = sum(meta.numel for meta in site.call.outputs if meta is not None)
-            shrinks = made < min(site.call.inputs[i].numel for i in operands)
+            produced = sum(meta.numel for meta in site.call.outputs if meta is not None)
+            shrinks = produced < min(site.call.inputs[i].numel for i in operands)
             if (passed_on or shrinks) and all(self._may_be_partial(site.reads[o]) for o in operands):
                 yield number
 

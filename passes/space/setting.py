@@ -1,4 +1,4 @@
-"""The setting of a search space: what options are judged by, what was worked out for them, and what a rank's share of
+"""The setting of a search space: what options are judged by, the cache of what they mean, and what a rank's share of
 an operator takes under a choice."""
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class Setting:
     memo: Memo = field(default_factory=Memo, repr=False)
 
     def __post_init__(self) -> None:
-        """A setting that was made of another one keeps its memo where all that it depends on is the same."""
+        """A setting derived from another one keeps its memo where all that it depends on is the same."""
         of = self.mesh, self.cluster.device, self.optimizer, self.redistributor.links, self.metas
         if self.memo.of != of:
             object.__setattr__(self, "memo", Memo(of=of))
@@ -72,16 +72,16 @@ def operator_seconds(
     if rule is not None and rule.moves_nothing and device.operators is None:
         return device.seconds_per_op
     inputs, outputs = local_shapes(call, operands, results, setting.mesh)
-    read = [TensorMeta(shape, m.dtype) for shape, m in zip(inputs, call.inputs, strict=True)]
-    made = [
+    local_operands = [TensorMeta(shape, m.dtype) for shape, m in zip(inputs, call.inputs, strict=True)]
+    local_results = [
         TensorMeta(shape, m.dtype)
         for shape, m in zip(outputs, call.outputs, strict=True)
         if shape is not None and m is not None
     ]
     if rule is not None and rule.moves_nothing:
-        return device.view_seconds(call.node.op, read, made)
+        return device.view_seconds(call.node.op, local_operands, local_results)
     flops = _local_flops(setting, rule, choice) if rule is not None else 0.0
-    return device.operator_seconds(call.node.op, read, made, flops)
+    return device.operator_seconds(call.node.op, local_operands, local_results, flops)
 
 
 def _local_flops(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
@@ -101,11 +101,11 @@ def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpR
     flops = _local_flops(setting, rule, choice) / max(1, len(itself))
     seconds = 0.0
     for instruction in emission.instructions:
-        read, made = read_and_made(instruction, emission.metas)
+        operands, results = read_and_made(instruction, emission.metas)
         if kind := instruction.collective:
-            largest = max(meta.bytes for meta in (*read, *made))
+            largest = max(meta.bytes for meta in (*operands, *results))
             seconds += collective_seconds(kind, largest, setting.redistributor.links[instruction.args[-1]])
         elif instruction.op != WAIT:
             own = flops if instruction.op == call.node.op else 0.0
-            seconds += device.operator_seconds(instruction.op, read, made, own)
+            seconds += device.operator_seconds(instruction.op, operands, results, own)
     return seconds

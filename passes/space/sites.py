@@ -52,7 +52,7 @@ class Site:
     rule: OpRule | None = None
     meta: TensorMeta | None = None
     fixed: bool = False
-    """Made whole because every copy of a repeat reads it."""
+    """Replicated because every copy of a repeat reads it."""
     zeros: tuple[bool, ...] = ()
     """Of which operands of an op padding is zero: of parameters and inputs, which are given so."""
     form: int = -1
@@ -116,8 +116,8 @@ def output_name(number: int) -> str:
 
 def output_numbers(graph: JointGraph) -> dict[str, list[int]]:
     """Value -> its places among the graph's outputs, without the gradients that parameters' sites read."""
-    found: dict[str, list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for number, output in enumerate(graph.outputs):
         if output.name is not None and not (output.role == "gradient" and output.target in graph.parameters):
-            found.setdefault(output.name, []).append(number)
-    return found
+            numbers.setdefault(output.name, []).append(number)
+    return numbers

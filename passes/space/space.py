@@ -89,15 +89,15 @@ def _held(space: Space, site: Site, layouts: Collection[Layout]) -> Site:
     # also those that it would not take of itself, as where every copy of a layer reads it
     every = (WHOLE, *(AxisChoice("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
     per_axis = [tuple(dict.fromkeys((*every, *site.choices[ranks]))) for ranks in space.mesh]
-    found: dict[Layout, list[SiteChoice]] = {layout: [] for layout in layouts}
+    choices_of: dict[Layout, list[SiteChoice]] = {layout: [] for layout in layouts}
     for axes in product(*per_axis):
         for policy in (KEEP, REGATHER):
             option = space.option(site, SiteChoice(axes, policy))
-            if option is not None and option.makes[0] in found:
-                found[option.makes[0]].append(option.choice)
-    if missing := [layout for layout, choices in found.items() if not choices]:
+            if option is not None and option.makes[0] in choices_of:
+                choices_of[option.makes[0]].append(option.choice)
+    if missing := [layout for layout, choices in choices_of.items() if not choices]:
         raise ValueError(f"parameter {site.module} cannot be {describe(missing[0], space.axes)} at rest")
-    kept = tuple(choice for choices in found.values() for choice in choices)
+    kept = tuple(choice for choices in choices_of.values() for choice in choices)
     on_axes = {
         ranks: tuple(dict.fromkeys(c.axes[axis] for c in kept for axis, n in enumerate(space.mesh) if n == ranks))
         for ranks in set(space.mesh)

@@ -1,1 +1,1 @@
-"""What the bucket lowering is made of: packing, gathers ahead, reductions behind, small all-reduces together."""
+"""The parts of the bucket lowering: packing, gathers ahead, reductions behind, small all-reduces together."""

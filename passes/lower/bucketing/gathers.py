@@ -39,7 +39,7 @@ class _Lazy:
     def __init__(self, writer: BucketWriter, instructions: Sequence[Node], parameters: set[str]) -> None:
         self.writer, self.instructions = writer, instructions
         self.producer = {name: i for i in instructions for name in i.outputs if name}
-        head: set[str] = set()  # values made from one parameter by gathers and layouts
+        head: set[str] = set()  # values of one parameter, by way of gathers and layouts
         self.depth: dict[str, int] = {}
         """Gather -> gathers of the same parameter before it."""
         self.delayed: set[str] = set()
@@ -123,8 +123,8 @@ class _Lazy:
         return None
 
     def _upstream(self, gather: Node) -> list[str]:
-        found = self._nearest(gather.inputs[0])
-        return [] if found is None else [found]
+        nearest = self._nearest(gather.inputs[0])
+        return [] if nearest is None else [nearest]
 
     def _limits(self) -> dict[str, float]:
         """The bytes of the bucket that each gather may join: what its axis wants, and no more than comes of a bucket of

@@ -89,11 +89,11 @@ class BucketWriter(NodeWriter):
             joint.pieces = (joint.started,)
             return
         meta = self.metas[joint.started]
-        whole = self.emit(WAIT, (Ref(joint.started),), (self.fresh(), meta))
+        result = self.emit(WAIT, (Ref(joint.started),), (self.fresh(), meta))
         rows = meta.shape[0]
         sizes = tuple(self.metas[member.outputs[0]].numel // rows for member in joint.members)
         pieces = [(self.fresh(), TensorMeta((rows, size), meta.dtype)) for size in sizes]
-        self.emit("aten.split_with_sizes.default", (Ref(whole), sizes, 1), *pieces)
+        self.emit("aten.split_with_sizes.default", (Ref(result), sizes, 1), *pieces)
         joint.pieces = tuple(name for name, _ in pieces)
 
     def result(self, joint: Bucket, wait: Node) -> None:
@@ -107,18 +107,18 @@ class BucketWriter(NodeWriter):
 
     def join(self, collectives: Iterable[Node], limits: Mapping[str, float]) -> list[Bucket]:
         """Buckets of collectives of one key, in their order; `limits` are the bytes of the one that each may join."""
-        made: list[Bucket] = []
+        buckets: list[Bucket] = []
         last: Bucket | None = None
         for collective in collectives:
             size = self.bytes(collective)
             if size >= self.alone_bytes:
-                made.append(Bucket([collective], size))
+                buckets.append(Bucket([collective], size))
             elif last is None or last.bytes + size > limits[collective.outputs[0]]:
-                made.append(last := Bucket([collective], size))
+                buckets.append(last := Bucket([collective], size))
             else:
                 last.members.append(collective)
                 last.bytes += size
-        return made
+        return buckets
 
     def key(self, collective: Node) -> tuple[object, ...]:
         """What collectives of one bucket have in common."""

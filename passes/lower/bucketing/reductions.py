@@ -26,12 +26,12 @@ def reduce(writer: BucketWriter, instructions: Sequence[Node], gradients: Sequen
     writer.written = []
     tail = _Tail(writer, instructions, set(gradients))
     for name in tail.given:
-        tail.made(name)
+        tail.advance(name)
     for instruction in instructions:
         if instruction.outputs[0] not in tail.levels:
             writer.written.append(instruction)
             for name in instruction.outputs:
-                tail.made(name)
+                tail.advance(name)
     tail.drain()
     return writer.written
 
@@ -42,7 +42,7 @@ class _Tail:
 
     def __init__(self, writer: BucketWriter, instructions: Sequence[Node], gradients: set[str]) -> None:
         self.writer = writer
-        every = {name: [instructions[i] for i in found] for name, found in readers(instructions).items()}
+        every = {name: [instructions[i] for i in positions] for name, positions in readers(instructions).items()}
         only: set[str] = set()
         for instruction in reversed(instructions):
             name = instruction.outputs[0]
@@ -60,7 +60,7 @@ class _Tail:
                     self.levels[name] = (before or 0) + 1
                 elif before is not None:
                     self.levels[name] = before
-        self.readers = {n: [r for r in found if r.outputs[0] in self.levels] for n, found in every.items()}
+        self.readers = {n: [r for r in following if r.outputs[0] in self.levels] for n, following in every.items()}
         produced = {name for i in instructions for name in i.outputs}
         self.given = [name for name in every if name not in produced]
         self.limits = self._limits(instructions)
@@ -92,14 +92,14 @@ class _Tail:
                 after[name] = following
         return limits
 
-    def made(self, name: str) -> None:
+    def advance(self, name: str) -> None:
         """A value is there: what only gradients need of it goes on."""
         for reader in self.readers.get(name, ()):
             if reader.collective:
                 self.add(reader)
             elif reader.op != WAIT:
                 self.writer.written.append(reader)
-                self.made(reader.outputs[0])
+                self.advance(reader.outputs[0])
 
     def add(self, collective: Node) -> None:
         size = self.writer.bytes(collective)
@@ -134,7 +134,7 @@ class _Tail:
         for member in joint.members:
             for wait in self.readers[member.outputs[0]]:
                 self.writer.result(joint, wait)
-                self.made(wait.outputs[0])
+                self.advance(wait.outputs[0])
 
     def drain(self) -> None:
         """The end of backward: start what is left, and finish everything, level by level."""
@@ -155,7 +155,7 @@ def together(writer: BucketWriter, instructions: Sequence[Node], uneven: frozens
     comes after that, so that no collective in between may."""
     groups = _independent(writer, instructions, uneven)
     writer.written = []
-    held: dict[str, Node] = {}  # members that wait for the last one, by what they make
+    held: dict[str, Node] = {}  # members that wait for the last one, by their results
     late: list[Node] = []  # what reads them
     missing: set[str] = set()
     started: dict[str, Bucket] = {}
@@ -197,7 +197,7 @@ def _independent(writer: BucketWriter, instructions: Sequence[Node], uneven: fro
     None of a group, and no collective between its first and last, depends on another of it."""
     upstream: dict[str, int] = {}  # the small all-reduces that a value depends on, as bits
     open_groups: dict[tuple[object, ...], tuple[int, list[Node]]] = {}
-    found: dict[str, list[Node]] = {}
+    joinable: dict[str, list[Node]] = {}
     for instruction in instructions:
         mask = 0
         for name in instruction.inputs:
@@ -206,11 +206,11 @@ def _independent(writer: BucketWriter, instructions: Sequence[Node], uneven: fro
             open_groups = {key: group for key, group in open_groups.items() if not group[0] & mask}
         small = instruction.collective == "all_reduce" and writer.bytes(instruction) <= SMALL_BYTES
         if small and uneven.isdisjoint((*instruction.inputs, *instruction.outputs)):
-            bit = 1 << len(found)
+            bit = 1 << len(joinable)
             bits, members = open_groups.get(writer.key(instruction), (0, []))
             members.append(instruction)
             open_groups[writer.key(instruction)] = (bits | bit, members)
-            found[instruction.outputs[0]] = members
+            joinable[instruction.outputs[0]] = members
             mask |= bit
         upstream.update(dict.fromkeys(instruction.outputs, mask))
-    return {name: members for name, members in found.items() if len(members) > 1}
+    return {name: members for name, members in joinable.items() if len(members) > 1}
