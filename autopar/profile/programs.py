@@ -32,7 +32,7 @@ from autopar.cost.roofline import FREE
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.graph import WAIT, JointGraph, Node, Ref, TensorMeta
 from autopar.ir.program import Program
-from autopar.ir.rewrite import read_and_made
+from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 from autopar.passes.blocks.block import ParallelBlock
@@ -357,12 +357,12 @@ def _operator_rows(program: Program, found: Measurement, machine: str) -> Iterat
     places: dict[str, list[tuple[Node, float, float]]] = defaultdict(list)
     for instruction, seconds, spread in zip(_instructions(program), found.durations, found.spreads, strict=True):
         if instruction.op != WAIT:
-            key = operator_key(instruction.op, *read_and_made(instruction, program.metas))
+            key = operator_key(instruction.op, *input_and_output_metas(instruction, program.metas))
             places[key].append((instruction, seconds, spread))
     whole = structure(program)
     for key, same in places.items():
         instruction = same[0][0]
-        read, made = read_and_made(instruction, program.metas)
+        read, made = input_and_output_metas(instruction, program.metas)
         yield OperatorRow(
             machine=machine,
             program=whole,

@@ -115,13 +115,13 @@ def parse_cluster(text: str, where: str) -> Cluster:
             f"cluster file {where}: groups is {groups!r}: write a table [[groups]] for each kind of groups"
         )
     top = _Table(where, "", KEYS["cluster"], data)
-    made = tuple(
+    parsed_levels = tuple(
         _level(_Table(where, f"level {number}, ", KEYS["level"], level)) for number, level in enumerate(levels)
     )
     cluster = Cluster(
         name=top["name"],
         device=_device(_Table(where, "device, ", KEYS["device"], device)),
-        levels=made,
+        levels=parsed_levels,
         source=top["source"],
         algorithms=_names(top.get("algorithms", ALGORITHMS)),
         groups=tuple(
@@ -129,7 +129,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
         ),
     )
     if cluster.devices != top["devices"]:
-        sizes = " x ".join(str(level.size) for level in made)
+        sizes = " x ".join(str(level.size) for level in parsed_levels)
         raise ValueError(
             f"cluster file {where}: devices = {top['devices']}, but the levels hold {sizes} = {cluster.devices}: "
             f"write devices = {cluster.devices}, or correct a level's size"
