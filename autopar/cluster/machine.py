@@ -127,8 +127,8 @@ class Level:
     a torus) only neighbours are linked, and a child sends both ways. A collective costs
     `launch_seconds` once and `latency_seconds` a step; `measured`, where it is given, says for each kind of collective
     what it reaches of the rates, and its latency. The part `overlap` of these seconds passes while bytes travel: slow
-    links spend most of them waiting for bytes. A collective under way takes the part `compute_share` of its ranks' processors:
-    CPU cores that copy what arrives, or a GPU's multiprocessors.
+    links spend most of them waiting for bytes. A collective under way takes the part `compute_share` of its ranks'
+    processors: CPU cores that copy what arrives, or a GPU's multiprocessors.
     """
 
     name: str

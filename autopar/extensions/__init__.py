@@ -63,8 +63,8 @@ class Table(Mapping[str, Row]):
         before = self.added.get(name)
         if before is not None and before != row and not replace:
             raise ValueError(
-                f"{self.kind} {name!r} is registered already, as {before}, and again as {row}: register a name once, or "
-                f"pass replace=True"
+                f"{self.kind} {name!r} is registered already, as {before}, and again as {row}: register a name once, "
+                f"or pass replace=True"
             )
         self.added[name] = row
 

@@ -1,8 +1,8 @@
 """Convolutions: which dims are split together, and the exchange of edges where spatial dims are split.
 
-A convolution reads a *fine* tensor (its input) and makes a *coarse* one; transposed, and in the gradient of the
-input, it is the other way round. Beyond the ends rows are zeros, as the padding is, and as what is filled in for the
-rows that an uneven shard lacks.
+A convolution reads a *fine* tensor (its input) and produces a *coarse* one; transposed, and in the gradient of the
+input, it is the other way round. Rows beyond the ends are zeros, like the padding and the rows that fill an uneven
+shard.
 """
 
 import math
@@ -52,18 +52,18 @@ def convolution(call: Call) -> OpRule:
             halos.append(f"s{i}")
             least[f"s{i}"] = window.coarse_rows
     source_dims, target_dims = (coarse_dims, fine_dims) if transposed else (fine_dims, coarse_dims)
-    whole = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
+    dims = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
 
     flops = 2.0 * coarse.numel * weight.numel / weight.shape[0]
     if forward:
         biased = "bias" in metas
         linear: Linear = ((0, 2), (1, 2)) if biased else EACH
-        inputs, outputs = [whole[role] for role in metas], [whole["output"]]
+        inputs, outputs = [dims[role] for role in metas], [dims["output"]]
         expands = [*halos, *(["c"] if biased else [])]
         reductions: Mapping[str, tuple[str, ...]] = {}
     else:
-        made = [whole[name] if meta else [] for name, meta in zip(_GRADIENTS, call.outputs, strict=True)]
-        inputs, outputs = [whole["output"], whole["input"], kernel], made
+        inputs = [dims["output"], dims["input"], kernel]
+        outputs = [dims[name] if meta else [] for name, meta in zip(_GRADIENTS, call.outputs, strict=True)]
         linear, expands, flops = FIRST, halos, flops * sum(meta is not None for meta in call.outputs[:2])
         reductions = {"c": ("sum", "", "")}
     return assemble(
@@ -151,13 +151,12 @@ def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Resul
     if mask[2] and transposed:
         dims = (0, *range(2, len(emitter.meta(original).shape)))
         bias = emitter.op("aten.sum.dim_IntList", original, dims)
-    made = emitter.ops(
+    result, of_weight, of_bias = emitter.ops(
         local.call.node.op, gradient, source, weight, bias_sizes, sizes["stride"], sizes["padding"], sizes["dilation"],
         transposed, sizes["output_padding"], groups, (mask[0], mask[1], mask[2] and not transposed),
     )  # fmt: skip
-    result = made[0]
     if mask[0] and not transposed:
         for i, (window, axes) in halos.items():
             result = halo_added(emitter, result, 2 + i, window, axes)
-    results = (result, made[1], bias if transposed else made[2])
+    results = (result, of_weight, bias if transposed else of_bias)
     return tuple(value if wanted else None for value, wanted in zip(results, mask, strict=True))

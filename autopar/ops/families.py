@@ -1,6 +1,6 @@
 """Rules of op families whose dims depend on the arguments: one small function a family.
 
-Each function takes what the table's line says and returns the function from a call to its rule.
+Each takes the arguments of the table's line and returns a function from a call to its rule.
 """
 
 from collections.abc import Callable, Iterable
@@ -86,11 +86,11 @@ def division(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
     elementwise = pointwise(linear)
 
     def rule(call: Call) -> OpRule | None:
-        made = elementwise(call)
-        if made is None or any(meta.dtype.is_floating_point for meta in call.inputs):
-            return made
+        base = elementwise(call)
+        if base is None or any(meta.dtype.is_floating_point for meta in call.inputs):
+            return base
         last = len(call.inputs) - 1
-        return replace(made, padding=tuple((last, f, 1.0) for f in made.inputs[last] if f is not None))
+        return replace(base, padding=tuple((last, f, 1.0) for f in base.inputs[last] if f is not None))
 
     return rule
 
@@ -127,7 +127,7 @@ def true_division(call: Call) -> Linear:
 
 def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
     """Reductions over `dim` (all dims without it). A split of a reduced dim is Partial(`how`); with
-    `how` "" the reduced dims are whole. The average of a shard has to be divided by the
+    `how` "" the reduced dims are unsplit. The average of a shard has to be divided by the
     number of shards: `average` ops expand."""
 
     def rule(call: Call) -> OpRule:
@@ -160,19 +160,19 @@ def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
 
 
 def along(
-    whole: Callable[[Call, int], Iterable[int]],
+    mixed_dims: Callable[[Call, int], Iterable[int]],
     *,
     linear: Linear | Callable[[Call], Linear] = (),
     name: str = "",
     padding: float | None = None,
 ) -> Rule:
     """Ops that mix elements along some dims only, all operands and results having the same dims.
-    Those dims are whole, or, given a `name`, can be split because the op then expands; unevenly, where
+    Those dims are unsplit, or, given a `name`, can be split because the op then expands; unevenly, where
     elements of the value `padding` change nothing."""
 
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
-        mixed = {d % rank for d in whole(call, rank)} if rank else set()
+        mixed = {d % rank for d in mixed_dims(call, rank)} if rank else set()
         names = [(name or None) if i in mixed else DIMS[i] for i in range(rank)]
         return assemble(
             call, [names[rank - len(m.shape) :] for m in call.inputs], [names if meta else () for meta in call.outputs],
@@ -233,16 +233,14 @@ def padded(call: Call, rank: int) -> tuple[int, ...]:
 
 
 def filled(call: Call) -> OpRule:
-    """full, zeros, ones: every rank makes its part."""
-    assert call.outputs[0] is not None
-    return assemble(call, [], [DIMS[: len(call.outputs[0].shape)]])
+    """full, zeros, ones: every rank fills its part."""
+    return assemble(call, [], [DIMS[: len(call.output.shape)]])
 
 
 def new(call: Call) -> OpRule:
-    """new_zeros and the like: nothing of the operand is read. It goes along in the dims that the result has too, so
-    that it need not be gathered."""
-    source, result = call.inputs[0], call.outputs[0]
-    assert result is not None
+    """new_zeros and the like read no element of their operand. It is split in the dims that the result has too, so that
+    nobody has to gather it."""
+    source, result = call.inputs[0], call.output
     names = DIMS[: len(result.shape)]
     if len(source.shape) != len(result.shape):
         return assemble(call, [[None] * len(source.shape)], [names])

@@ -14,7 +14,7 @@ NONE, MEAN, SUM = 0, 1, 2
 """The values of a loss's argument `reduction`."""
 
 _IGNORED = -1
-"""What a target is replaced by that is ignored, or for another rank's class."""
+"""Replaces a target that is ignored, or another rank's class."""
 
 
 def loss(call: Call, *, none: float = 0.0) -> OpRule:
@@ -40,8 +40,8 @@ def loss_backward(call: Call) -> OpRule:
 
 def nll(call: Call) -> OpRule:
     """nll_loss: "n c *d, n *d, c". The classes expand (each rank picks among its own), and so do the
-    tokens under a mean, whose weight is that of all ranks' tokens: such a mean comes out whole, but for a
-    split of unweighted classes, whose ranks all know the count."""
+    tokens under a mean, whose weight is that of all ranks' tokens: such a mean comes out replicated, except
+    for a split of unweighted classes, whose ranks all know the count."""
     names = _scores(len(call.inputs[0].shape))
     tokens = [name for name in names if name != "c"]
     reduction, weighted = call.argument("reduction"), call.argument("weight") is not None

@@ -1,5 +1,5 @@
-"""Pools: batch and channels are split freely, spatial dims where windows keep step with rows, with the edges exchanged
-where windows overlap."""
+"""Pools: batch and channels split freely, spatial dims where windows keep step with rows; ranks exchange edges where
+windows overlap."""
 
 import math
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
     return tuple(f"d{i}" for i in range(len(meta.shape) - spatial, 0, -1))
 
 
-def whole_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
-    """Ops on the last `spatial` dims, which are whole: reflection padding, adaptive pools of maxima."""
+def unsplit_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
+    """Ops on the last `spatial` dims, which are unsplit: reflection padding, adaptive pools of maxima."""
 
     def names(meta: TensorMeta | None) -> Named:
         return (*leading(meta, spatial), *([None] * spatial)) if meta else ()
@@ -31,11 +31,10 @@ def whole_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
 
 
 def columns(call: Call) -> OpRule:
-    """im2col and col2im: channels of columns have the windows' places below those of the image's channels. Columns
-    of all places are whole, as the image's rows are."""
+    """im2col and col2im: a column's channels are the image's channels times the places of a window. The dim of columns
+    is unsplit, as are the image's rows."""
     places = math.prod(call.argument("kernel_size"))
-    source, target = call.inputs[0], call.outputs[0]
-    assert target is not None
+    source, target = call.inputs[0], call.output
     batch: list[Name] = ["n"] if min(len(source.shape), len(target.shape)) == 3 else []
 
     def names(meta: TensorMeta) -> Named:
@@ -47,7 +46,7 @@ def columns(call: Call) -> OpRule:
 
 def pooled(spatial: int) -> Rule:
     """Pools of the last `spatial` dims and their backward ops: coarse rows are split with the fine rows that
-    belong to them. Indices (of the maxima) count within the whole plane: those of a shard expand."""
+    belong to them. Indices (of the maxima) count within the global plane: those of a shard expand."""
 
     def rule(call: Call) -> OpRule:
         fine, coarse = _fine_and_coarse(call)
@@ -171,7 +170,7 @@ def max_pool(spatial: int) -> Expansion:
             call.argument("dilation"), call.argument("ceil_mode"),
         )  # fmt: skip
         plane = emitter.meta(around).shape[-spatial:]
-        return values, _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_whole=True)
+        return values, _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_global=True)
 
     return expand
 
@@ -184,7 +183,7 @@ def max_pool_backward(spatial: int) -> Expansion:
         gradient, source, indices = local.args[0], local.args[1], local.args[-1]
         around = _of_surrounded_shape(emitter, source, spatial, halos)
         plane = emitter.meta(around).shape[-spatial:]
-        indices = _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_whole=False)
+        indices = _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_global=False)
         result = local.result(
             emitter, gradient, around, call.argument("kernel_size"), call.argument("stride"),
             _padding(call, spatial, halos), call.argument("dilation"), call.argument("ceil_mode"), indices,
@@ -199,7 +198,7 @@ def max_pool_backward(spatial: int) -> Expansion:
 
 @dataclass(frozen=True, slots=True)
 class _Along:
-    """One dim of the plane: its whole size, the rows of a shard, those with the halo, `before` of them before the
+    """One dim of the plane: its global size, the rows of a shard, those with the halo, `before` of them before the
     shard's own, and the mesh axes that split it."""
 
     size: int
@@ -221,17 +220,19 @@ def _strides(plane: Sequence[int]) -> list[int]:
     return [math.prod(plane[i + 1 :]) for i in range(len(plane))]
 
 
-def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_whole: bool) -> Ref:
-    """Indices into a shard with its halo as indices into the whole plane, or back. They stay inside, also where
-    a window sees nothing above -inf, or is padding."""
+def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_global: bool) -> Ref:
+    """Indices into a shard with its halo as indices into the global plane, or back. They stay inside, even where a
+    window holds nothing above -inf, or is padding."""
     inner, outer = _strides([d.rows for d in dims]), _strides([d.size for d in dims])
-    have, want = (inner, outer) if to_whole else (outer, inner)
-    to, back = ("aten.add.Tensor", "aten.sub.Tensor") if to_whole else ("aten.sub.Tensor", "aten.add.Tensor")
+    have, want = (inner, outer) if to_global else (outer, inner)
+    to, back = ("aten.add.Tensor", "aten.sub.Tensor") if to_global else ("aten.sub.Tensor", "aten.add.Tensor")
     if inner == outer and not any(d.before for d in dims):  # rows only
         for d, stride in zip(dims, outer, strict=True):
             if d.axes:
                 indices = emitter.op(to, indices, emitter.offset(d.axes, d.own * stride))
-        return emitter.op("aten.clamp.default", indices, 0, math.prod(d.size if to_whole else d.rows for d in dims) - 1)
+        return emitter.op(
+            "aten.clamp.default", indices, 0, math.prod(d.size if to_global else d.rows for d in dims) - 1
+        )
     total = None
     for i, (d, had, wanted) in enumerate(zip(dims, have, want, strict=True)):
         if d.size == 1:
@@ -244,7 +245,7 @@ def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_wh
             coordinate = emitter.op(to, coordinate, emitter.offset(d.axes, d.own))
             if d.before:
                 coordinate = emitter.op(back, coordinate, d.before)
-            coordinate = emitter.op("aten.clamp.default", coordinate, 0, (d.size if to_whole else d.rows) - 1)
+            coordinate = emitter.op("aten.clamp.default", coordinate, 0, (d.size if to_global else d.rows) - 1)
         term = emitter.op("aten.mul.Scalar", coordinate, wanted) if wanted > 1 else coordinate
         total = term if total is None else emitter.op("aten.add.Tensor", total, term)
     assert total is not None
@@ -271,8 +272,10 @@ def average_pool(spatial: int) -> Expansion:
             fine, coarse = _fine_and_coarse(call)
             sizes = zip(_windows(call, spatial), fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
             full = [_is_full(call, *each) for each in sizes]
-            divisor = math.prod(k for k, known in zip(each(call, "kernel_size", spatial), full, strict=True) if known)
-            uncounted = [i for i, known in enumerate(full) if not known]
+            divisor = math.prod(
+                k for k, counts_all in zip(each(call, "kernel_size", spatial), full, strict=True) if counts_all
+            )
+            uncounted = [i for i, counts_all in enumerate(full) if not counts_all]
         rest = (
             call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
             call.argument("ceil_mode"), True, divisor,

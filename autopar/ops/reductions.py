@@ -1,5 +1,5 @@
-"""Reductions and running sums along a split dim, other than those whose shards are partial results by themselves:
-each rank reduces what it has, and small all-reduces without the reduced dims combine it.
+"""Reductions and running sums along a split dim whose shards are no partial results: each rank reduces what it holds,
+and small all-reduces, without the reduced dims, combine that.
 """
 
 import math
@@ -19,8 +19,8 @@ from .template import assemble
 def combined(
     possible: Callable[[Call], bool] = lambda call: True, *, padding: Callable[[Call], float] | None = None
 ) -> Rule:
-    """Reductions over `dim` (all dims without it), whose results are whole on all ranks. Where it is not `possible`
-    the reduced dims are whole. `padding` is what changes nothing; without it the split has to be even."""
+    """Reductions over `dim` (all dims without it) whose results are replicated. Where it is not `possible` to combine
+    shards, the reduced dims are unsplit. `padding` is what changes nothing; without it the split has to be even."""
 
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
@@ -110,12 +110,12 @@ def extreme(reduction: str, *, values: bool) -> Expansion:
         source, shape, (dim,) = local.args[0], local.call.inputs[0].shape, _reduced(local)
         best = emitter.op("aten.amax.default" if reduction == "max" else "aten.amin.default", source, (dim,), True)
         best = all_reduce(emitter, best, reduction, _over(local))
-        found = emitter.op("aten.eq.Tensor", source, best)
+        equal = emitter.op("aten.eq.Tensor", source, best)
         if emitter.meta(source).dtype.is_floating_point:
-            found = emitter.op("aten.logical_or.default", found, emitter.op("aten.isnan.default", source))
+            equal = emitter.op("aten.logical_or.default", equal, emitter.op("aten.isnan.default", source))
         here = global_indices(emitter, shape, local.operands[0], dim)
         here = emitter.op("aten.reshape.default", here, tuple(-1 if d == dim else 1 for d in range(len(shape))))
-        place = emitter.op("aten.where.ScalarOther", found, here, torch.iinfo(torch.int64).max)
+        place = emitter.op("aten.where.ScalarOther", equal, here, torch.iinfo(torch.int64).max)
         place = all_reduce(emitter, emitter.op("aten.amin.default", place, (dim,), True), "min", _over(local))
         results = (_shaped(emitter, local, best), _shaped(emitter, local, place))
         return results if values else results[1:]
@@ -136,7 +136,7 @@ def logsumexp(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def variance(*, root: bool = False, mean: bool = False) -> Expansion:
-    """var, std, var_mean: two all-reduces, of the sum and of the squares of what differs from the mean."""
+    """var, std, var_mean: two all-reduces, of the sum and of the squared differences from the mean."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         source, dims = wide(emitter, local.args[0]), _reduced(local)
@@ -188,7 +188,7 @@ def running(call: Call) -> OpRule:
 
 
 def cumsum(emitter: Emitter, local: LocalCall) -> Results:
-    """cumsum: each rank's total goes to all, who add up those of the ranks before them."""
+    """cumsum: each rank sends its total to all, and adds the totals of the ranks before it."""
     value = local.result(emitter, *local.args, **dict(local.kwargs))
     shape = emitter.meta(value).shape
     dim, over = local.args[1] % len(shape), local.splits[STEP]
@@ -205,7 +205,7 @@ def cumsum(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def triangle(call: Call) -> OpRule:
-    """tril, triu: each rank knows which of its rows and columns are kept."""
+    """tril, triu: each rank knows which of its elements to keep."""
     names = [*DIMS[: len(call.inputs[0].shape) - 2], "row", "column"]
     return assemble(call, [names], [names], linear=FIRST, expands=("row", "column"), uneven=("row", "column"))
 
