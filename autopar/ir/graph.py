@@ -5,7 +5,7 @@ layers walks it dozens of times, and it must be hashable, printable and stampabl
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
@@ -150,16 +150,12 @@ class JointGraph:
     @cached_property
     def producer(self) -> dict[str, int]:
         """Index of the node that produces a value (inputs are absent)."""
-        return {name: i for i, node in enumerate(self.nodes) for name in node.outputs if name}
+        return producers(self.nodes)
 
     @cached_property
     def consumers(self) -> dict[str, tuple[int, ...]]:
         """Indices of the nodes that read a value, ascending, each once."""
-        readers: dict[str, dict[int, None]] = {}
-        for i, node in enumerate(self.nodes):
-            for name in node.inputs:
-                readers.setdefault(name, {})[i] = None
-        return {name: tuple(indices) for name, indices in readers.items()}
+        return {name: tuple(positions) for name, positions in readers(self.nodes).items()}
 
     @cached_property
     def first_backward(self) -> int:
@@ -192,6 +188,20 @@ def references(value: Any) -> list[str]:
             elif isinstance(item, tuple):
                 names += references(item)
     return names
+
+
+def producers(nodes: Sequence[Node]) -> dict[str, int]:
+    """Value -> position of the node that produces it."""
+    return {name: position for position, node in enumerate(nodes) for name in node.outputs if name}
+
+
+def readers(nodes: Sequence[Node]) -> dict[str, list[int]]:
+    """Value -> positions of the nodes that read it, ascending, each once."""
+    positions: dict[str, list[int]] = {}
+    for position, node in enumerate(nodes):
+        for name in dict.fromkeys(node.inputs):
+            positions.setdefault(name, []).append(position)
+    return positions
 
 
 def map_references(value: Any, function: Callable[[str], Any]) -> Any:

@@ -1,5 +1,4 @@
-"""Shared by all passes that write graphs and programs: fresh names, renamed nodes, producers and readers of a value,
-and dead code."""
+"""Shared by all passes that write graphs and programs: fresh names, renamed nodes, last reads and dead code."""
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -40,20 +39,6 @@ def inlined(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
 def input_and_output_metas(node: Node, metas: Mapping[str, TensorMeta]) -> tuple[list[TensorMeta], list[TensorMeta]]:
     """Metas of what a node reads, and of its named outputs."""
     return [metas[name] for name in node.inputs], [metas[name] for name in node.outputs if name]
-
-
-def producers(nodes: Sequence[Node]) -> dict[str, int]:
-    """Value -> position of the node that produces it."""
-    return {name: position for position, node in enumerate(nodes) for name in node.outputs if name}
-
-
-def readers(nodes: Sequence[Node]) -> dict[str, list[int]]:
-    """Value -> positions of the nodes that read it, ascending, each once."""
-    positions: dict[str, list[int]] = {}
-    for position, node in enumerate(nodes):
-        for name in dict.fromkeys(node.inputs):
-            positions.setdefault(name, []).append(position)
-    return positions
 
 
 def last_reads(nodes: Sequence[Node]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
-from .halo import Halos, Window, each, halo_added, halos_of, with_halo
+from .halo import Halos, Window, each, halos_added, halos_of, with_halos
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Name, Named, assemble, roles
@@ -92,7 +92,7 @@ def group_count(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
 # Halos
 
 
-def _unpadded(local: LocalCall, halos: Halos) -> dict[str, object]:
+def _unpadded(local: LocalCall, halos: Halos) -> dict[str, tuple[int, ...]]:
     """The op's arguments by name: dims with a halo are padded by it, and end where it ends."""
     rank = len(local.call.inputs[0].shape) - 2
     names = ("stride", "padding", "dilation", "output_padding")
@@ -114,18 +114,17 @@ def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
         shards = math.prod(map(emitter.ranks, local.splits["c"]))
         bias = emitter.op("aten.mul.Scalar", bias, 1.0 / shards)
     late = bias if transposed and halos else None  # or it would be added once more where halos overlap
+    spatial = len(sizes["stride"])
     if not transposed:
-        for i, (window, axes) in halos.items():
-            source = with_halo(emitter, source, 2 + i, window, axes)
+        source = with_halos(emitter, source, spatial, halos)
     result = local.result(
         emitter, source, weight, None if late is not None else bias, sizes["stride"], sizes["padding"],
         sizes["dilation"], transposed, sizes["output_padding"], groups,
     )  # fmt: skip
     if transposed:
-        for i, (window, axes) in halos.items():
-            result = halo_added(emitter, result, 2 + i, window, axes)
+        result = halos_added(emitter, result, spatial, halos)
     if late is not None:
-        column = emitter.op("aten.reshape.default", late, (-1, *([1] * len(sizes["stride"]))))  # type: ignore[arg-type]
+        column = emitter.op("aten.reshape.default", late, (-1, *(1,) * spatial))
         result = emitter.op("aten.add.Tensor", result, column)
     return (result,)
 
@@ -139,12 +138,13 @@ def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Resul
     sizes = _unpadded(local, halos)
     transposed = local.call.argument("transposed")
     original, bias = gradient, None
-    for i, (window, axes) in halos.items():
-        if transposed:
-            gradient = with_halo(emitter, gradient, 2 + i, window, axes)
-        elif mask[1]:
-            source = with_halo(emitter, source, 2 + i, window, axes)
-        else:  # only its shape is looked at
+    spatial = len(sizes["stride"])
+    if transposed:
+        gradient = with_halos(emitter, gradient, spatial, halos)
+    elif mask[1]:
+        source = with_halos(emitter, source, spatial, halos)
+    else:  # the kernel reads no more of it than its shape
+        for i, (window, _) in halos.items():
             shape = list(emitter.meta(source).shape)
             shape[2 + i] += window.before + window.after
             source = emitter.op("aten.new_empty.default", source, tuple(shape))
@@ -156,7 +156,6 @@ def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Resul
         transposed, sizes["output_padding"], groups, (mask[0], mask[1], mask[2] and not transposed),
     )  # fmt: skip
     if mask[0] and not transposed:
-        for i, (window, axes) in halos.items():
-            result = halo_added(emitter, result, 2 + i, window, axes)
+        result = halos_added(emitter, result, spatial, halos)
     results = (result, of_weight, bias if transposed else of_bias)
     return tuple(value if wanted else None for value, wanted in zip(results, mask, strict=True))

@@ -45,14 +45,8 @@ def losses_backward(
     return result.contiguous()
 
 
-@losses.register_fake
-def _(log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
-
-
-@losses_backward.register_fake
-def _(gradient: torch.Tensor, log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape)
+losses.register_fake(lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]))
+losses_backward.register_fake(lambda gradient, log_probs, *_: log_probs.new_empty(log_probs.shape))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

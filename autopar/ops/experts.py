@@ -51,7 +51,7 @@ def expert_mm(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: i
 
 def _products(rows: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> torch.Tensor:
     if _fits_kernel(rows, *weight.shape[1:]):
-        return torch.nn.functional.grouped_mm(rows, weight, offs=_offsets(rows, ends))
+        return torch.nn.functional.grouped_mm(rows, weight, offs=rows.new_tensor(ends, dtype=torch.int32))
     products = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if start < end:
@@ -74,7 +74,7 @@ def expert_mm_weight(
         return gradients
     left, right = x[order].t(), gradient[order]
     if _fits_kernel(right, *gradients.shape[1:]):
-        gradients = torch.nn.functional.grouped_mm(left, right, offs=_offsets(right, ends))
+        gradients = torch.nn.functional.grouped_mm(left, right, offs=right.new_tensor(ends, dtype=torch.int32))
         gradients[[start == end for start, end in zip([0, *ends], ends, strict=False)]] = (
             0  # it may leave these as they are
         )
@@ -91,20 +91,10 @@ def _fits_kernel(rows: torch.Tensor, k: int, n: int) -> bool:
     return fits and (not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0))
 
 
-def _offsets(rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=rows.device)
-
-
-@expert_mm.register_fake
-def _expert_mm_meta(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@expert_mm_weight.register_fake
-def _expert_mm_weight_meta(
-    x: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, experts: int, first: int = 0
-) -> torch.Tensor:
-    return x.new_empty(experts, x.shape[1], gradient.shape[1])
+expert_mm.register_fake(lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[2]))
+expert_mm_weight.register_fake(
+    lambda x, gradient, ids, experts, *_: x.new_empty(experts, x.shape[1], gradient.shape[1])
+)
 
 
 def weighted_sum(x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from autopar.ir.graph import Ref, TensorMeta
 
 from .rule import Call, OpRule
-from .template import Linear, Name, Named, assemble, contraction_flops, parse
+from .template import Linear, Named, assemble, contraction_flops, parse
 
 Rule = Callable[[Call], OpRule | None]
 
@@ -55,14 +55,19 @@ def either(condition: Callable[[Call], Any], if_true: Rule, if_false: Rule) -> R
     return lambda call: if_true(call) if condition(call) else if_false(call)
 
 
+def aligned(call: Call) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Names of the dims of broadcast operands, aligned at the right: of the longest, and of each."""
+    rank = max((len(meta.shape) for meta in (*call.inputs, *call.outputs) if meta), default=0)
+    return DIMS[:rank], [DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
+
+
 def pointwise(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
     """Broadcasting elementwise ops: dims are aligned at the right. A set of operands that holds a
     number in this call is not linear."""
 
     def rule(call: Call) -> OpRule:
-        rank = max(len(meta.shape) for meta in call.outputs if meta)
-        inputs = [DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
-        outputs = [DIMS[:rank] if meta else () for meta in call.outputs]
+        names, inputs = aligned(call)
+        outputs = [names if meta else () for meta in call.outputs]
         sets = linear(call) if callable(linear) else linear
         return assemble(call, inputs, outputs, linear=_of_tensors(call, sets), elementwise=True)
 
@@ -131,23 +136,30 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
     number of shards: `average` ops expand."""
 
     def rule(call: Call) -> OpRule:
-        (source,) = call.inputs
-        names: list[Name] = list(DIMS[: len(source.shape)])
-        reduced = axes(call, "dim", len(source.shape))
-        keep = call.has("keepdim") and call.argument("keepdim")
         # collectives have no maximum of truth values
-        reduction = "" if how in ("max", "min") and source.dtype is torch.bool else how
-        if not reduction:
-            names = [None if i in reduced else name for i, name in enumerate(names)]
-        kept = [None if i in reduced else name for i, name in enumerate(names) if keep or i not in reduced]
-        outputs = [kept if meta else () for meta in call.outputs]
-        over = [DIMS[i] for i in reduced]
+        reduction = "" if how in ("max", "min") and call.inputs[0].dtype is torch.bool else how
+        names, outputs, over = reduced_dims(call, split=bool(reduction))
         return assemble(
             call, [names], outputs, linear=linear, expands=over if average else (), uneven=over,
             reductions={name: (reduction,) * len(outputs) for name in over},
         )  # fmt: skip
 
     return rule
+
+
+def reduced_dims(call: Call, *, split: bool) -> tuple[Named, list[Named], list[str]]:
+    """Names of the dims of the operand, and of each output, of a reduction over `dim`; and the reduced factors. Without
+    `split` the reduced dims are unsplit."""
+    rank = len(call.inputs[0].shape)
+    reduced = axes(call, "dim", rank)
+    names = [None if d in reduced and not split else name for d, name in enumerate(DIMS[:rank])]
+    kept = [None if d in reduced else name for d, name in enumerate(names) if keeps_dims(call) or d not in reduced]
+    return names, [kept if meta else () for meta in call.outputs], [DIMS[d] for d in reduced]
+
+
+def keeps_dims(call: Call) -> bool:
+    """Whether reduced dims stay, with size 1."""
+    return call.has("keepdim") and bool(call.argument("keepdim"))
 
 
 def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:

@@ -138,3 +138,19 @@ def halo_added(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tup
             part = emitter.op("aten.add.Tensor", part, slice_of(emitter, from_after, dim, start - first, stop - first))
         parts.append(part)
     return emitter.op("aten.cat.default", tuple(parts), dim)
+
+
+def with_halos(emitter: Emitter, value: Ref, spatial: int, halos: Halos, beyond: float = 0.0) -> Ref:
+    """A shard with its halos along some of its last `spatial` dims, and `beyond` beyond the ends."""
+    first = len(emitter.meta(value).shape) - spatial
+    for i, (window, axes) in halos.items():
+        value = with_halo(emitter, value, first + i, window, axes, beyond)
+    return value
+
+
+def halos_added(emitter: Emitter, value: Ref, spatial: int, halos: Halos) -> Ref:
+    """The transpose of `with_halos`."""
+    first = len(emitter.meta(value).shape) - spatial
+    for i, (window, axes) in halos.items():
+        value = halo_added(emitter, value, first + i, window, axes)
+    return value

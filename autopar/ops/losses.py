@@ -6,7 +6,7 @@ from autopar.ir.graph import Ref
 
 from .bounds import checked
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, local_indices, wide
-from .families import DIMS, FIRST
+from .families import DIMS, FIRST, aligned
 from .rule import Call, Emitter, OpRule
 from .template import Named, assemble
 
@@ -19,9 +19,7 @@ _IGNORED = -1
 
 def loss(call: Call, *, none: float = 0.0) -> OpRule:
     """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    names = DIMS[:rank]
-    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
+    names, inputs = aligned(call)
     reduction = call.argument("reduction")
     return assemble(
         call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else (), uneven=names,
@@ -31,9 +29,7 @@ def loss(call: Call, *, none: float = 0.0) -> OpRule:
 
 def loss_backward(call: Call) -> OpRule:
     """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    names = DIMS[:rank]
-    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
+    names, inputs = aligned(call)
     expands = names if call.argument("reduction") == MEAN else ()
     return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)
 

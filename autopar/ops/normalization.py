@@ -103,19 +103,14 @@ def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, ax
     return mean, emitter.op("aten.clamp_min.default", variance, 0)
 
 
-def _elements(call: Call, source: TensorMeta) -> int:
-    """Elements of a channel, on all ranks."""
-    return source.numel // source.shape[1]
-
-
 def batch_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
     """Batch norm in training with the batch or spatial dims split: statistics of all ranks' elements, then the op with
     these as its running statistics."""
     call = local.call
     named = dict(zip(roles(call), call.inputs, strict=True))
     source, weight, bias = local.args[:3]
-    count = _elements(call, named["input"])
-    rank = len(named["input"].shape)
+    shape = named["input"].shape
+    count, rank = named["input"].numel // shape[1], len(shape)
     mean, variance = moments(emitter, source, (0, *range(2, rank)), count, _over(local))
     epsilon = call.argument("eps")
     scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
@@ -144,7 +139,7 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     """
     call = local.call
     gradient, source, weight, _, _, mean, scale = local.args[:7]
-    count = _elements(call, call.inputs[1])
+    count = call.inputs[1].numel // call.inputs[1].shape[1]
     given = weight if weight is not None else emitter.op("aten.ones_like.default", mean)
     arguments = (gradient, source, given, *local.args[3:7], True, call.argument("eps"), (False, True, True))
     _, product, total = emitter.ops(call.node.op, *arguments)

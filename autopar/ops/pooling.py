@@ -10,7 +10,7 @@ from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results, global_indices
 from .families import FIRST, Rule
-from .halo import Halos, Window, each, halo_added, halos_of, with_halo
+from .halo import Halos, Window, each, halos_added, halos_of, with_halos
 from .local import Arguments, Local, replaced
 from .rule import Call, Emitter, OpRule, neutral
 from .template import Linear, Name, Named, assemble, roles
@@ -50,7 +50,7 @@ def pooled(spatial: int) -> Rule:
 
     def rule(call: Call) -> OpRule:
         fine, coarse = _fine_and_coarse(call)
-        backward, indexed = call.has("grad_output"), _is_indexed(call)
+        backward, indexed = call.has("grad_output"), call.has("indices") or len(call.outputs) == 2
         fine_dims: list[Name] = list(leading(fine, spatial))
         coarse_dims: list[Name] = list(leading(fine, spatial))
         least: dict[str, int] = {}
@@ -102,10 +102,6 @@ def _fine_and_coarse(call: Call) -> tuple[TensorMeta, TensorMeta]:
     return metas["self"], coarse
 
 
-def _is_indexed(call: Call) -> bool:
-    return call.has("indices") or len(call.outputs) == 2
-
-
 def _windows(call: Call, spatial: int) -> tuple[Window, ...]:
     """One a spatial dim."""
     kernel = each(call, "kernel_size", spatial)
@@ -132,27 +128,12 @@ def _halos(local: LocalCall, spatial: int) -> Halos:
     return halos_of(local, _windows(local.call, spatial))
 
 
-def _surrounded(emitter: Emitter, value: Ref, spatial: int, halos: Halos, beyond: float) -> Ref:
-    first = len(emitter.meta(value).shape) - spatial
-    for i, (window, axes) in halos.items():
-        value = with_halo(emitter, value, first + i, window, axes, beyond)
-    return value
-
-
 def _of_surrounded_shape(emitter: Emitter, value: Ref, spatial: int, halos: Halos) -> Ref:
-    """For a backward op that looks at no more than the shape."""
+    """A tensor of the shape with halos, for a backward op that reads no more than its shape."""
     shape = list(emitter.meta(value).shape)
     for i, (window, _) in halos.items():
         shape[i - spatial] += window.before + window.after
     return emitter.op("aten.new_empty.default", value, tuple(shape)) if halos else value
-
-
-def _returned(emitter: Emitter, gradient: Ref, spatial: int, halos: Halos) -> Ref:
-    """The gradient of a shard from that of a shard with its halo."""
-    first = len(emitter.meta(gradient).shape) - spatial
-    for i, (window, axes) in halos.items():
-        gradient = halo_added(emitter, gradient, first + i, window, axes)
-    return gradient
 
 
 def _padding(call: Call, spatial: int, halos: Halos) -> tuple[int, ...]:
@@ -164,7 +145,7 @@ def max_pool(spatial: int) -> Expansion:
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         call, source, halos = local.call, local.args[0], _halos(local, spatial)
-        around = _surrounded(emitter, source, spatial, halos, neutral("max", emitter.meta(source).dtype))
+        around = with_halos(emitter, source, spatial, halos, neutral("max", emitter.meta(source).dtype))
         values, indices = emitter.ops(
             call.node.op, around, call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
             call.argument("dilation"), call.argument("ceil_mode"),
@@ -188,7 +169,7 @@ def max_pool_backward(spatial: int) -> Expansion:
             emitter, gradient, around, call.argument("kernel_size"), call.argument("stride"),
             _padding(call, spatial, halos), call.argument("dilation"), call.argument("ceil_mode"), indices,
         )  # fmt: skip
-        return (_returned(emitter, result, spatial, halos),)
+        return (halos_added(emitter, result, spatial, halos),)
 
     return expand
 
@@ -281,12 +262,12 @@ def average_pool(spatial: int) -> Expansion:
             call.argument("ceil_mode"), True, divisor,
         )  # fmt: skip
         if not backward:
-            value = local.result(emitter, _surrounded(emitter, value, spatial, halos, 0), *rest)
+            value = local.result(emitter, with_halos(emitter, value, spatial, halos), *rest)
         for i in uncounted:
             value = emitter.op("aten.div.Tensor", value, _counts(emitter, local, spatial, i))
         if backward:
             value = local.result(emitter, value, _of_surrounded_shape(emitter, local.args[1], spatial, halos), *rest)
-            value = _returned(emitter, value, spatial, halos)
+            value = halos_added(emitter, value, spatial, halos)
         return (value,)
 
     return expand

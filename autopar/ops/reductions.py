@@ -11,7 +11,7 @@ from autopar.ir.graph import Ref
 from autopar.ir.layout import padded_shape
 
 from .expansions import Expansion, LocalCall, Results, all_reduce, cast, filled_beyond, global_indices, wide
-from .families import DIMS, FIRST, Rule, axes
+from .families import DIMS, FIRST, Rule, axes, keeps_dims, reduced_dims
 from .rule import Call, Emitter, OpRule, neutral
 from .template import assemble
 
@@ -23,17 +23,11 @@ def combined(
     shards, the reduced dims are unsplit. `padding` is what changes nothing; without it the split has to be even."""
 
     def rule(call: Call) -> OpRule:
-        rank = len(call.inputs[0].shape)
-        reduced = axes(call, "dim", rank)
         split = possible(call)
-        names = [None if d in reduced and not split else name for d, name in enumerate(DIMS[:rank])]
-        keep = call.has("keepdim") and call.argument("keepdim")
-        kept = [None if d in reduced else name for d, name in enumerate(names) if keep or d not in reduced]
-        over = [DIMS[d] for d in reduced]
+        names, outputs, over = reduced_dims(call, split=split)
         return assemble(
-            call, [names], [kept if meta else () for meta in call.outputs], expands=over,
-            reductions={name: ("",) * len(call.outputs) for name in over},
-            uneven=over if padding else (),
+            call, [names], outputs, expands=over, uneven=over if padding else (),
+            reductions={name: ("",) * len(outputs) for name in over},
             padding={(0, name): padding(call) for name in over} if padding and split else None,
         )  # fmt: skip
 
@@ -85,8 +79,7 @@ def _over(local: LocalCall) -> tuple[int, ...]:
 
 def _shaped(emitter: Emitter, local: LocalCall, value: Ref) -> Ref:
     """A result with its reduced dims of size 1 in the shape of the op's result."""
-    keep = local.call.has("keepdim") and local.call.argument("keepdim")
-    return value if keep else emitter.op("aten.squeeze.dims", value, _reduced(local))
+    return value if keeps_dims(local.call) else emitter.op("aten.squeeze.dims", value, _reduced(local))
 
 
 def truth(reduction: str) -> Expansion:

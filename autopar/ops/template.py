@@ -128,20 +128,16 @@ def _scaled(name: Name) -> tuple[str | None, int]:
 def _summable(call: Call, linear: Linear) -> Linear:
     """The sets that can be Partial(sum) in this call: sets of numbers, not truth values, that hold all uses of a tensor
     or none (x * x is not linear in x)."""
-    if not linear or any(meta is not None and _is_bool(meta) for meta in call.outputs):
+    if not linear or any(meta is not None and meta.dtype is torch.bool for meta in call.outputs):
         return ()
     names = call.node.inputs
     kept = []
     for operands in linear:
         inside = {names[i] for i in operands}
         outside = {name for i, name in enumerate(names) if i not in operands}
-        if operands and not inside & outside and not any(_is_bool(call.inputs[i]) for i in operands):
+        if operands and not inside & outside and not any(call.inputs[i].dtype is torch.bool for i in operands):
             kept.append(operands)
     return tuple(kept)
-
-
-def _is_bool(meta: TensorMeta) -> bool:
-    return meta.dtype is torch.bool
 
 
 def roles(call: Call) -> tuple[str, ...]:
