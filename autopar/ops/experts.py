@@ -9,7 +9,9 @@ where that may happen. On unsplit values they change nothing. The table of ids i
 all of it, and counts from it how many rows it will receive from each other rank.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -113,7 +115,7 @@ def row_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).sum(1, keepdim=True)
 
 
-OPERATORS = {
+OPERATORS: Mapping[Callable[..., Any], str] = {
     weighted_sum: "(Tensor x, Tensor weight, int size) -> Tensor",
     row_dot: "(Tensor x, Tensor y) -> Tensor",
 }
