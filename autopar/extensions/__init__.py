@@ -1,4 +1,4 @@
-"""What people add to autopar: tables of named rows, and the entry points by which installed packages add theirs.
+"""Tables of named rows to which people add, and the entry points by which installed packages add theirs.
 
 There is a table for each thing that a person may add: rules of operators, presets, clusters, cost modes, solvers,
 lowerings. Tables belong to the process, as the operators of `torch.library` do. autopar's own rows cannot be replaced,
@@ -22,9 +22,9 @@ Row = TypeVar("Row", bound=Any)
 
 
 class Table(Mapping[str, Row]):
-    """Rows of one kind, dataclasses with a name: autopar's own first, and then what was registered. `functions` are
-    fields that hold functions, or None where that is their default. A table `beside` another one shares no name with
-    it, as those of solvers and presets."""
+    """Rows of one kind, dataclasses with a name: autopar's own first, then registered ones. `functions` are the fields
+    that hold functions, or None if that is their default. A table `beside` another shares no name with it, as those of
+    solvers and presets."""
 
     def __init__(
         self,

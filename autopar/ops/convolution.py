@@ -130,7 +130,7 @@ def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Results:
-    """Spatial dims split. The edges of what is fine travel: the input's for the gradient of the weight, those of the
+    """Spatial dims split. Edges of fine tensors travel: those of the input for the gradient of the weight, those of the
     gradient of the input back; transposed, those of the gradient of the output, for both."""
     gradient, source, weight, bias_sizes = local.args[:4]
     groups, mask = local.args[9:11]

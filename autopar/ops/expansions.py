@@ -66,7 +66,7 @@ def global_indices(emitter: Emitter, shape: Shape, layout: Layout, dim: int) -> 
     indices = emitter.op("aten.arange.default", size)
     if not digits:
         return indices
-    # mixed radix: every axis takes one of the digits, what is between them stays
+    # mixed radix: every axis takes one of the digits, those between them stay
     radix: list[int] = []
     above = size
     for stride, axis in digits:

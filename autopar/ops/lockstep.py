@@ -1,4 +1,4 @@
-"""All ranks of a mesh in one process: every instruction runs for each rank before the next begins, so
+"""Runs all ranks of a mesh in one process: every instruction runs for each rank before the next begins, so
 that a collective sees the operands of all ranks of its group. The numbers are right, the timing says nothing.
 """
 

@@ -316,7 +316,7 @@ def _summands(value: torch.Tensor, count: int, generator: torch.Generator) -> li
 
 
 def _error(expected: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor], layout: Layout, mesh: Shape) -> str:
-    """How the parts of a result differ from what is expected, "" if they do not."""
+    """How the parts of a result differ from the expected tensor, "" if they do not."""
     assert expected is not None
     if any(isinstance(p, Partial) for p in layout):
         for c, part in parts.items():

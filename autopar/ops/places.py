@@ -85,7 +85,7 @@ def held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Ref
         return places, emitter.op("aten.logical_not.default", mine)
     mine = emitter.op("aten.ge.Scalar", places, 0)
     for stride, axis in digits:
-        # each axis takes one digit of the mixed-radix index, what is above and below it moves together
+        # each axis takes one digit of the mixed-radix index; those above and below it close the gap
         ranks = emitter.ranks(axis)
         digit = emitter.op("aten.remainder.Scalar", emitter.op("aten.floor_divide.Scalar", places, stride), ranks)
         here = emitter.op("aten.eq.Scalar", digit, emitter.coordinate(axis))

@@ -243,7 +243,7 @@ def _is_full(call: Call, window: Window, size: int, count: int) -> bool:
 
 
 def average_pool(spatial: int) -> Expansion:
-    """avg_pool and its backward with spatial dims split: sums, by what they count."""
+    """avg_pool and its backward with spatial dims split: sums, divided by the number of elements that they count."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         call, halos, backward = local.call, _halos(local, spatial), local.call.has("grad_output")

@@ -73,7 +73,7 @@ def _reduced(local: LocalCall) -> tuple[int, ...]:
 
 
 def _over(local: LocalCall) -> tuple[int, ...]:
-    """The mesh axes that split what is reduced."""
+    """The mesh axes that split reduced dims."""
     return tuple(axis for d in _reduced(local) for axis in local.splits.get(DIMS[d], ()))
 
 

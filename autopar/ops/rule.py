@@ -103,13 +103,13 @@ class OpRule:
 
     `flops` counts multiplications and additions of the unsplit op, for contractions and attention; 0
     means that the op is bound by memory. `contraction` marks the tensor contractions of CFP
-    Algorithm 1. `moves_nothing` marks ops that only make a view (slice, expand, ...): no time. `routing` is
-    for ops that know of experts; others may be given routed rows where they treat rows one by one.
+    Algorithm 1. `moves_nothing` marks ops that only return a view (slice, expand, ...) and take no time. `routing` is
+    for ops that know of experts; others may receive routed rows if they treat rows one by one.
 
-    Of an unevenly split factor that the op reduces over, padding is filled with what changes nothing: 0 for
+    An op that reduces over an unevenly split factor sees padding filled with a value that changes nothing: 0 for
     a sum, the least or greatest number for a maximum or minimum. `padding` holds (operand, factor, value)
-    where it is another value, or where an expansion reduces. Integers are filled with 0, lest padding be an
-    index out of range, unless the op is `elementwise`.
+    where it is another value, or where an expansion reduces. Padding of integers is 0, lest it be an index
+    out of range, unless the op is `elementwise`.
     """
 
     factors: tuple[Factor, ...]

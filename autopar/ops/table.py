@@ -363,7 +363,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_own("uniform normal integers", Entry(
         randomness.drawn, local.shape_of_output("size"), place=randomness.held)),
 
-    # pointwise, by what they are linear in
+    # pointwise, by the operands that they are linear in
     **_aten("neg clone detach alias _conj _conj_physical mul.Scalar div.Scalar lift_fresh_copy",
             Entry(pointwise(FIRST))),
     **_aten("_to_copy", Entry(pointwise(to_dtype))),

@@ -1,4 +1,4 @@
-"""The library of clusters: those of the files beside this one, and what was registered."""
+"""The library of clusters: those of the files in this folder, and registered ones."""
 
 from collections.abc import Iterator
 from importlib.resources import files

@@ -1,7 +1,6 @@
-"""A cluster from a TOML file: a device and levels of links from the outermost in, each figure with the place where it
-is from.
+"""Reads a cluster from a TOML file: a device and levels of links from the outermost in, each figure with its source.
 
-`docs/clusters.md` explains the keys, `KEYS` below is what is checked.
+`docs/clusters.md` explains the keys; `KEYS` lists them, and the reader checks them.
 """
 
 import math
@@ -25,7 +24,7 @@ BASIC_OF: Mapping[str, frozenset[str]] = {
     "exchange": frozenset({"pairwise"}),
     "shift": frozenset({"message"}),
 }
-"""Those of them that do each kind."""
+"""Kind -> those that do it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Key:
     write: str
     required: bool = True
     figure: bool = True
-    """A figure says in the `source` table where it is from."""
+    """Whether the `source` table says where it is from."""
 
 
 KEYS: Mapping[str, Mapping[str, Key]] = {
@@ -84,9 +83,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 def read_cluster(path: str | Path) -> Cluster:
     """The cluster that a TOML file describes.
 
-    Raises ValueError, naming the file, the key and what to write, for a file that is not there or no TOML,
-    a key that is missing or unknown, a figure that is none, negative or without a source, and sizes
-    of levels whose product is not `devices`.
+    Raises ValueError, naming the file, the key and what to write, for a file that is missing or not TOML, a key that
+    is missing or unknown, a figure that is invalid or without a source, and levels whose sizes do not multiply to
+    `devices`.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A cluster as the text of a TOML file."""
+"""Writes a cluster as the text of a TOML file."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,8 +8,8 @@ from autopar.cluster.machine import Cluster, Device, Level
 
 
 def cluster_toml(cluster: Cluster, source: str, comment: str = "") -> str:
-    """The file that `read_cluster` reads back as the same cluster. `source` is where every figure is from,
-    `comment` goes on top."""
+    """The text that `read_cluster` reads back as the same cluster. `source` is the source of every figure, `comment`
+    goes on top."""
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [
         f"name = {_value(cluster.name)}",

@@ -21,7 +21,7 @@ from .unsort import without_sorts
 def in_token_order(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
     """The graph with `expert_mm` in place of sorts of rows and lookups of weights by expert. Marks show where rows may
     set out for their experts, or come back. Each sum of a token's rows is one operator, linear in the rows."""
-    if not graph.nodes:  # a model that gives back what it is given
+    if not graph.nodes:  # a model that returns its inputs
         return graph
     in_order = without_sorts(with_products_by_expert(graph), rule_of)
     return with_weighted_sums(Dispatch(in_order, rule_of).run())

@@ -84,7 +84,7 @@ def summed_up(rewrite: SortedRows, node: Node, sort: str) -> bool:
 
 
 def converted(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """To another dtype: ids and counts are what they were."""
+    """To another dtype: ids stay ids, and counts stay counts."""
     fact = rewrite.facts[node.inputs[0]]
     if fact.kind not in ("ids", "counts", "ends"):
         return False
@@ -134,7 +134,7 @@ def put(rewrite: SortedRows, node: Node, sort: str) -> bool:
     if kind == "order" and not put.accumulate and _counts_up(rewrite, put.values):
         return rewrite.shape(put.base) == rewrite.shape(put.values) and rewrite.know(node.name, sort, "inverse")
     if kind == "ids" and put.accumulate and rewrite.is_rows(Ref(put.values)) and not rewrite.kind(Ref(put.base)):
-        rewrite.keep(node)  # what each expert adds up: the gradient of its bias
+        rewrite.keep(node)  # the sum of each expert: the gradient of its bias
         return True
     if not rewrite.is_zero(put.base) or rewrite.shape(put.base)[1:] != rewrite.shape(put.values)[1:]:
         return False
