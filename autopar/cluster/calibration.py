@@ -233,7 +233,7 @@ def _digits(value: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Prediction:
     """One collective, predicted and measured. `axis` names the levels that it spans, or its ranks; `fitted` says
     whether the axis is exactly one level."""
 
@@ -250,7 +250,7 @@ class Row:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
-def check(measured: Measurements, cluster: Cluster) -> list[Row]:
+def check(measured: Measurements, cluster: Cluster) -> list[Prediction]:
     """Predicted beside measured seconds, with all groups of an axis at once.
 
     Raises ValueError if the cluster has other levels.
@@ -265,7 +265,7 @@ def check(measured: Measurements, cluster: Cluster) -> list[Row]:
             ranks, stride = sample.axis
             link = cluster.links((math.prod(measured.levels) // (ranks * stride), ranks, stride))[1]
             rows.append(
-                Row(
+                Prediction(
                     kind=sample.kind,
                     axis=_axis_name(cluster, ranks, stride),
                     fitted=sample.axis in fitted,

@@ -18,10 +18,10 @@ from autopar.ir.graph import overload, parameters, schema
 from autopar.ops.template import tensor_arguments
 
 from .registry import RULES
-from .strides import Given, contiguous
+from .strides import Preparation, contiguous
 
 
-def needed_by(op: str) -> Mapping[str, Given]:
+def needed_by(op: str) -> Mapping[str, Preparation]:
     """Names of the arguments whose strides matter to the op's kernel -> what lays them out for it."""
     entry = RULES.get(op)
     if entry is not None:
@@ -32,21 +32,22 @@ def needed_by(op: str) -> Mapping[str, Given]:
     return dict.fromkeys(tensor_arguments(op), contiguous)
 
 
-def given(op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def prepared_arguments(op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call as the kernel of the op needs them."""
     needs = needed_by(op)
     if not needs:
         return args, kwargs
 
     def prepared(name: str, value: Any) -> Any:
-        return applied(needs[name], value) if name in needs else value
+        return _apply(needs[name], value) if name in needs else value
 
-    positional = [prepared(parameter.name, value) for parameter, value in zip(parameters(op), args, strict=False)]
+    names = [parameter.name for parameter in parameters(op)[: len(args)]]
+    positional = [prepared(name, value) for name, value in zip(names, args, strict=True)]
     return positional, {name: prepared(name, value) for name, value in kwargs.items()}
 
 
-def applied(make: Given, value: Any) -> Any:
+def _apply(make: Preparation, value: Any) -> Any:
     """An argument with its tensors laid out: a tensor, a list of them, or no tensor at all."""
     if isinstance(value, torch.Tensor):
         return make(value)
-    return [applied(make, item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_apply(make, item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -92,15 +92,15 @@ def group_count(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
 # Halos
 
 
-def _unpadded(local: LocalCall, halos: Halos) -> dict[str, tuple[int, ...]]:
-    """The op's arguments by name: dims with a halo are padded by it, and end where it ends."""
+def _unpadded(local: LocalCall, halos: Halos) -> tuple[Shape, Shape, Shape, Shape]:
+    """Stride, padding, dilation and output padding: the halo of a dim replaces its padding."""
     rank = len(local.call.inputs[0].shape) - 2
-    names = ("stride", "padding", "dilation", "output_padding")
-    values = {name: list(each(local.call, name, rank)) for name in names}
+    padding, output_padding = (list(each(local.call, name, rank)) for name in ("padding", "output_padding"))
     for i, (window, _) in halos.items():
-        values["padding"][i] = 0
-        values["output_padding"][i] = max(0, -window.excess) if local.call.argument("transposed") else 0
-    return {name: tuple(value) for name, value in values.items()}
+        padding[i] = 0
+        output_padding[i] = max(0, -window.excess) if local.call.argument("transposed") else 0
+    stride, dilation = (each(local.call, name, rank) for name in ("stride", "dilation"))
+    return stride, tuple(padding), dilation, tuple(output_padding)
 
 
 def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
@@ -108,18 +108,18 @@ def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
     source, weight, bias = local.args[:3]
     groups = local.args[8]
     halos = halos_of(local, windows(local.call))
-    sizes = _unpadded(local, halos)
+    stride, padding, dilation, output_padding = _unpadded(local, halos)
     transposed = local.call.argument("transposed")
     if bias is not None and "c" in local.splits:
         shards = math.prod(map(emitter.ranks, local.splits["c"]))
         bias = emitter.op("aten.mul.Scalar", bias, 1.0 / shards)
     late = bias if transposed and halos else None  # or it would be added once more where halos overlap
-    spatial = len(sizes["stride"])
+    spatial = len(stride)
     if not transposed:
         source = with_halos(emitter, source, spatial, halos)
     result = local.result(
-        emitter, source, weight, None if late is not None else bias, sizes["stride"], sizes["padding"],
-        sizes["dilation"], transposed, sizes["output_padding"], groups,
+        emitter, source, weight, None if late is not None else bias, stride, padding, dilation, transposed,
+        output_padding, groups,
     )  # fmt: skip
     if transposed:
         result = halos_added(emitter, result, spatial, halos)
@@ -135,10 +135,10 @@ def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Resul
     gradient, source, weight, bias_sizes = local.args[:4]
     groups, mask = local.args[9:11]
     halos = halos_of(local, windows(local.call))
-    sizes = _unpadded(local, halos)
+    stride, padding, dilation, output_padding = _unpadded(local, halos)
     transposed = local.call.argument("transposed")
     original, bias = gradient, None
-    spatial = len(sizes["stride"])
+    spatial = len(stride)
     if transposed:
         gradient = with_halos(emitter, gradient, spatial, halos)
     elif mask[1]:
@@ -152,8 +152,8 @@ def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Resul
         dims = (0, *range(2, len(emitter.meta(original).shape)))
         bias = emitter.op("aten.sum.dim_IntList", original, dims)
     result, of_weight, of_bias = emitter.ops(
-        local.call.node.op, gradient, source, weight, bias_sizes, sizes["stride"], sizes["padding"], sizes["dilation"],
-        transposed, sizes["output_padding"], groups, (mask[0], mask[1], mask[2] and not transposed),
+        local.call.node.op, gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
+        groups, (mask[0], mask[1], mask[2] and not transposed),
     )  # fmt: skip
     if mask[0] and not transposed:
         result = halos_added(emitter, result, spatial, halos)

@@ -44,7 +44,7 @@ def _local(instruction: Node, coordinate: Shape, values: Values) -> None:
     named = {key: value(v) for key, v in instruction.kwargs}
     if names_no_device(instruction):
         named["device"] = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
-    arguments, named = contract.given(instruction.op, arguments, named)
+    arguments, named = contract.prepared_arguments(instruction.op, arguments, named)
     result = overload(instruction.op)(*arguments, **named)
     results = result if isinstance(result, tuple | list) else (result,)
     for name, tensor in zip(instruction.outputs, results, strict=True):

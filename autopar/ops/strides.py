@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-Given = Callable[[torch.Tensor], torch.Tensor]
+Preparation = Callable[[torch.Tensor], torch.Tensor]
 """From a tensor to the same numbers in the layout that a kernel needs; the tensor itself if it lies so."""
 
 
@@ -29,7 +29,7 @@ def contiguous_pairs(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def needs(all_dims: str = "", *, rows: str = "", pairs: str = "") -> Mapping[str, Given]:
+def needs(all_dims: str = "", *, rows: str = "", pairs: str = "") -> Mapping[str, Preparation]:
     """Names of arguments, separated by spaces, that must be contiguous: in all dims, in rows, or in pairs."""
     return {
         **dict.fromkeys(all_dims.split(), contiguous),

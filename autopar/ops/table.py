@@ -60,7 +60,7 @@ from .layer_norm import normalized
 from .local import Place
 from .losses import loss, loss_backward, nll, nll_backward, nll_backward_on_shards, nll_on_shards
 from .rule import Call
-from .strides import Given, needs
+from .strides import Preparation, needs
 from .views import expanded, joined, permuted, pieces, repeated, split_sizes, stacked, taken
 
 
@@ -73,7 +73,7 @@ class Entry:
     local: local.Local = local.unchanged
     expand: expansions.Expansion | None = None
     place: Place | None = None
-    strides: Mapping[str, Given] = field(default_factory=dict)
+    strides: Mapping[str, Preparation] = field(default_factory=dict)
 
 
 def _own(names: str, entry: Entry) -> dict[str, Entry]:
