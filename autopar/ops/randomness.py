@@ -216,37 +216,28 @@ def _distributed(draw: Callable[[Emitter, Call, Ref], Ref], factor: str = "", te
     return drawn
 
 
-_normals = _distributed(_normal, "std", "mean")
-
 SEEDED: Mapping[str, Draw] = MappingProxyType({
-    "aten.native_dropout.default": _dropout,
-    "aten.dropout.default": lambda *given: _dropout(*given)[:1],
-    "aten.bernoulli.default": _bernoulli,
-    "aten.bernoulli.p": _bernoulli,
-    "aten.bernoulli.Tensor": _bernoulli,
-    "aten.rand.default": _distributed(_uniform),
-    "aten.rand_like.default": _distributed(_uniform),
-    "aten.uniform.default": lambda emitter, call, key: (
-        _uniform(emitter, call, key, call.argument("from"), call.argument("to")),),
-    "aten.randn.default": _distributed(_normal),
-    "aten.randn_like.default": _distributed(_normal),
-    "aten.normal_functional.default": _normals,
-    "aten.normal.float_float": _normals,
-    "aten.normal.Tensor_float": _normals,
-    "aten.normal.float_Tensor": _normals,
-    "aten.normal.Tensor_Tensor": _normals,
-    "aten.exponential.default": _exponential,
-    "aten.geometric.default": _geometric,
-    "aten.cauchy.default": _cauchy,
-    "aten.log_normal.default": _log_normal,
-    "aten.poisson.default": _parameterized("autopar.poisson.default", "self"),
-    "aten._standard_gamma.default": _parameterized("autopar.standard_gamma.default", "self"),
-    "aten._sample_dirichlet.default": _dirichlet,
-    "aten.multinomial.default": _multinomial,
-    "aten.randint.default": _integers(),
-    "aten.randint.low": _integers("low"),
-    "aten.randint_like.default": _integers(),
-    "aten.randint_like.low_dtype": _integers("low"),
-    "aten.randperm.default": _permutation,
-    "aten.rrelu_with_noise_functional.default": _rrelu,
+    f"aten.{name}": draw for names, draw in (
+        ("native_dropout.default", _dropout),
+        ("dropout.default", lambda *given: _dropout(*given)[:1]),
+        ("bernoulli.default bernoulli.p bernoulli.Tensor", _bernoulli),
+        ("rand.default rand_like.default", _distributed(_uniform)),
+        ("uniform.default", lambda emitter, call, key: (
+            _uniform(emitter, call, key, call.argument("from"), call.argument("to")),)),
+        ("randn.default randn_like.default", _distributed(_normal)),
+        ("normal_functional.default normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
+         _distributed(_normal, "std", "mean")),
+        ("exponential.default", _exponential),
+        ("geometric.default", _geometric),
+        ("cauchy.default", _cauchy),
+        ("log_normal.default", _log_normal),
+        ("poisson.default", _parameterized("autopar.poisson.default", "self")),
+        ("_standard_gamma.default", _parameterized("autopar.standard_gamma.default", "self")),
+        ("_sample_dirichlet.default", _dirichlet),
+        ("multinomial.default", _multinomial),
+        ("randint.default randint_like.default", _integers()),
+        ("randint.low randint_like.low_dtype", _integers("low")),
+        ("randperm.default", _permutation),
+        ("rrelu_with_noise_functional.default", _rrelu),
+    ) for name in names.split()
 })  # fmt: skip
