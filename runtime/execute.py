@@ -24,7 +24,7 @@ from autopar.ir.graph import WAIT, Node, Ref, overload, parameters, schema
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import bounds, experts
 from autopar.ops.contract import needed_by
-from autopar.ops.strides import Given, contiguous
+from autopar.ops.strides import Preparation, contiguous
 
 from .agree import located
 from .collectives import COLLECTIVES, all_reduce_in_place, wait
@@ -214,7 +214,7 @@ class SourceWriter:
         arguments = ", ".join([x, *map(self.value, instruction.args[1:-1]), group])
         return f"{self.bind(function.__name__, function)}({arguments})"
 
-    def given(self, make: Given, value: Any) -> str:
+    def given(self, make: Preparation, value: Any) -> str:
         """Source of an argument whose strides matter to the kernel."""
         if isinstance(value, tuple | list):
             return "[" + ", ".join(self.given(make, item) for item in value) + "]"

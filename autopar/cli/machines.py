@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from autopar import lab
-from autopar.cluster.calibration import Row, check, compute_check, fit
+from autopar.cluster.calibration import Prediction, check, compute_check, fit
 from autopar.cluster.library import CLUSTERS, named_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import KINDS, interpolated
@@ -197,11 +197,11 @@ def _print_check(measured: Measurements, cluster: Cluster) -> None:
     out().print(_summary(rows))
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Prediction) -> str:
     return f"{row.predicted_seconds * 1e3:.3g} / {row.measured_seconds * 1e3:.3g} {row.error:+.0%}"
 
 
-def _summary(rows: list[Row]) -> str:
+def _summary(rows: list[Prediction]) -> str:
     """The errors of predictions, by axes and sizes."""
     lines = []
     for fitted, small in itertools.product((True, False), (True, False)):

@@ -1,10 +1,10 @@
 """A cluster from measurements.
 
-Each level is fitted by itself, from the collectives of the axis that spans that level alone, all of its groups at once:
-for each kind a latency a step and a rate, and for the level how much of the latencies passes while bytes travel, by the
-same formula that later prices it; and what operators lose while a collective is under way. Axes that span several
-levels, or a part of one, are not fitted: what is predicted for them says how far the formulas are to be believed
-(`check`). What was measured of each axis is kept beside them, and prices those that a mesh has.
+Each level is fitted by itself, from the collectives of the axis that spans this level alone, with all of its groups at
+once. The fit gives each kind a latency a step and a rate, and the level the part of the latencies that passes while
+bytes travel, by the same formula that later prices collectives; and what operators lose while a collective is under
+way. Axes that span several levels, or a part of one, are not fitted: `check` shows how well the formulas predict them.
+The measured curve of every axis is kept too, and prices the axes that a mesh has.
 """
 
 import math
@@ -24,16 +24,16 @@ LEVELS = ("racks", "nodes", "ranks")
 """Names of levels, the last one the innermost."""
 
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Tried for each level; the same for all kinds."""
+"""Candidates for each level; all kinds share one."""
 
 SMALLEST_PART = 0.25
 
 LEAST_BYTES = 1 << 20
-"""What moves as much is bound by rates, not by latencies."""
+"""Collectives of so many bytes are bound by rates, not by latencies."""
 
 
 def fit(measured: Measurements, name: str) -> Cluster:
-    """The cluster that was measured."""
+    """The cluster that these measurements describe."""
     algorithms = GLOO if measured.backend == "gloo" else ALGORITHMS
     levels = tuple(_level(measured, number, algorithms) for number in range(len(measured.levels)))
     return Cluster(
@@ -47,11 +47,11 @@ def fit(measured: Measurements, name: str) -> Cluster:
 
 
 def _curves(measured: Measurements) -> tuple[Groups, ...]:
-    """What was measured of each axis."""
-    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    """The measured curves of each axis."""
+    by_axis: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
     for sample in measured.samples:
         if not sample.alone:
-            curve = found.setdefault(sample.axis, {}).setdefault(sample.kind, {})
+            curve = by_axis.setdefault(sample.axis, {}).setdefault(sample.kind, {})
             curve[sample.bytes] = _digits(sample.seconds)
     return tuple(
         Groups(
@@ -59,7 +59,7 @@ def _curves(measured: Measurements) -> tuple[Groups, ...]:
             stride=stride,
             seconds=tuple((kind, tuple(sorted(curve.items()))) for kind, curve in curves.items()),
         )
-        for (ranks, stride), curves in found.items()
+        for (ranks, stride), curves in by_axis.items()
     )
 
 
@@ -74,26 +74,26 @@ def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
         for overlap, lines in fits.items():
             lines[kind] = _line(samples, steps.fixed, moving.moving, overlap)
     overlap = min(OVERLAPS, key=lambda overlap: sum(line.error for line in fits[overlap].values()))
-    found = {kind: (line.latency, line.rate) for kind, line in fits[overlap].items()}
-    rate = max(rate for _, rate in found.values())
+    fitted = {kind: (line.latency, line.rate) for kind, line in fits[overlap].items()}
+    rate = max(rate for _, rate in fitted.values())
     return Level(
         name=LEVELS[number - len(sizes)] if len(sizes) <= len(LEVELS) else f"level {number}",
         size=sizes[number],
         bytes_per_second=_digits(rate),
         group_bytes_per_second=_digits(rate),
-        latency_seconds=max(_digits(latency) for latency, _ in found.values()),
+        latency_seconds=max(_digits(latency) for latency, _ in fitted.values()),
         devices_per_link=shared,
         overlap=overlap,
         compute_share=max((_digits(both.share) for both in measured.together if both.axis == axis), default=0.0),
         measured=tuple(
             Measured(kind=kind, efficiency=min(1.0, _digits(own / rate)), latency_seconds=_digits(latency))
-            for kind, (latency, own) in found.items()
+            for kind, (latency, own) in fitted.items()
         ),
     )
 
 
 def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Names) -> Link:
-    """What the axis of one level sees, if that level had a rate of one byte a second and a latency of a second."""
+    """The link of one level's axis, if the level had a rate of one byte a second and a latency of a second."""
     levels = tuple(
         Level(
             name="",
@@ -112,7 +112,7 @@ def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Names
 
 
 def _devices_per_link(measured: Measurements, number: int) -> int:
-    """How many devices share a link out of a child: as many times as slow all groups at once are."""
+    """How many devices share a link out of a child: by how many times all groups at once are slower than one."""
     axis = level_axes(measured.levels)[number]
     below = axis[1]
     seconds = {(s.kind, s.bytes, s.alone): s.seconds for s in measured.samples if s.axis == axis}
@@ -175,13 +175,13 @@ def _device(measured: Measurements) -> Device:
 
 
 def _work_seconds(compute: Compute, seconds: float) -> float:
-    """What an operator takes for its arithmetic or its bytes: the model adds the cost of an operator to that."""
+    """Seconds of an operator's arithmetic or bytes, without the fixed cost of an operator."""
     return max(seconds - compute.seconds_per_op, seconds / 10)
 
 
 def _memory(compute: Compute) -> list[tuple[float, float]]:
-    """(bytes, bytes a second) of the operator in the middle, of those that do no arithmetic to speak of: some do more
-    than they move, such as a softmax, and `_ratios` say so."""
+    """(bytes, bytes a second) of the median operator among those with hardly any arithmetic. Some, such as a softmax,
+    take longer than their bytes: `_ratios` accounts for them."""
     rates: dict[str, list[tuple[float, float]]] = {}
     for op, flops, moved, seconds in compute.operators:
         if not flops:
@@ -192,16 +192,15 @@ def _memory(compute: Compute) -> list[tuple[float, float]]:
 
 
 def _ratios(compute: Compute, device: Device) -> dict[str, float]:
-    """What operators took over what the device's rates say of them, in the middle of their sizes."""
-    found: dict[str, list[float]] = {}
+    """Op -> its measured seconds over those by the device's rates, the mean of its sizes."""
+    ratios: dict[str, list[float]] = {}
     for op, flops, moved, seconds in compute.operators:
-        found.setdefault(op, []).append(seconds / device.roofline_seconds(flops, moved, torch.float32))
-    return {op: _digits(statistics.geometric_mean(ratios)) for op, ratios in found.items()}
+        ratios.setdefault(op, []).append(seconds / device.roofline_seconds(flops, moved, torch.float32))
+    return {op: _digits(statistics.geometric_mean(of_op)) for op, of_op in ratios.items()}
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(flops, FLOP/s) that do not fall with size: the nearest such, by the mean of neighbours that do (pool adjacent
-    violators)."""
+    """(flops, FLOP/s), smoothed to rise with size: neighbours that fall get their mean (pool adjacent violators)."""
     sizes = {flops: [rate for size, rate in points if size == flops] for flops, _ in sorted(points)}
     pools: list[tuple[float, list[float]]] = []
     for flops, same in sizes.items():
@@ -216,27 +215,27 @@ def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _parts(curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """(size, part of the best rate), with no less time for more. Points within 2% of the one before are left out."""
+    """(size, part of the best rate), with no less time for more; without points within 2% of the one before."""
     peak = max(rate for _, rate in curve)
-    found: list[tuple[float, float]] = []
+    parts: list[tuple[float, float]] = []
     for size, rate in curve:
         part = _digits(rate / peak)
-        if found:
-            part = min(part, found[-1][1] * size / found[-1][0])
-        if not found or abs(part / found[-1][1] - 1) > 0.02:
-            found.append((size, min(1.0, part)))
-    return tuple(found)
+        if parts:
+            part = min(part, parts[-1][1] * size / parts[-1][0])
+        if not parts or abs(part / parts[-1][1] - 1) > 0.02:
+            parts.append((size, min(1.0, part)))
+    return tuple(parts)
 
 
 def _digits(value: float) -> float:
-    """Three digits: more would say more than was measured."""
+    """Three digits: measurements support no more."""
     return float(f"{value:.3g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One collective as predicted and as measured. `axis` names the levels that it spans, or its ranks; `fitted` says
-    whether it is one whole level."""
+class Prediction:
+    """One collective, predicted and measured. `axis` names the levels that it spans, or its ranks; `fitted` says
+    whether the axis is exactly one level."""
 
     kind: str
     axis: str
@@ -251,25 +250,25 @@ class Row:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
-def check(measured: Measurements, cluster: Cluster) -> list[Row]:
-    """What a cluster predicts of what was measured, all groups of an axis at once.
+def check(measured: Measurements, cluster: Cluster) -> list[Prediction]:
+    """Predicted beside measured seconds, with all groups of an axis at once.
 
-    Raises ValueError where the cluster has other levels.
+    Raises ValueError if the cluster has other levels.
     """
     if tuple(level.size for level in cluster.levels) != measured.levels:
         theirs, ours = (" x ".join(map(str, sizes)) for sizes in ([v.size for v in cluster.levels], measured.levels))
         raise ValueError(f"cluster {cluster.name} is {theirs}, and {ours} was measured: give the same --levels")
     rows = []
-    whole = level_axes(measured.levels)
+    fitted = level_axes(measured.levels)
     for sample in measured.samples:
         if not sample.alone:
             ranks, stride = sample.axis
             link = cluster.links((math.prod(measured.levels) // (ranks * stride), ranks, stride))[1]
             rows.append(
-                Row(
+                Prediction(
                     kind=sample.kind,
                     axis=_axis_name(cluster, ranks, stride),
-                    fitted=sample.axis in whole,
+                    fitted=sample.axis in fitted,
                     bytes=sample.bytes,
                     predicted_seconds=price(sample.kind, sample.bytes, link).seconds(),
                     measured_seconds=sample.seconds,
@@ -290,10 +289,10 @@ def _axis_name(cluster: Cluster, ranks: int, stride: int) -> str:
 def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, str, float, float]]:
     """(dtype, shape, predicted, measured seconds) of each product."""
     device = cluster.device
-    found = []
+    rows = []
     for dtype, m, k, n, seconds in measured.compute.matmuls:
         kind = getattr(torch, dtype)
         moved = device.moving_seconds((m * k + k * n + m * n) * kind.itemsize)
         predicted = device.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
-        found.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
-    return found
+        rows.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
+    return rows

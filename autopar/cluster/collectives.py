@@ -1,5 +1,5 @@
-"""What a collective costs on the links of one mesh axis: its launch overhead, and the cheapest algorithm that its
-links and its library allow.
+"""Prices a collective on the links of one mesh axis: its launch overhead, and the cheapest algorithm that the links
+and the library allow.
 
 Each algorithm is a small function of (ranks, bytes, rate, latency). Sources: Thakur, Rabenseifner, Gropp 2005 (rings,
 recursive doubling and halving); Sanders, Speck, Träff 2009 (two trees); ATP Eq. 3 and 4; Par4D Eq. 1 to 3 and 10;
@@ -18,7 +18,7 @@ Algorithm = Callable[[int, int, float, float], tuple[float, float]]
 
 
 def algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
-    """(algorithm, latency, seconds a byte) of all that can do this kind on these links."""
+    """(algorithm, latency, seconds a byte) of every algorithm that does this kind on these links."""
     if kind in ("shift", "rotate"):
         yield "message", *shift(link)
         return
@@ -108,7 +108,7 @@ def hierarchical(algorithm: Algorithm, rounds: int, link: Link) -> tuple[float, 
     on the parts, and an all-gather within: each level moves (w - 1) / w of what is left of the bytes.
 
     A rank then has 1 / members of the bytes, and the group's `members` ranks of a child share its rate:
-    the two cancel, and a level costs what one rank with all bytes and the group's whole rate would. On
+    the two cancel, and a level costs what one rank with all bytes and the group's full rate would. On
     one level this is the algorithm itself.
     """
     latency = moving = 0.0
@@ -175,7 +175,7 @@ def shift(link: Link) -> tuple[float, float]:
 
 
 LATENCY_PART = 0.05
-"""Of the time that a bucket's bytes travel, at most so much is added by latencies."""
+"""The most that latencies add to the time that a bucket's bytes travel, as a part of it."""
 
 LARGEST_BUCKET_BYTES = 25 * 2**20
 """DDP's buckets."""
@@ -185,8 +185,8 @@ SMALLEST_BUCKET_BYTES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds of one collective: `fixed` (launch and synchronisation) and `moving` (bytes on links), of which
-    the part `overlap` of the fixed ones passes at the same time."""
+    """Seconds of one collective: `fixed` (launch and synchronisation) and `moving` (bytes on links). The part `overlap`
+    of the fixed seconds passes while bytes move."""
 
     algorithm: str
     fixed: float
@@ -198,17 +198,17 @@ class Price:
 
 
 def together(fixed: float, moving: float, overlap: float) -> float:
-    """Seconds of both, if `overlap` of what is fixed passes while bytes move."""
+    """Seconds of both, if the part `overlap` of the fixed ones passes while bytes move."""
     return max(fixed, fixed * (1.0 - overlap) + moving)
 
 
 def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -> float:
     """Seconds of one collective over `link.ranks` ranks, by the cheapest algorithm.
 
-    `size` is the larger of a rank's input and output in bytes: the whole tensor for all_reduce, the
+    `size` is the larger of a rank's input and output in bytes: the tensor itself for all_reduce, the
     gathered one for all_gather, the one to be scattered for reduce_scatter, the local one for
     all_to_all and for an exchange; a shift or rotation is one message, of its operand. `share` scales what does not
-    depend on the size: a tensor that travels in a bucket with others pays only its part of it.
+    depend on the size: a tensor that shares a bucket with others pays only its part of it.
     """
     if link.ranks == 1:
         return 0.0
@@ -234,8 +234,8 @@ def prices(kind: str, size: float, link: Link) -> dict[str, Price]:
 
 
 def bucket_bytes(link: Link) -> int:
-    """What is worth waiting for: all-reduces of so many bytes spend a small part of their time on latencies.
-    Buckets that hold more hide no more of a latency and start later."""
+    """The size of a bucket: its all-reduce spends a small part of its time on latencies. A larger bucket would hide
+    no more of a latency, and start later."""
     if link.ranks == 1:
         return LARGEST_BUCKET_BYTES
     _, fixed, moving = min(_candidates("all_reduce", link), key=lambda candidate: (candidate[2], candidate[1]))
@@ -249,16 +249,16 @@ def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
     if kind not in KINDS and kind not in LIKE:
         raise ValueError(f"no collective is called {kind!r}; known: {', '.join(KINDS)}")
     names = names_of(link.algorithms, LIKE.get(kind, kind))
-    found = [entry for entry in algorithms(kind, link.of_kind(kind)) if entry[0] in names]
-    if not found:
+    possible = [entry for entry in algorithms(kind, link.of_kind(kind)) if entry[0] in names]
+    if not possible:
         raise ValueError(f"none of the algorithms {', '.join(names)} does {kind} over {link.ranks} ranks")
-    return tuple((name, link.launch_seconds + fixed, moving) for name, fixed, moving in found)
+    return tuple((name, link.launch_seconds + fixed, moving) for name, fixed, moving in possible)
 
 
 @cache
 def loads(kind: str, algorithm: str, link: Link) -> tuple[tuple[int, float], ...]:
-    """(level of the cluster, part of what leaves a child there that all groups of the axis use while their bytes
-    move), of one algorithm. On levels that are not its slowest it uses less than the axis could."""
+    """(level of the cluster, part of a child's outgoing rate that all groups of the axis use while their bytes move),
+    of one algorithm. On all but its slowest level it uses less than the axis could."""
     link = link.of_kind(kind)
     moving = next(seconds for name, _, seconds in algorithms(kind, link) if name == algorithm)
     sent = sent_bytes(kind, algorithm, link)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
 
 LIKE = {"rotate": "shift", "broadcast": "all_gather", "reduce": "all_reduce"}
-"""Kinds that are not measured, each with one that finds the same links and library."""
+"""Kinds that are not measured, each with the kind whose links and algorithms it shares."""
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
-"""Of a library that has all."""
+"""The algorithms of a library that has all."""
 
 GLOO = tuple(
     {
@@ -29,7 +29,7 @@ GLOO = tuple(
         "exchange": ("pairwise",),
     }.items()
 )
-"""What runs on gloo for each kind. (Its own reduce-scatter is an all-reduce: `runtime.collectives` sends parts.)"""
+"""Kind -> algorithms on gloo. (Its own reduce-scatter is an all-reduce: `runtime.collectives` sends parts.)"""
 
 Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
 """Names of algorithms, or names for each kind of collective."""
@@ -39,7 +39,8 @@ Factors = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Between two points on logarithmic scales, beyond the ends that of the nearest. Points ascend; there is one."""
+    """The value at `at`: between two points on logarithmic scales, beyond the ends that of the nearest point. Points
+    ascend, and there is at least one."""
     right = bisect_right(points, at, key=lambda point: point[0])
     if right == 0 or right == len(points):
         return points[max(right - 1, 0)][1]
@@ -49,14 +50,14 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def are_of_gloo(names: Names) -> bool:
-    """Whether a library has no algorithm that gloo has not: its ranks are on CPUs."""
+    """Whether gloo has all algorithms of a library: its ranks are on CPUs."""
     everything = {name for item in names for name in ((item,) if isinstance(item, str) else item[1])}
     return everything <= {name for _, algorithms in GLOO for name in algorithms}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one kind of collective was measured to reach on a level: a part of its rates, and a latency of its own."""
+    """What one kind of collective reaches on a level, as measured: a part of its rates, and a latency of its own."""
 
     kind: str
     efficiency: float
@@ -89,11 +90,11 @@ class Stage:
     part: float = 1.0
 
     def of_kind(self, kind: str) -> Stage:
-        """As a kind of collective finds it."""
-        found = next((m for m in self.measured if m.kind == LIKE.get(kind, kind)), None)
-        if found is None:
+        """The stage with what this kind of collective reaches on it."""
+        measured = next((m for m in self.measured if m.kind == LIKE.get(kind, kind)), None)
+        if measured is None:
             return self
-        return replace(self.widened(found.efficiency), latency_seconds=found.latency_seconds)
+        return replace(self.widened(measured.efficiency), latency_seconds=measured.latency_seconds)
 
     def widened(self, factor: float) -> Stage:
         """The same, `factor` times as wide."""
@@ -125,13 +126,12 @@ class Link:
     factors: Factors = field(default=(), hash=False)
 
     def factor(self, kind: str, size: float) -> float:
-        """What was measured of collectives of that size, over what the formula says: between two sizes in between on
-        logarithmic scales, beyond the ends that of the nearest."""
-        points = next((points for known, points in self.factors if known == kind), ())
+        """Measured seconds of collectives of that size over those of the formula, by `interpolated`."""
+        points = dict(self.factors).get(kind, ())
         return interpolated(points, size) if points else 1.0
 
     def of_kind(self, kind: str) -> Link:
-        """As a kind of collective finds it."""
+        """The link with what this kind of collective reaches on its stages."""
         return replace(self, stages=tuple(stage.of_kind(kind) for stage in self.stages))
 
     @property
@@ -145,9 +145,9 @@ class Link:
 
     @property
     def hop_seconds(self) -> float:
-        """The mean latency of the hops of one ring over all ranks. Nobody waits for all others after a step: what a
-        chunk meets on its way round counts, and most of its hops stay within the innermost level. (NCCL's own model
-        counts steps within and between nodes apart, too: src/graph/tuning.cc.)"""
+        """The mean latency of the hops of one ring over all ranks. No rank waits for all others after a step: a chunk
+        pays for the hops on its way round, most of which stay within the innermost level. (NCCL's own model counts
+        steps within and between nodes apart, too: src/graph/tuning.cc.)"""
         seconds, before, behind = 0.0, 0, 1
         for stage in self.stages:
             behind *= stage.width

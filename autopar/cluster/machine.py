@@ -2,8 +2,8 @@
 
 A cluster is a device and levels of links, from the outermost in ("between nodes", "within a node"). A
 mesh of named axes lies on it in row-major order, the last axis innermost (or in an order that the
-caller gives). An axis may span several levels or share one with others; `Cluster.link` says what its
-groups get of each level. `library` has the clusters and reads files, `collectives` prices.
+caller gives). An axis may span several levels or share one with others; `Cluster.links` says what its
+groups get of each level. `library` holds the clusters and reads files, `collectives` prices.
 """
 
 import math
@@ -21,15 +21,15 @@ TOPOLOGIES = ("switch", "full", "ring")
 
 
 def operator_key(op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> str:
-    """An operator on the tensors that one rank has, under which its measured seconds are kept."""
+    """The key of measured seconds: an operator on one rank's tensors."""
     return f"{op} {', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """What was measured of a device's operators: `seconds` of each, by `operator_key`. `ratios` say of an op how its
-    seconds, of all that were measured, stand to what the device's rates say of them; that of "" is for ops of which
-    nothing was measured. `seconds_per_byte` is of the steps of optimizers, by name: of what they read and write."""
+    """Measurements of a device's operators: `seconds` of each, by `operator_key`. `ratios` divides an op's measured
+    seconds by those of the device's rates; "" holds the ratio of ops that were not measured. `seconds_per_byte` is, by
+    optimizer, for the bytes that its step reads and writes."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     ratios: Mapping[str, float] = field(default_factory=dict)
@@ -41,14 +41,13 @@ class Operators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`flops_per_second` by dtype name ("float32", "bfloat16") at its peak; what is not listed counts as
-    the slowest listed. `efficiency` are points (flops of one operator, part of the peak that it
-    reaches), interpolated on logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that
-    one operator reads and writes, part of `memory_bytes_per_second`): caches hold what is small. `seconds_per_op` is
-    the fixed cost of running one operator. `ratios` say of ops by what all that is to be multiplied.
-    `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
-    takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` is what was measured of
-    single ones, and goes before all that.
+    """`flops_per_second` is the peak by dtype name ("float32", "bfloat16"); a dtype that is not listed counts as the
+    slowest listed. `efficiency` are points (flops of one operator, part of the peak that it reaches), interpolated on
+    logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one operator reads and
+    writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is the fixed cost of one
+    operator. `ratios` multiplies the seconds of an op. `memory_bytes_per_link_byte` is what a collective reads and
+    writes in memory for each byte that a rank sends, and takes from operators that run meanwhile; with 0 they do not
+    disturb each other. `operators` holds measurements of single operators, which take precedence over all of this.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Device:
     operators: Operators | None = None
 
     def measured_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float | None:
-        """What was measured of one operator on local shapes, if it was."""
+        """Measured seconds of one operator on local shapes, or None."""
         return None if self.operators is None else self.operators.seconds.get(operator_key(op, inputs, outputs))
 
     def operator_seconds(
@@ -86,7 +85,7 @@ class Device:
         return moved_bytes / self.memory_bytes_per_second / interpolated(self.memory_efficiency, moved_bytes)
 
     def ratio(self, op: str) -> float:
-        """By what the roofline is multiplied: what that of other operators was off by."""
+        """The factor between an op's measured seconds and its roofline."""
         return self.ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)
 
     def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:
@@ -119,17 +118,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """`size` children, each a device at the innermost level and else a whole level below.
+    """`size` children: devices at the innermost level, elsewhere the levels below.
 
     All rates are one way. `bytes_per_second` is what two children reach between them (ATP's
     point-to-point matrix: a number, or one for each pair), `group_bytes_per_second` what a child can send
     out to all others together (ATP's group bandwidth). The links out of a child are shared by
     `devices_per_link` of its devices each: a device alone cannot use those of others. On a `ring` (a dim of
     a torus) only neighbours are linked, and a child sends both ways. A collective costs
-    `launch_seconds` once and `latency_seconds` a step; `measured` says what kinds of collectives reach of the
-    rates, and the latency of each, where that is known. The part `overlap` of all that passes while bytes travel: where
-    links are slow, what is waited for is mostly them. A collective under way takes the part `compute_share` of what its
-    ranks compute with: processors that copy what arrives, or a GPU's multiprocessors.
+    `launch_seconds` once and `latency_seconds` a step; `measured`, where it is given, says for each kind of collective
+    what it reaches of the rates, and its latency. The part `overlap` of these seconds passes while bytes travel: slow
+    links spend most of them waiting for bytes. A collective under way takes the part `compute_share` of its ranks'
+    processors: CPU cores that copy what arrives, or a GPU's multiprocessors.
     """
 
     name: str
@@ -151,14 +150,14 @@ Curves = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """What collectives take in groups of `ranks` devices, `stride` apart, all groups at once, as it was measured."""
+    """Measured seconds of collectives in groups of `ranks` devices, `stride` apart, all groups at once."""
 
     ranks: int
     stride: int
     seconds: Curves
 
     def factors(self, link: Link) -> Factors:
-        """What was measured, over what the formulas say."""
+        """Measured seconds over those of the formulas."""
         return tuple(
             (kind, tuple((size, seconds / price(kind, size, link).seconds()) for size, seconds in points))
             for kind, points in self.seconds
@@ -168,9 +167,9 @@ class Groups:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first. `algorithms` are those of
-    `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are what was measured of
-    axes, which goes before what the levels say. `factors` are those of the links of each axis of meshes (by their
-    sizes) on which the collectives of programs were measured, and go before both."""
+    `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are measurements of axes,
+    which take precedence over the levels. `factors` takes precedence over both: of meshes (by their sizes) on which
+    the collectives of programs were measured, those of the links of each axis."""
 
     name: str
     device: Device
@@ -188,7 +187,7 @@ class Cluster:
         """What each axis of a mesh sees. `order` are the axes from the outermost in, if they do not lie on
         the cluster in the mesh's own order.
 
-        Raises ValueError if the mesh has more ranks than the cluster devices, or `order` is no order.
+        Raises ValueError if the mesh has more ranks than the cluster has devices, or `order` is no permutation.
         """
         order = tuple(range(len(mesh))) if order is None else tuple(order)
         if sorted(order) != list(range(len(mesh))):
@@ -202,16 +201,16 @@ class Cluster:
             )
         strides = {axis: math.prod(mesh[inner] for inner in order[k + 1 :]) for k, axis in enumerate(order)}
         links = [self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh))]
-        known = {(groups.ranks, groups.stride): groups for groups in self.groups}
+        by_axis = {(groups.ranks, groups.stride): groups for groups in self.groups}
         own = self.factors.get(tuple(mesh), ((),) * len(mesh))
         for axis, link in enumerate(links):
-            measured = known.get((mesh[axis], strides[axis]))
+            measured = by_axis.get((mesh[axis], strides[axis]))
             if factors := own[axis] or (measured.factors(link) if measured is not None else ()):
                 links[axis] = replace(link, factors=factors)
         return tuple(links)
 
     def _link(self, ranks: int, stride: int, all_ranks: int) -> Link:
-        """Of groups of `ranks` devices, `stride` apart."""
+        """The link of groups of `ranks` devices, `stride` apart."""
         stages = []
         launch = 0.0
         below = self.devices
@@ -278,9 +277,8 @@ def _stage(number: int, level: Level, width: int, members: int, sending: int, st
 
 
 def _reach(level: Level, width: int, apart: int) -> tuple[float, float]:
-    """The least that a child reaches of all others of its group together, and of one other, by the
-    point-to-point matrix (ATP 3.4). Children without a link of their own go by way of a third, at half
-    of what is left."""
+    """The lowest rate from a child to all others of its group together, and to one other, by the point-to-point matrix
+    (ATP 3.4). Children without a link between them go by way of a third, at half of the rate."""
     links = level.bytes_per_second
     if not isinstance(links, tuple):
         return links * (width - 1), links

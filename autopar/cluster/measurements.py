@@ -1,7 +1,4 @@
-"""What was measured of ranks: collectives, arithmetic, and both at once.
-
-`runtime.measure` measures; here is no process group.
-"""
+"""Measurements of ranks: collectives, arithmetic, and both at once. `runtime.measure` takes them."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ Axis = TypeVar("Axis", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Generic[Axis]):
-    """One collective of `bytes` (of the larger of what goes in and comes out) on one axis. `alone`: in one of its
-    groups only."""
+    """One collective of `bytes` (the larger of input and output) on one axis, `alone` in one of its groups or in all
+    at once."""
 
     kind: str
     axis: Axis
@@ -27,7 +24,7 @@ class Case(Generic[Axis]):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Case[tuple[int, int]]):
-    """Median and quartiles of the seconds of a case. `axis` are the ranks of a group and how far they are apart."""
+    """Median and quartiles of the seconds of a case. `axis` is (ranks of a group, stride)."""
 
     seconds: float
     quartiles: tuple[float, float]
@@ -35,8 +32,8 @@ class Sample(Case[tuple[int, int]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """Seconds of products by themselves, of one collective by itself on the axis of these ranks and stride, and of
-    both begun at once."""
+    """Seconds of matrix products alone, of one collective alone on the axis (ranks, stride), and of both started at
+    once."""
 
     axis: tuple[int, int]
     compute_seconds: float
@@ -45,7 +42,7 @@ class Together:
 
     @property
     def share(self) -> float:
-        """The part of the shorter one that the other did not hide."""
+        """The part of the shorter that the longer did not hide."""
         alone = self.compute_seconds, self.collective_seconds
         return min(1.0, max(0.0, (self.seconds - max(alone)) / min(alone)))
 
@@ -95,7 +92,7 @@ class Measurements:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The lower and the upper one."""
+    """The lower and the upper quartile."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -103,11 +100,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def level_axes(levels: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranks and the stride of the axis that spans each level alone."""
+    """(ranks, stride) of the axis that spans each level alone."""
     return [(size, math.prod(levels[number + 1 :])) for number, size in enumerate(levels)]
 
 
 def axes(ranks: int) -> list[tuple[int, int]]:
-    """(ranks, stride) of every axis that a mesh of so many ranks may have."""
+    """(ranks, stride) of every axis that a mesh of this many ranks may have."""
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [(size, stride) for stride in divisors for size in divisors[1:] if ranks % (size * stride) == 0]

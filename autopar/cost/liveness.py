@@ -228,7 +228,7 @@ def _run(instruction: Node, operands: Sequence[Placed]) -> tuple[tuple[Result | 
     feed = iter(given)
     args, kwargs = map_references((instruction.args, instruction.kwargs), lambda _: next(feed))
     storages = {x.untyped_storage()._cdata: i for i, x in enumerate(given)}
-    positional, named = contract.given(instruction.op, list(args), dict(kwargs))
+    positional, named = contract.prepared_arguments(instruction.op, list(args), dict(kwargs))
     outputs = on_meta(instruction.op, tuple(positional), tuple(named.items()))
     results: list[Result | None] = []
     for x in outputs:

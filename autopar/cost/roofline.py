@@ -6,7 +6,7 @@ from typing import NamedTuple
 from autopar.cluster.machine import Device
 from autopar.ir.graph import CONTIGUOUS, RESHAPE, VIEWS, Node
 from autopar.ir.program import Program
-from autopar.ir.rewrite import read_and_made
+from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops import Call, rule_of
 from autopar.ops.rule import call_of
 
@@ -58,7 +58,7 @@ class LocalOperators:
         return self._measured(instruction) or 0.0
 
     def _measured(self, instruction: Node) -> float | None:
-        return self.device.measured_seconds(instruction.op, *read_and_made(instruction, self.metas))
+        return self.device.measured_seconds(instruction.op, *input_and_output_metas(instruction, self.metas))
 
     def cost(self, instruction: Node) -> Cost:
         placed, outputs = self.memory.local(instruction), instruction.outputs
@@ -73,7 +73,7 @@ class LocalOperators:
 
     def _cost(self, instruction: Node, copies: bool, call: Call) -> Cost:
         op, device = instruction.op, self.device
-        operands, results = read_and_made(instruction, self.metas)
+        operands, results = input_and_output_metas(instruction, self.metas)
         size = sum(meta.bytes for meta in (*operands, *results))
         rule = rule_of(call) if copies and op not in COPIES else None
         if not copies or (rule is not None and rule.moves_nothing):

@@ -1,8 +1,8 @@
-"""What people add to autopar: tables of named rows, and the entry points by which installed packages add theirs.
+"""Tables of named rows to which people add, and the entry points by which installed packages add theirs.
 
 There is a table for each thing that a person may add: rules of operators, presets, clusters, cost modes, solvers,
-lowerings. It belongs to the process, as the operators of `torch.library` do, and it only grows: a row is never replaced
-silently, and those of autopar never are. docs/extending.md adds one to each.
+lowerings. Tables belong to the process, as the operators of `torch.library` do. autopar's own rows cannot be replaced,
+and others only with `replace=True`. docs/extending.md adds a row to each.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Row = TypeVar("Row", bound=Any)
 
 
 class Table(Mapping[str, Row]):
-    """Rows of one kind, dataclasses with a name: autopar's own first, and then what was registered. `functions` are
-    fields that hold functions, or None where that is their default. A table `beside` another one shares no name with
-    it, as those of solvers and presets."""
+    """Rows of one kind, dataclasses with a name: autopar's own first, then registered ones. `functions` are the fields
+    that hold functions, or None if that is their default. A table `beside` another shares no name with it, as those of
+    solvers and presets."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Table(Mapping[str, Row]):
         TABLES.append(self)
 
     def add(self, row: Row, *, replace: bool = False) -> None:
-        """Adds a row; an equal one again is no error. Raises ValueError for what is no such row, or has no name, or one
-        that is taken."""
+        """Adds a row; adding an equal one again is fine. Raises ValueError for an object that is no such row, and for a
+        row whose name is missing, malformed or taken."""
         if not isinstance(row, self.form):
             raise ValueError(f"{self.kind} {row!r} is a {type(row).__name__}: give a {self.form.__name__}")
         name = row.name
@@ -60,16 +60,16 @@ class Table(Mapping[str, Row]):
                 raise ValueError(
                     f"there is a {table.kind} {name!r} already, which cannot be replaced: take another name"
                 )
-        known = self.added.get(name)
-        if known is not None and known != row and not replace:
+        before = self.added.get(name)
+        if before is not None and before != row and not replace:
             raise ValueError(
-                f"{self.kind} {name!r} is registered already, as {known}, and again as {row}: register a name once, or "
-                f"pass replace=True"
+                f"{self.kind} {name!r} is registered already, as {before}, and again as {row}: register a name once, "
+                f"or pass replace=True"
             )
         self.added[name] = row
 
     def named(self, name: Any) -> Row:
-        """The row of a name. Raises ValueError where there is none."""
+        """The row of this name. Raises ValueError if there is none."""
         if not isinstance(name, str) or name not in self:
             raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self)}")
         return self[name]
@@ -92,7 +92,7 @@ TABLES: list[Table[Any]] = []
 
 @contextmanager
 def scoped() -> Iterator[None]:
-    """What the block registers is gone at its end: for tests, and to compare with and without."""
+    """Removes at its end what the block registers: for tests, and to compare with and without."""
     before = [dict(table.added) for table in TABLES]
     try:
         yield
@@ -102,15 +102,15 @@ def scoped() -> Iterator[None]:
 
 
 class Installed:
-    """The entry points of installed packages. Each is called once, when a table is first read, and not before: a
-    package may import autopar while it is itself being imported."""
+    """The entry points of installed packages. The first read of a table calls each of them once; no earlier, because a
+    package may import autopar while it is being imported itself."""
 
     def __init__(self) -> None:
         self.waiting: list[EntryPoint] | None = None
         self.is_loading = False
 
     def load(self) -> None:
-        """Raises ValueError for one that fails."""
+        """Calls those that are waiting. Raises ValueError for one that fails."""
         if self.waiting == [] or self.is_loading:
             return
         self.is_loading = True

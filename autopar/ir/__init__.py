@@ -1,1 +1,1 @@
-"""What graphs and programs are made of: nodes, layouts, instructions, and the numbers that operators draw."""
+"""What graphs and programs consist of: nodes, layouts, instructions, and the random numbers that operators draw."""

@@ -1,12 +1,11 @@
 """The joint graph: forward and backward of a model as one list of functional ATen operators.
 
-This is the value that capture makes and every later step reads. It is ours, and small, rather than
-`torch.fx`, because a plan of 32 layers walks it dozens of times and because it must be hashable,
-printable and stampable.
+Capture produces it and every later step reads it. It is a small type of our own rather than `torch.fx`: planning 32
+layers walks it dozens of times, and it must be hashable, printable and stampable.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
@@ -51,17 +50,17 @@ class Ref:
 
 
 WAIT = "collective.wait"
-"""Finishes a collective: the value is there after it."""
+"""Finishes a collective: its value is available afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One operator, of a graph (on whole tensors) or of a rank's program (on local ones, and then also a collective).
+    """One operator of a graph (on global tensors), or one operator or collective of a rank's program (on local ones).
 
     `op` is the qualified overload ("aten.mm.default"), or "collective.<kind>" (`program.COLLECTIVES`). `args` and
     `kwargs` hold constants, nested tuples, and `Ref`s; in a program also `program.RankIndex`es. `outputs` names its
-    values, in order; "" stands for an output that nobody uses. `module` is the path of the module that made it
-    ("model.layers.3.mlp", "" if unknown). In a graph, `backward` tells which half of the step it belongs to, and
+    values, in order; "" stands for an output that nobody uses. `module` is the path of the module that called it
+    ("model.layers.3.mlp", "" if unknown). In a graph, `backward` says which half of the step it belongs to, and
     `sequence` is autograd's sequence number, which a backward node shares with its forward node (-1 if unknown). In a
     program, `serves` names the node of the graph that it is for ("" for none).
     """
@@ -92,13 +91,13 @@ class Node:
 
     @cached_property
     def form(self) -> str:
-        """The op and its arguments, without the names of the values that it reads: the same for nodes that do the same
-        to other values."""
+        """The op and its arguments without the names of the values that it reads: equal for nodes that do the same to
+        different values."""
         return f"{self.op}{_nameless(self.args)}{_nameless(self.kwargs)}"
 
     @property
     def label(self) -> str:
-        """The op, and the value that it makes or, of a wait, waits for: what it is called in traces."""
+        """What it is called in traces: the op, and the value that it produces or, of a wait, waits for."""
         values = self.inputs if self.op == WAIT else self.outputs
         return " ".join([self.op, *[name for name in values if name][:1]])
 
@@ -141,7 +140,7 @@ class GraphOutput:
 @dataclass(frozen=True, kw_only=True)
 class JointGraph:
     """Forward and backward of one step. Nodes stand in an order in which they can run, all forward
-    nodes before all backward nodes. `metas` knows every value's global shape and dtype."""
+    nodes before all backward nodes. `metas` holds every value's global shape and dtype."""
 
     inputs: tuple[GraphInput, ...]
     nodes: tuple[Node, ...]
@@ -150,17 +149,13 @@ class JointGraph:
 
     @cached_property
     def producer(self) -> dict[str, int]:
-        """Index of the node that makes a value (inputs are absent)."""
-        return {name: i for i, node in enumerate(self.nodes) for name in node.outputs if name}
+        """Index of the node that produces a value (inputs are absent)."""
+        return producers(self.nodes)
 
     @cached_property
     def consumers(self) -> dict[str, tuple[int, ...]]:
         """Indices of the nodes that read a value, ascending, each once."""
-        found: dict[str, dict[int, None]] = {}
-        for i, node in enumerate(self.nodes):
-            for name in node.inputs:
-                found.setdefault(name, {})[i] = None
-        return {name: tuple(indices) for name, indices in found.items()}
+        return {name: tuple(positions) for name, positions in readers(self.nodes).items()}
 
     @cached_property
     def first_backward(self) -> int:
@@ -185,14 +180,28 @@ def references(value: Any) -> list[str]:
     """The names referred to in an argument, in order."""
     if isinstance(value, Ref):
         return [value.name]
-    found: list[str] = []
+    names: list[str] = []
     if isinstance(value, tuple):
         for item in value:
             if isinstance(item, Ref):
-                found.append(item.name)
+                names.append(item.name)
             elif isinstance(item, tuple):
-                found += references(item)
-    return found
+                names += references(item)
+    return names
+
+
+def producers(nodes: Sequence[Node]) -> dict[str, int]:
+    """Value -> position of the node that produces it."""
+    return {name: position for position, node in enumerate(nodes) for name in node.outputs if name}
+
+
+def readers(nodes: Sequence[Node]) -> dict[str, list[int]]:
+    """Value -> positions of the nodes that read it, ascending, each once."""
+    positions: dict[str, list[int]] = {}
+    for position, node in enumerate(nodes):
+        for name in dict.fromkeys(node.inputs):
+            positions.setdefault(name, []).append(position)
+    return positions
 
 
 def map_references(value: Any, function: Callable[[str], Any]) -> Any:
@@ -205,7 +214,7 @@ def map_references(value: Any, function: Callable[[str], Any]) -> Any:
 
 
 RESHAPE, PERMUTE = VIEWS = "aten.reshape.default", "aten.permute.default"
-"""What every view of a graph is written as: layouts travel through them by what they are."""
+"""Every view of a graph is written as one of these, so that layouts can travel through it."""
 
 CONTIGUOUS = "aten.contiguous.default"
 
@@ -218,8 +227,8 @@ def is_view(node: Node) -> bool:
 def overload(op: str) -> Callable[..., Any]:
     """The callable behind "namespace.name.overload"."""
     namespace, name, kind = op.split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), kind)
-    return found
+    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), kind)
+    return function
 
 
 class Parameter(NamedTuple):
@@ -231,9 +240,9 @@ class Parameter(NamedTuple):
 
 
 def schema(op: str) -> torch.FunctionSchema:
-    """What torch knows of an op's arguments and results."""
-    found: torch.FunctionSchema = overload(op)._schema  # type: ignore[attr-defined]
-    return found
+    """The op's arguments and results, as torch declares them."""
+    of_op: torch.FunctionSchema = overload(op)._schema  # type: ignore[attr-defined]
+    return of_op
 
 
 @cache

@@ -8,10 +8,10 @@ split the same dim own disjoint digits, so the order in which they were split is
 and every axis can be changed without looking at the others. A rank holds its elements in ascending
 order.
 
-A dim that an axis does not divide is cut as if it went on: its outermost split may have a period above
-the size, every rank then holds period / n elements, and those beyond the end are padding. Padding stands
-last in what a rank holds, and its content means nothing (`ops.emit` fills it where an op would see it).
-All ranks so have the same local shapes, and run the same program, however few rows there are.
+A dim that an axis does not divide is padded: its outermost split may have a period above the size, every
+rank then holds period / n elements, and those beyond the end are padding. Padding stands last in what a rank
+holds, and its content means nothing (`ops.emit` fills it where an op would see it). So all ranks have the
+same local shapes and run the same program, however few rows there are.
 
 A `Layout` is a tuple with one placement for each mesh axis. All periods are global. Placements are
 named tuples, since planning hashes them millions of times.
@@ -41,7 +41,7 @@ class Split(NamedTuple):
 
 
 class Replicate(NamedTuple):
-    """Every rank of the axis holds the whole."""
+    """Every rank of the axis holds all of the tensor."""
 
     def __str__(self) -> str:
         return "R"
@@ -59,7 +59,7 @@ class Partial(NamedTuple):
 class Routed(NamedTuple):
     """Along one mesh axis, the indices that `Split(dim, period)` would give to the ranks of a group are held
     by those ranks, but by others: each lies with the expert that its row wants. Which they are, and how many
-    a rank has, is known only at run time; shapes say what a rank has where rows fall evenly."""
+    a rank has, turns out at run time; shapes assume that rows fall evenly."""
 
     dim: int
     period: int
@@ -195,10 +195,10 @@ def nest(wanted: Layout, mesh: Shape) -> Layout:
 
 
 def reshape_split(source: Shape, target: Shape, split: Split, ranks: int) -> Split | None:
-    """Where a split goes when a tensor of shape `source` is viewed, row-major, as `target`.
+    """The split of `target` that a split of `source` becomes when the tensor is viewed, row-major, as `target`.
 
     Returns None where the digit of the split straddles dims of `target` (CFP Table 1: a reshape
-    maps indices by floor and modulo, and a split survives if those keep its digit whole).
+    maps indices by floor and modulo, and a split survives if these keep its digit in one piece).
     """
     inner = math.prod(source[split.dim + 1 :])
     stride, period = split.period // ranks * inner, split.period * inner
@@ -218,7 +218,7 @@ def reshape_layout(source: Shape, target: Shape, layout: Layout, mesh: Shape) ->
     """The layout of a row-major view of a tensor, or None if it has none."""
     for placement, ranks in zip(layout, mesh, strict=True):
         if isinstance(placement, Split) and placement.period > source[placement.dim]:
-            # the view of what goes on beyond the end: both dims are longer
+            # the view of the padded tensor: both dims are longer
             split = reshape_split(source, target, placement, ranks)
             if split is None or split.period <= target[split.dim]:
                 return None
@@ -263,7 +263,7 @@ def _map_splits(layout: Layout, mesh: Shape, function: Callable[[Split, int], Sp
 
 
 def is_routed(layout: Layout) -> bool:
-    """Whether what a rank holds is known only at run time."""
+    """Whether the run decides what a rank holds."""
     return any(isinstance(placement, Routed) for placement in layout)
 
 
@@ -274,14 +274,14 @@ def settled(layout: Layout) -> Layout:
 
 @cache
 def valid_shape(shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> Shape:
-    """How much of what the rank at `coordinate` holds is not padding."""
+    """The shape of what the rank at `coordinate` holds, without padding."""
     return tuple(_valid(size, dim, layout, mesh, coordinate) for dim, size in enumerate(shape))
 
 
 def _valid(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> int:
     """How many of the first `size` indices of a dim a rank holds: digit by digit, the outermost first."""
-    found = digits_of(layout, dim, lambda axis: mesh[axis])
-    digits = [(stride, mesh[axis], coordinate[axis]) for stride, axis in found if mesh[axis] > 1]
+    owned = digits_of(layout, dim, lambda axis: mesh[axis])
+    digits = [(stride, mesh[axis], coordinate[axis]) for stride, axis in owned if mesh[axis] > 1]
     count, rest = 0, size
     for number, (stride, ranks, index) in enumerate(digits):
         inner = stride // math.prod(ranks for _, ranks, _ in digits[number + 1 :])
@@ -340,9 +340,8 @@ def pad(tensor: torch.Tensor, shape: Shape, value: float = 0) -> torch.Tensor:
 
 
 def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, padding: float = 0) -> torch.Tensor:
-    """What the rank at `coordinate` holds of a whole tensor, with `padding` behind its end. A Partial rank
-    at coordinate 0 of its axis holds the value and the others hold the reduction's neutral element (for
-    sums: zeros)."""
+    """What the rank at `coordinate` holds of a global tensor, with `padding` behind its end. Of a Partial axis, rank 0
+    holds the value; the others hold zeros for a sum, and the value too for a maximum or minimum."""
     local = pad(tensor, padded_shape(tuple(tensor.shape), layout), padding)
     shape = tuple(local.shape)
     for dim in {p.dim for p in layout if isinstance(p, Split)}:
@@ -355,13 +354,13 @@ def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, 
 
 
 def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mesh: Shape) -> torch.Tensor:
-    """The whole tensor from what every rank holds: the inverse of `shard`, reducing Partials."""
+    """The global tensor from what every rank holds: the inverse of `shard`, reducing Partials."""
     first = next(iter(shards.values()))
     reductions = {p.reduction for p in layout if isinstance(p, Partial)}
     assert len(reductions) <= 1, "mixed reductions have no single inverse"
     reduction = next(iter(reductions), "sum")
     padded = padded_shape(shape, layout)
-    whole = torch.zeros(padded, dtype=first.dtype, device=first.device)
+    unsharded = torch.zeros(padded, dtype=first.dtype, device=first.device)
     seen = torch.zeros(padded, dtype=torch.bool, device=first.device)
     for coordinate, local in shards.items():
         if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
@@ -369,12 +368,12 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
         owned = [torch.nonzero(_owned(padded, layout, mesh, coordinate, dim)).flatten() for dim in range(len(shape))]
         index = torch.meshgrid(*(o.to(first.device) for o in owned), indexing="ij") if shape else ()
         if reduction == "sum":
-            whole[index] = whole[index] + local if index else whole + local
+            unsharded[index] = unsharded[index] + local if index else unsharded + local
         else:
             combine = torch.maximum if reduction == "max" else torch.minimum
-            whole[index] = torch.where(seen[index], combine(whole[index], local), local)
+            unsharded[index] = torch.where(seen[index], combine(unsharded[index], local), local)
             seen[index] = True
-    return whole[tuple(map(slice, shape))]
+    return unsharded[tuple(map(slice, shape))]
 
 
 def _owned(padded: Shape, layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> torch.Tensor:

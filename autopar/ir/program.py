@@ -1,7 +1,7 @@
 """The program of one rank: ATen operators on local shapes, and explicit collectives.
 
-Every rank runs the same program; what differs is its coordinate in the mesh. A collective starts
-with one instruction and is finished by a `collective.wait`, so that passes can move the two apart.
+Every rank runs the same program; only its coordinate in the mesh differs. One instruction starts a collective and
+`collective.wait` finishes it, so that passes can move the two apart.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ SCATTERED = ("reduce_scatter", "all_to_all")
 """Kinds that send an equal part of dim 0 to each rank."""
 
 REDUCED = ("all_reduce", "reduce_scatter", "all_gather")
-"""Kinds that a reduction over several axes is made of."""
+"""Kinds that a reduction over several axes consists of."""
 
 GATHERED = ("all_gather", "all_to_all")
 """Kinds whose result has a part from each rank along dim 0."""
@@ -66,7 +66,7 @@ class RankIndex:
 
 
 def names_no_device(instruction: Node) -> bool:
-    """Whether an op makes a tensor from nothing and does not say on which device: an expansion's arange."""
+    """Whether an op without inputs takes a device and names none: an expansion's arange."""
     if instruction.inputs or instruction.op.startswith("collective."):
         return False
     return takes(instruction.op, "device") and "device" not in dict(instruction.kwargs)
@@ -74,8 +74,8 @@ def names_no_device(instruction: Node) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramInput:
-    """`meta` is global; `layout` says what of it a rank is given. For parameters it is the layout at
-    rest. A Partial layout never stands here."""
+    """`meta` is global; `layout` says what a rank receives of it, of parameters the layout at rest. It is never
+    Partial."""
 
     name: str
     role: InputRole
@@ -86,8 +86,8 @@ class ProgramInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOutput:
-    """`meta` is global and `layout` says what of it the rank's value is. `name` is None where the
-    graph has nothing there (no gradient)."""
+    """`meta` is global; `layout` says what the rank returns of it. `name` is None where the graph has no value (no
+    gradient)."""
 
     name: str | None
     role: OutputRole
@@ -98,10 +98,9 @@ class ProgramOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """`forward` reads the inputs that are not tangents and makes `outputs` of role output and
-    mutation; `backward` reads `saved` values (of forward, or inputs) and tangents, and makes the
-    gradients. `metas` holds local shapes and dtypes of every value. `axes` are the mesh axes' names,
-    `mesh` their sizes."""
+    """`forward` reads the inputs other than tangents and returns the outputs and mutations among `outputs`. `backward`
+    reads tangents and the `saved` values (of forward, or inputs) and returns the gradients. `metas` holds the local
+    shape and dtype of every value. `axes` are the names of the mesh axes, `mesh` their sizes."""
 
     axes: tuple[str, ...]
     mesh: tuple[int, ...]
@@ -112,11 +111,11 @@ class Program:
     outputs: tuple[ProgramOutput, ...]
     metas: Mapping[str, TensorMeta] = field(repr=False)
     uneven: frozenset[str] = field(default=frozenset(), repr=False)
-    """Values whose number of rows is known only at run time: their metas say what it is if rows fall evenly."""
+    """Values whose number of rows only the run decides: their metas assume that rows fall evenly."""
 
     @cached_property
     def digest(self) -> str:
-        """The same on two ranks if and only if they would run the same program."""
+        """Equal on two ranks if and only if they run the same program."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     @cached_property
@@ -126,12 +125,12 @@ class Program:
 
     def collectives(self) -> list[tuple[str, str, int]]:
         """(kind, axis name, bytes of the larger of what goes in and comes out) of each, in order."""
-        found = []
+        issued = []
         for instruction in (*self.forward, *self.backward):
             if kind := instruction.collective:
                 sizes = [self.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs)]
-                found.append((kind, self.axes[instruction.args[-1]], max(sizes)))
-        return found
+                issued.append((kind, self.axes[instruction.args[-1]], max(sizes)))
+        return issued
 
     def __str__(self) -> str:
         def arguments(inputs: list[str]) -> str:
@@ -148,8 +147,8 @@ class Program:
         outputs = [o for o in self.outputs if o.role != "gradient"]
         for o in outputs:
             lines.append(f"    # {o.role} {o.target} = {o.name}: {o.meta} {describe(o.layout, self.axes)}")
-        made, saved = ("".join(f"{name}, " for name in names) for names in ((o.name for o in outputs), self.saved))
-        lines.append(f"    return ({made}), ({saved})")
+        returned, saved = ("".join(f"{name}, " for name in names) for names in ((o.name for o in outputs), self.saved))
+        lines.append(f"    return ({returned}), ({saved})")
         lines.append("")
         tangents = [i.name for i in self.inputs if i.role == "tangent"]
         lines.append(f"def backward({', '.join([*self.saved, *tangents])}):")

@@ -1,15 +1,14 @@
 """Random numbers as a function of a key and of an element's global index.
 
-A stateful generator gives every rank numbers of its own, or the same numbers at other places. Here a
-number is a hash of (key, index): whoever holds an element of a tensor draws the same number for it,
-whatever else he holds, on a CPU and on a GPU. The operators `autopar::dropout`, `autopar::uniform`,
-`autopar::normal` and `autopar::integers` are made of that (a "counter-based" generator; Salmon et al.,
-Parallel random numbers: as easy as 1, 2, 3, SC 2011).
+A stateful generator gives every rank numbers of its own, or the same numbers at other places. Here a number is a hash
+of (key, index): every rank that holds an element of a tensor draws the same number for it, on a CPU and on a GPU,
+whatever else it holds. The operators `autopar::dropout`, `autopar::uniform`, `autopar::normal` and
+`autopar::integers` use this "counter-based" generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+SC 2011).
 
-A key is int32 [2]; `keys` makes one for each random operator of a program from the seed of a step.
-Which elements a rank holds is said by `box` and `strides`: its elements in row-major order are the
-nested loops of lengths `box`, each of which steps by `strides` through the whole tensor in row-major
-order, from index `base` on. Without them an operator makes the whole tensor.
+A key is int32 [2]; `keys` derives one for each random operator of a program from the seed of a step. `box`, `strides`
+and `base` say which elements a rank holds: in row-major order they are nested loops of lengths `box`, whose steps
+through the row-major global tensor are `strides`, from index `base` on. Without them an operator fills all of it.
 """
 
 import math
@@ -23,7 +22,7 @@ _WEYL, _FIRST, _SECOND, _HIGH = 0x9E3779B9, 0x7FEB352D, 0x846CA68B, 0xC13FA9A9
 _BITS = 32
 KEY_SHAPE, KEY_DTYPE = (2,), torch.int32
 _CHUNK = {"cpu": 1 << 16}
-"""Elements worked on at a time: on a CPU what fits into the cache of a core, else `_CHUNK_MOST`."""
+"""Elements processed at a time: on a CPU as many as fit into a core's cache, elsewhere `_CHUNK_MOST`."""
 _CHUNK_MOST = 1 << 24
 
 
@@ -55,8 +54,12 @@ def _wrapped(value: torch.Tensor) -> torch.Tensor:
 
 
 def workspace_bytes(numel: int, device_type: str) -> int:
-    """Alive at most while random bits of a tensor are made: two int32 and up to four int64 an element of a chunk."""
+    """Peak bytes while random bits of a tensor are drawn: two int32 and up to four int64 an element of a chunk."""
     return (2 * 4 + 4 * 8) * min(numel, _CHUNK.get(device_type, _CHUNK_MOST))
+
+
+Loops = Sequence[int] | None
+"""Lengths or strides of nested loops, the innermost last."""
 
 
 class _Part(NamedTuple):
@@ -67,8 +70,8 @@ class _Part(NamedTuple):
     base: int
 
 
-def part_of(shape: Sequence[int], box: Sequence[int] | None, strides: Sequence[int] | None, base: int) -> _Part:
-    """Of a local tensor of this shape."""
+def part_of(shape: Sequence[int], box: Loops, strides: Loops, base: int) -> _Part:
+    """The part of a local tensor of this shape."""
     if box is None or strides is None:
         return _Part((math.prod(shape),), (1,), base)
     assert math.prod(box) == math.prod(shape), f"a box {tuple(box)} for a shape {tuple(shape)}"
@@ -77,7 +80,7 @@ def part_of(shape: Sequence[int], box: Sequence[int] | None, strides: Sequence[i
 
 def _chunks(key: torch.Tensor, part: _Part, word: int) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(start, stop, bits): 32 random bits, as int32, of the elements [start, stop) of a part, in
-    row-major order. `word` tells several numbers of one element apart. The bits are overwritten by the next.
+    row-major order. `word` tells several numbers of one element apart. The next chunk overwrites the bits.
 
     index * odd + key goes through the finaliser of lowbias32, with more key between its rounds.
     """
@@ -129,26 +132,21 @@ def _xor_shifted(x: torch.Tensor, room: torch.Tensor, places: int) -> None:
 
 
 def _indices(counter: torch.Tensor, box: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """Where the iterations of nested loops, numbered row-major, are. int64."""
+    """The index that each iteration of nested loops, numbered row-major, stands for; int64."""
     if len(box) == 1:
         return counter * strides[0]
-    found = torch.zeros_like(counter)
+    indices = torch.zeros_like(counter)
     below = 1
     for n, stride in zip(reversed(box), reversed(strides), strict=True):
-        found += (counter // below) % n * stride
+        indices += (counter // below) % n * stride
         below *= n
-    return found
+    return indices
 
 
 def dropout(
-    key: torch.Tensor,
-    x: torch.Tensor,
-    p: float,
-    box: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    base: int = 0,
+    key: torch.Tensor, x: torch.Tensor, p: float, box: Loops = None, strides: Loops = None, base: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with elements zero with probability p, the others divided by 1 - p; and which were kept (bool)."""
+    """x with each element zeroed with probability p and the others divided by 1 - p, and the mask of those kept."""
     kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     largest = round((1.0 - p) * 2**_BITS) - 2 ** (_BITS - 1) - 1
     if p in (0.0, 1.0):
@@ -165,41 +163,32 @@ _DIGITS = {torch.float16: 11, torch.bfloat16: 8}
 
 
 def uniform(
-    key: torch.Tensor,
-    size: Sequence[int],
-    dtype: torch.dtype,
-    box: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    base: int = 0,
+    key: torch.Tensor, size: Sequence[int], dtype: torch.dtype, box: Loops = None, strides: Loops = None, base: int = 0
 ) -> torch.Tensor:
-    """Numbers of a floating dtype, even in [0, 1): multiples of a power of 2 that the dtype holds exactly."""
+    """Uniform numbers in [0, 1) of a floating dtype: multiples of a power of 2 that the dtype holds exactly."""
     return uniform_of(key, size, dtype, part_of(size, box, strides, base), 0)
 
 
 def uniform_of(key: torch.Tensor, size: Sequence[int], dtype: torch.dtype, part: _Part, word: int) -> torch.Tensor:
-    made = torch.empty(tuple(size), dtype=dtype, device=key.device)
-    flat = made.view(-1)
+    """`uniform` of one part, from the given random word of each element."""
+    numbers = torch.empty(tuple(size), dtype=dtype, device=key.device)
+    flat = numbers.view(-1)
     if dtype == torch.float64:
         low = uniform_of(key, size, torch.float32, part, word + 1).view(-1)
         for start, stop, bits in _chunks(key, part, word):
             high = (bits >> 3) & 0x1FFFFFFF
             torch.add(low[start:stop].double(), high, out=flat[start:stop]).mul_(2.0**-29)
-        return made
+        return numbers
     digits = _DIGITS.get(dtype, 24)
     for start, stop, bits in _chunks(key, part, word):
         flat[start:stop] = (bits >> (_BITS - digits)).bitwise_and_((1 << digits) - 1)
-    return made.mul_(2.0**-digits)
+    return numbers.mul_(2.0**-digits)
 
 
 def normal(
-    key: torch.Tensor,
-    size: Sequence[int],
-    dtype: torch.dtype,
-    box: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-    base: int = 0,
+    key: torch.Tensor, size: Sequence[int], dtype: torch.dtype, box: Loops = None, strides: Loops = None, base: int = 0
 ) -> torch.Tensor:
-    """Numbers with mean 0 and variance 1 (Box and Muller; each element has a pair of its own)."""
+    """Normal numbers with mean 0 and variance 1 (Box and Muller; each element has a pair of its own)."""
     part = part_of(size, box, strides, base)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     radius = uniform_of(key, size, wide, part, 0).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
@@ -208,7 +197,7 @@ def normal(
 
 
 INTEGERS_MOST = 1 << 62
-"""How many integers there may be to choose from."""
+"""The most integers that `integers` can choose from."""
 
 
 def integers(
@@ -217,8 +206,8 @@ def integers(
     low: int,
     high: int,
     dtype: torch.dtype,
-    box: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    box: Loops = None,
+    strides: Loops = None,
     base: int = 0,
 ) -> torch.Tensor:
     """Integers in [low, high), of 62 random bits modulo their number."""

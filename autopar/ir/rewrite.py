@@ -1,5 +1,4 @@
-"""What all passes share that write graphs and programs: names that are free, nodes under other names, who makes and
-reads a value, and what nobody needs."""
+"""Shared by all passes that write graphs and programs: fresh names, renamed nodes, last reads and dead code."""
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -10,18 +9,18 @@ from .graph import JointGraph, Node, Ref, TensorMeta, map_references
 
 
 def numbered(hint: str, *taken: Container[str], start: int = 1) -> str:
-    """The first of `hint_1`, `hint_2`, ... that is in none of what is taken."""
+    """The first of `hint_1`, `hint_2`, ... that is not taken."""
     names = (f"{hint}_{number}" for number in itertools.count(start))
     return next(name for name in names if not any(name in some for some in taken))
 
 
 def distinct(name: str, taken: Container[str]) -> str:
-    """The name, with a number behind it where it is taken."""
+    """The name, with a number behind it if it is taken."""
     return numbered(name, taken) if name in taken else name
 
 
 def reading(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
-    """The node with other values in the place of those that it reads, by name; those without another name stay."""
+    """The node reading other values in place of those that `names` maps; the rest stay."""
     if not changes and names.keys().isdisjoint(node.inputs):
         return node
 
@@ -33,36 +32,22 @@ def reading(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
 
 
 def inlined(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
-    """The node with what it reads and what it makes under other names."""
+    """The node with its inputs and outputs renamed."""
     return reading(node, names, outputs=tuple(names.get(output, output) for output in node.outputs), **changes)
 
 
-def read_and_made(node: Node, metas: Mapping[str, TensorMeta]) -> tuple[list[TensorMeta], list[TensorMeta]]:
-    """Metas of what a node reads, and of those of its results that have a name."""
+def input_and_output_metas(node: Node, metas: Mapping[str, TensorMeta]) -> tuple[list[TensorMeta], list[TensorMeta]]:
+    """Metas of what a node reads, and of its named outputs."""
     return [metas[name] for name in node.inputs], [metas[name] for name in node.outputs if name]
 
 
-def producers(nodes: Sequence[Node]) -> dict[str, int]:
-    """Position of the node that makes a value."""
-    return {name: position for position, node in enumerate(nodes) for name in node.outputs if name}
-
-
-def readers(nodes: Sequence[Node]) -> dict[str, list[int]]:
-    """Positions of the nodes that read a value, ascending, each once."""
-    found: dict[str, list[int]] = {}
-    for position, node in enumerate(nodes):
-        for name in dict.fromkeys(node.inputs):
-            found.setdefault(name, []).append(position)
-    return found
-
-
 def last_reads(nodes: Sequence[Node]) -> dict[str, int]:
-    """Position of the last node that reads a value."""
+    """Value -> position of the last node that reads it."""
     return {name: position for position, node in enumerate(nodes) for name in node.inputs}
 
 
 def living(nodes: Sequence[Node], results: Iterable[str | None]) -> tuple[Node, ...]:
-    """Without the nodes, and the names of results of nodes, that nobody reads and that are none of `results`."""
+    """The nodes without dead code: outputs that nobody reads and that are not among `results` lose their names."""
     read = set(results)
     kept: list[Node] = []
     for node in reversed(nodes):
@@ -74,14 +59,14 @@ def living(nodes: Sequence[Node], results: Iterable[str | None]) -> tuple[Node, 
 
 
 def with_own_metas(graph: JointGraph) -> JointGraph:
-    """The graph with the metas of its inputs and of what its nodes make, and of nothing else."""
+    """The graph without metas of values that it does not have."""
     names = [*(i.name for i in graph.inputs), *(name for node in graph.nodes for name in node.outputs if name)]
     return replace(graph, metas={name: graph.metas[name] for name in names})
 
 
 @dataclass(eq=False, kw_only=True)
 class NodeWriter:
-    """Writes nodes one by one, and knows the metas of what they make."""
+    """Writes nodes one by one, and records the metas of their outputs."""
 
     metas: dict[str, TensorMeta]
     written: list[Node] = field(default_factory=list)
@@ -90,14 +75,14 @@ class NodeWriter:
         self,
         op: str,
         args: tuple[Any, ...],
-        *made: tuple[str, TensorMeta | None],
+        *results: tuple[str, TensorMeta | None],
         kwargs: tuple[tuple[str, Any], ...] = (),
         module: str = "",
         serves: str = "",
     ) -> str:
-        """Append a node, and return the name of the first value that it makes. A result that nobody uses has the name
-        "" and no meta."""
-        self.metas.update({name: meta for name, meta in made if meta is not None})
-        outputs = tuple(name for name, _ in made)
+        """Append a node and return the name of its first result. A result that nobody uses has the name "" and no
+        meta."""
+        self.metas.update({name: meta for name, meta in results if meta is not None})
+        outputs = tuple(name for name, _ in results)
         self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=outputs, module=module, serves=serves))
-        return made[0][0]
+        return results[0][0]

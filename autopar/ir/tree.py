@@ -1,6 +1,6 @@
-"""Nested inputs and outputs: their leaves by path, and what puts them together again.
+"""Flattens nested inputs and outputs into leaves with paths, and puts them together again.
 
-Containers are those that `torch.utils._pytree` knows, and any dataclass, registered or not.
+Containers are those that `torch.utils._pytree` knows, and every dataclass, registered or not.
 """
 
 import dataclasses
@@ -10,14 +10,14 @@ import torch.utils._pytree as pytree
 
 
 class _Record:
-    """A dataclass that nobody registered, as a node of the tree."""
+    """An unregistered dataclass, as a node of the tree."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def _opened(value: Any) -> Any:
-    """The tree with dataclasses that would be leaves as nodes."""
+    """The tree with unregistered dataclasses as nodes instead of leaves."""
 
     def opened(leaf: Any) -> Any:
         is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
@@ -37,25 +37,25 @@ def _flattened(record: _Record) -> tuple[list[Any], Any]:
     return [value for _, value in keyed], context
 
 
-def _made(values: Any, context: Any) -> Any:
-    """The dataclass itself, made as `dataclasses.replace` would."""
+def _rebuilt(values: Any, context: Any) -> Any:
+    """Rebuilds the dataclass as `dataclasses.replace` would."""
     kind, fields = context
     given = list(zip(fields, values, strict=True))
-    made = kind(**{name: value for (name, init), value in given if init})
+    record = kind(**{name: value for (name, init), value in given if init})
     for (name, init), value in given:
         if not init:
-            object.__setattr__(made, name, value)
-    return made
+            object.__setattr__(record, name, value)
+    return record
 
 
-pytree.register_pytree_node(_Record, _flattened, _made, flatten_with_keys_fn=_fields)
+pytree.register_pytree_node(_Record, _flattened, _rebuilt, flatten_with_keys_fn=_fields)
 
 
 def flatten(root: str, tree: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """Leaves with their paths. The root of inputs is "", and its two items are "args" and "kwargs"."""
-    found, spec = pytree.tree_flatten_with_path(_opened(tree))
+    leaves, spec = pytree.tree_flatten_with_path(_opened(tree))
     pairs = []
-    for keys, value in found:
+    for keys, value in leaves:
         parts = [str(_key(key)) for key in keys]
         if not root:
             parts[0] = ("args", "kwargs")[int(parts[0])]

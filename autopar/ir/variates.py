@@ -1,31 +1,30 @@
 """Random numbers of distributions with a parameter of their own at every element, by key and global index.
 
-Poisson numbers are quantiles of a uniform number; gamma numbers are drawn by rejection (Marsaglia and Tsang, A simple
-method for generating gamma variables, 2000), where the i-th attempt of an element has random words of its own. Either
-is a function of the key, the element's global index and its parameter alone, as in `autopar.randomness`.
+Poisson numbers are quantiles of a uniform number. Gamma numbers are drawn by rejection (Marsaglia and Tsang, A simple
+method for generating gamma variables, 2000); every attempt of an element has random words of its own. Both depend on
+the key, the element's global index and its parameter alone, as in `autopar.randomness`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .randomness import FORM, part_of, uniform_of
+from .randomness import FORM, Loops, part_of, uniform_of
 
 _ATTEMPTS = 64
-"""Each accepts with a probability above 0.95."""
+"""Each attempt accepts with a probability above 0.95."""
 _WORDS = 6
-"""Random words that an attempt takes."""
+"""Random words of an attempt."""
 _ABOVE_ZERO = 2.0**-55
-"""What keeps a uniform number of float64 off 0, and does not round one up to 1."""
+"""Added to a uniform float64, it keeps the number above 0 and does not round it up to 1."""
 
 
 def poisson(
-    key: torch.Tensor, rate: torch.Tensor, box: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-    base: int = 0,
-) -> torch.Tensor:  # fmt: skip
-    """The smallest k for which the chance of k or fewer exceeds a uniform number. NaN for a rate that is none."""
+    key: torch.Tensor, rate: torch.Tensor, box: Loops = None, strides: Loops = None, base: int = 0
+) -> torch.Tensor:
+    """The smallest k for which the chance of k or fewer exceeds a uniform number; NaN for an invalid rate."""
     wide = rate.double()
     u = uniform_of(key, rate.shape, torch.float64, part_of(rate.shape, box, strides, base), 0)
     below = torch.full_like(wide, -1.0)
@@ -40,32 +39,31 @@ def poisson(
 
 
 def standard_gamma(
-    key: torch.Tensor, shape: torch.Tensor, box: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-    base: int = 0,
-) -> torch.Tensor:  # fmt: skip
-    """Of scale 1 and of these shape parameters. NaN for one that is none."""
+    key: torch.Tensor, shape: torch.Tensor, box: Loops = None, strides: Loops = None, base: int = 0
+) -> torch.Tensor:
+    """Gamma numbers of scale 1 with these shape parameters; NaN for an invalid one."""
     part, wide = part_of(shape.shape, box, strides, base), shape.double()
 
     def uniform(word: int) -> torch.Tensor:
         return uniform_of(key, shape.shape, torch.float64, part, word) + _ABOVE_ZERO
 
-    # below 1: a number of one more, times a uniform one to the power of 1 / shape
+    # a shape below 1: the number for shape + 1, times a uniform number to the power of 1 / shape
     small = wide < 1.0
     factor = torch.where(small, uniform(0) ** (1.0 / wide), 1.0)
     d = torch.where(small, wide + 1.0, wide) - 1.0 / 3.0
     c = 1.0 / (9.0 * d).sqrt()
-    found, waiting = torch.full_like(wide, math.nan), (wide >= 0) & wide.isfinite()
+    numbers, waiting = torch.full_like(wide, math.nan), (wide >= 0) & wide.isfinite()
     for attempt in range(_ATTEMPTS):
         word = 2 + attempt * _WORDS
         x = (-2.0 * uniform(word).log()).sqrt() * (2.0 * math.pi * uniform(word + 2)).cos()
         v = (1.0 + c * x) ** 3
         # where v is negative its logarithm is NaN, and the attempt fails
         accepted = waiting & (uniform(word + 4).log() < 0.5 * x * x + d - d * v + d * v.log())
-        found = torch.where(accepted, d * v, found)
+        numbers = torch.where(accepted, d * v, numbers)
         waiting = waiting & ~accepted
         if not bool(waiting.any()):
             break
-    return (found * factor).to(shape.dtype).clamp_min(torch.finfo(shape.dtype).tiny)
+    return (numbers * factor).to(shape.dtype).clamp_min(torch.finfo(shape.dtype).tiny)
 
 
 OPERATORS: Mapping[Callable[..., Any], str] = {
@@ -80,5 +78,5 @@ for _function, _schema in OPERATORS.items():
 
 
 def workspace_bytes(numel: int) -> int:
-    """Alive at most beside the result: a dozen tensors of float64."""
+    """Peak bytes besides the result: a dozen float64 tensors."""
     return 12 * 8 * numel

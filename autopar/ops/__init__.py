@@ -11,6 +11,7 @@ from .expansions import LocalCall, Results
 from .local import Arguments
 from .registry import RULES
 from .rule import Call, Emitter, Factor, OpRule
+from .template import unsplit
 
 __all__ = ["Call", "Emitter", "Factor", "OpRule", "expand", "localize", "needs_no_rule", "rule_of"]
 
@@ -22,16 +23,14 @@ def rule_of(call: Call) -> OpRule | None:
     if entry is not None:
         return entry.rule(call)
     if needs_no_rule(call.node.op):
-        whole = tuple((None,) * len(meta.shape) if meta else () for meta in call.outputs)
-        inputs = tuple((None,) * len(meta.shape) for meta in call.inputs)
-        return OpRule(factors=(), inputs=inputs, outputs=whole)
+        return unsplit(call)
     return None
 
 
 @cache
 def needs_no_rule(op: str) -> bool:
-    """Whether replicating the op is all there is to know: it reads no tensor and draws no random
-    numbers (arange, full), or it makes nothing (assertions)."""
+    """Whether the op can simply be replicated: it reads no tensor and draws no random numbers (arange, full), or it
+    returns nothing (assertions)."""
     reads = any("Tensor" in parameter.type for parameter in parameters(op))
     random = torch.Tag.nondeterministic_seeded in overload(op).tags  # type: ignore[attr-defined]
     return not schema(op).returns or not (reads or random)

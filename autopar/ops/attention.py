@@ -1,8 +1,8 @@
 """Attention: what can be split, and what a shard of queries or keys does.
 
 Batch and heads are split as they are; of grouped heads, several of queries go with one of keys. Queries are
-split with keys and values whole (context parallel): under a causal mask each rank takes its own rows of the
-mask, which it writes out. Keys and values are split with queries whole: each rank attends to its keys, and the
+split with keys and values replicated (context parallel): under a causal mask each rank takes its own rows of the
+mask, which it writes out. Keys and values are split with queries replicated: each rank attends to its keys, and the
 parts are weighted by their sums of exponentials.
 """
 
@@ -31,8 +31,8 @@ def attention(
 
     `products`: the matrix products of [queries, keys, width]; two forward, five backward. `expands` names
     the factors that expand always (keys, since those that are padding are to be hidden), `masked` those that do under
-    a causal mask, which would mask a shard as if it came first; where nothing is `masked`, queries and keys are whole
-    under it.
+    a causal mask, which would mask a shard as if it came first; where nothing is `masked`, queries and keys are
+    not split under it.
     """
     template = parse(text)
 
@@ -41,15 +41,15 @@ def attention(
             return None
         metas = dict(zip(roles(call), call.inputs, strict=True))
         causal = call.argument("is_causal")
-        whole: tuple[str, ...] = ("q", "k") if causal and ("attn_mask" in metas or not masked) else ()
+        unsplit: tuple[str, ...] = ("q", "k") if causal and ("attn_mask" in metas or not masked) else ()
         inputs, outputs = template.bind(call)
         heads = metas["key"].shape[1]
         # what a forward op makes beside its output (for random numbers) is the same on all ranks
         free = {} if products > 2 else dict.fromkeys("bhq", ("",) * len(call.outputs))
         return assemble(
             call,
-            [_named(names, meta, heads, whole) for names, meta in zip(inputs, call.inputs, strict=True)],
-            [_named(names, meta, heads, whole) for names, meta in zip(outputs, call.outputs, strict=True)],
+            [_named(names, meta, heads, unsplit) for names, meta in zip(inputs, call.inputs, strict=True)],
+            [_named(names, meta, heads, unsplit) for names, meta in zip(outputs, call.outputs, strict=True)],
             linear=template.positions(call, linear),
             reductions={**free, **(reductions or {})},
             expands=(*expands, *masked) if causal else expands,
@@ -61,13 +61,13 @@ def attention(
     return rule
 
 
-def _named(names: Named, meta: TensorMeta | None, heads: int, whole: tuple[str, ...]) -> Named:
-    """The names, with None for those that have to be whole. Several heads of queries go with one of keys."""
+def _named(names: Named, meta: TensorMeta | None, heads: int, unsplit: tuple[str, ...]) -> Named:
+    """The names, with None for those that cannot be split. Several heads of queries go with one of keys."""
 
     def named(name: Name, size: int) -> Name:
         if name == "h" and heads > 1 and size not in (1, heads):
             return ("h", size // heads)
-        return None if name in whole else name
+        return None if name in unsplit else name
 
     return list(map(named, names, meta.shape if meta else ()))
 

@@ -1,7 +1,7 @@
-"""Indices that are checked before ranks look each for its own among them.
+"""Checks indices before each rank picks its own among them.
 
-A rank that holds a part of a dim takes an index of no part of it for another rank's. An index of nobody's would
-so be ignored by all, where one device raises IndexError: whoever splits an indexed dim checks the indices first.
+A rank that holds a part of a dim takes an index outside of its part for another rank's. So all ranks would ignore an
+index outside of the dim, where one device raises IndexError: an op that splits an indexed dim checks its indices first.
 """
 
 import torch
@@ -14,9 +14,9 @@ CHECK = "autopar.in_range.default"
 
 
 def in_range(indices: torch.Tensor, lowest: int, size: int, ignored: int | None = None) -> torch.Tensor:
-    """The indices, of which all are in [lowest, size), or `ignored`.
+    """The indices, all of which are in [lowest, size) or `ignored`.
 
-    Raises IndexError on a CPU. A GPU is not waited for: there it is an assertion on the device, as for one GPU.
+    Raises IndexError on a CPU. On a GPU an assertion on the device fails, without waiting for it, as on one GPU.
     """
     if indices.device.type == "meta" or not indices.numel():
         return indices

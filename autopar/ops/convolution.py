@@ -1,8 +1,8 @@
 """Convolutions: which dims are split together, and the exchange of edges where spatial dims are split.
 
-A convolution reads a *fine* tensor (its input) and makes a *coarse* one; transposed, and in the gradient of the
-input, it is the other way round. Beyond the ends rows are zeros, as the padding is, and as what is filled in for the
-rows that an uneven shard lacks.
+A convolution reads a *fine* tensor (its input) and produces a *coarse* one; transposed, and in the gradient of the
+input, it is the other way round. Rows beyond the ends are zeros, like the padding and the rows that fill an uneven
+shard.
 """
 
 import math
@@ -12,7 +12,7 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
-from .halo import Halos, Window, each, halo_added, halos_of, with_halo
+from .halo import Halos, Window, each, halos_added, halos_of, with_halos
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Name, Named, assemble, roles
@@ -52,18 +52,18 @@ def convolution(call: Call) -> OpRule:
             halos.append(f"s{i}")
             least[f"s{i}"] = window.coarse_rows
     source_dims, target_dims = (coarse_dims, fine_dims) if transposed else (fine_dims, coarse_dims)
-    whole = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
+    dims = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
 
     flops = 2.0 * coarse.numel * weight.numel / weight.shape[0]
     if forward:
         biased = "bias" in metas
         linear: Linear = ((0, 2), (1, 2)) if biased else EACH
-        inputs, outputs = [whole[role] for role in metas], [whole["output"]]
+        inputs, outputs = [dims[role] for role in metas], [dims["output"]]
         expands = [*halos, *(["c"] if biased else [])]
         reductions: Mapping[str, tuple[str, ...]] = {}
     else:
-        made = [whole[name] if meta else [] for name, meta in zip(_GRADIENTS, call.outputs, strict=True)]
-        inputs, outputs = [whole["output"], whole["input"], kernel], made
+        inputs = [dims["output"], dims["input"], kernel]
+        outputs = [dims[name] if meta else [] for name, meta in zip(_GRADIENTS, call.outputs, strict=True)]
         linear, expands, flops = FIRST, halos, flops * sum(meta is not None for meta in call.outputs[:2])
         reductions = {"c": ("sum", "", "")}
     return assemble(
@@ -92,15 +92,15 @@ def group_count(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
 # Halos
 
 
-def _unpadded(local: LocalCall, halos: Halos) -> dict[str, object]:
-    """The op's arguments by name: dims with a halo are padded by it, and end where it ends."""
+def _unpadded(local: LocalCall, halos: Halos) -> tuple[Shape, Shape, Shape, Shape]:
+    """Stride, padding, dilation and output padding: the halo of a dim replaces its padding."""
     rank = len(local.call.inputs[0].shape) - 2
-    names = ("stride", "padding", "dilation", "output_padding")
-    values = {name: list(each(local.call, name, rank)) for name in names}
+    padding, output_padding = (list(each(local.call, name, rank)) for name in ("padding", "output_padding"))
     for i, (window, _) in halos.items():
-        values["padding"][i] = 0
-        values["output_padding"][i] = max(0, -window.excess) if local.call.argument("transposed") else 0
-    return {name: tuple(value) for name, value in values.items()}
+        padding[i] = 0
+        output_padding[i] = max(0, -window.excess) if local.call.argument("transposed") else 0
+    stride, dilation = (each(local.call, name, rank) for name in ("stride", "dilation"))
+    return stride, tuple(padding), dilation, tuple(output_padding)
 
 
 def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
@@ -108,56 +108,54 @@ def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
     source, weight, bias = local.args[:3]
     groups = local.args[8]
     halos = halos_of(local, windows(local.call))
-    sizes = _unpadded(local, halos)
+    stride, padding, dilation, output_padding = _unpadded(local, halos)
     transposed = local.call.argument("transposed")
     if bias is not None and "c" in local.splits:
         shards = math.prod(map(emitter.ranks, local.splits["c"]))
         bias = emitter.op("aten.mul.Scalar", bias, 1.0 / shards)
     late = bias if transposed and halos else None  # or it would be added once more where halos overlap
+    spatial = len(stride)
     if not transposed:
-        for i, (window, axes) in halos.items():
-            source = with_halo(emitter, source, 2 + i, window, axes)
+        source = with_halos(emitter, source, spatial, halos)
     result = local.result(
-        emitter, source, weight, None if late is not None else bias, sizes["stride"], sizes["padding"],
-        sizes["dilation"], transposed, sizes["output_padding"], groups,
+        emitter, source, weight, None if late is not None else bias, stride, padding, dilation, transposed,
+        output_padding, groups,
     )  # fmt: skip
     if transposed:
-        for i, (window, axes) in halos.items():
-            result = halo_added(emitter, result, 2 + i, window, axes)
+        result = halos_added(emitter, result, spatial, halos)
     if late is not None:
-        column = emitter.op("aten.reshape.default", late, (-1, *([1] * len(sizes["stride"]))))  # type: ignore[arg-type]
+        column = emitter.op("aten.reshape.default", late, (-1, *(1,) * spatial))
         result = emitter.op("aten.add.Tensor", result, column)
     return (result,)
 
 
 def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Results:
-    """Spatial dims split. The edges of what is fine travel: the input's for the gradient of the weight, those of the
+    """Spatial dims split. Edges of fine tensors travel: those of the input for the gradient of the weight, those of the
     gradient of the input back; transposed, those of the gradient of the output, for both."""
     gradient, source, weight, bias_sizes = local.args[:4]
     groups, mask = local.args[9:11]
     halos = halos_of(local, windows(local.call))
-    sizes = _unpadded(local, halos)
+    stride, padding, dilation, output_padding = _unpadded(local, halos)
     transposed = local.call.argument("transposed")
     original, bias = gradient, None
-    for i, (window, axes) in halos.items():
-        if transposed:
-            gradient = with_halo(emitter, gradient, 2 + i, window, axes)
-        elif mask[1]:
-            source = with_halo(emitter, source, 2 + i, window, axes)
-        else:  # only its shape is looked at
+    spatial = len(stride)
+    if transposed:
+        gradient = with_halos(emitter, gradient, spatial, halos)
+    elif mask[1]:
+        source = with_halos(emitter, source, spatial, halos)
+    else:  # the kernel reads no more of it than its shape
+        for i, (window, _) in halos.items():
             shape = list(emitter.meta(source).shape)
             shape[2 + i] += window.before + window.after
             source = emitter.op("aten.new_empty.default", source, tuple(shape))
     if mask[2] and transposed:
         dims = (0, *range(2, len(emitter.meta(original).shape)))
         bias = emitter.op("aten.sum.dim_IntList", original, dims)
-    made = emitter.ops(
-        local.call.node.op, gradient, source, weight, bias_sizes, sizes["stride"], sizes["padding"], sizes["dilation"],
-        transposed, sizes["output_padding"], groups, (mask[0], mask[1], mask[2] and not transposed),
+    result, of_weight, of_bias = emitter.ops(
+        local.call.node.op, gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
+        groups, (mask[0], mask[1], mask[2] and not transposed),
     )  # fmt: skip
-    result = made[0]
     if mask[0] and not transposed:
-        for i, (window, axes) in halos.items():
-            result = halo_added(emitter, result, 2 + i, window, axes)
-    results = (result, made[1], bias if transposed else made[2])
+        result = halos_added(emitter, result, spatial, halos)
+    results = (result, of_weight, bias if transposed else of_bias)
     return tuple(value if wanted else None for value, wanted in zip(results, mask, strict=True))

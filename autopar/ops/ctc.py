@@ -1,5 +1,5 @@
-"""CTC loss. torch's own operator returns, beside the loss, a table whose size depends on the data, which a graph of
-static shapes cannot hold; these do not, and backward makes the table again.
+"""CTC loss without its table. torch's own operator returns, beside the loss, a table whose size depends on the data,
+which a graph of static shapes cannot hold; these operators do not, and backward recomputes the table.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def losses(
 ) -> torch.Tensor:
     """log_probs: [time, batch, classes], targets: [batch, longest] or all in a row -> [batch]."""
     given = (log_probs, targets, input_lengths, target_lengths)
-    found: torch.Tensor = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)[0]
-    return found.masked_fill(found == torch.inf, 0) if zero_infinity else found.clone()
+    loss: torch.Tensor = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)[0]
+    return loss.masked_fill(loss == torch.inf, 0) if zero_infinity else loss.clone()
 
 
 @torch.library.custom_op("autopar::ctc_loss_backward", mutates_args=())
@@ -40,19 +40,13 @@ def losses_backward(
 ) -> torch.Tensor:
     """gradient: [batch] -> [time, batch, classes]."""
     given = (log_probs, targets, input_lengths, target_lengths)
-    found, table = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    made: torch.Tensor = torch.ops.aten._ctc_loss_backward.Tensor(gradient, *given, found, table, blank, zero_infinity)
-    return made.contiguous()
+    loss, table = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
+    result: torch.Tensor = torch.ops.aten._ctc_loss_backward.Tensor(gradient, *given, loss, table, blank, zero_infinity)
+    return result.contiguous()
 
 
-@losses.register_fake
-def _(log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
-
-
-@losses_backward.register_fake
-def _(gradient: torch.Tensor, log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape)
+losses.register_fake(lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]))
+losses_backward.register_fake(lambda gradient, log_probs, *_: log_probs.new_empty(log_probs.shape))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -84,10 +78,10 @@ def ctc_loss(
     if single:
         log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0) if targets.dim() == 1 else targets
         counts = [count.reshape(1) for count in counts]
-    found: torch.Tensor = losses(log_probs, targets, *counts, blank, zero_infinity)
+    loss: torch.Tensor = losses(log_probs, targets, *counts, blank, zero_infinity)
     if reduction == "mean":
-        return (found / counts[1].clamp_min(1).to(found.dtype)).mean()
-    return found.sum() if reduction == "sum" else found.squeeze(0) if single else found
+        return (loss / counts[1].clamp_min(1).to(loss.dtype)).mean()
+    return loss.sum() if reduction == "sum" else loss.squeeze(0) if single else loss
 
 
 def _counts(lengths: Lengths, device: torch.device) -> torch.Tensor:
@@ -95,7 +89,7 @@ def _counts(lengths: Lengths, device: torch.device) -> torch.Tensor:
 
 
 def _apart(call: Call) -> bool:
-    """Whether each sequence has a row of targets: those in a row cannot be split."""
+    """Whether each sequence has a row of targets. Concatenated targets cannot be split."""
     return len(call.inputs[1 if call.node.op == "autopar.ctc_loss.default" else 2].shape) == 2
 
 

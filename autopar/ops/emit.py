@@ -1,7 +1,7 @@
 """Writing local programs: instructions, their local shapes, and the expansions of operators.
 
-An expansion (say, a softmax whose class dim is split) is written by the op table with an `Emitter`.
-Costs, codegen and the oracle run the same expansion, so that what is priced and proved is what is run.
+The op table writes an expansion (say, a softmax whose class dim is split) with an `Emitter`. Costs, codegen and the
+oracle run the same expansion, so that ranks run what was priced and proved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from .rule import ROUTED, Call, OpRule, neutral
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Instructions with the local metas of all that they read and make; `results` are the op's outputs."""
+    """Instructions with the local metas of all their values; `results` are the op's outputs."""
 
     instructions: tuple[Node, ...]
     metas: Mapping[str, TensorMeta]
@@ -45,7 +45,7 @@ class LocalEmitter(NodeWriter):
     def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
         args = _tuples(args)
         named = tuple((key, _tuples(value)) for key, value in kwargs.items())
-        metas = infer(op, map_references(args, self._lookup), map_references(named, self._lookup))
+        metas = infer(op, *(map_references(each, self.metas.__getitem__) for each in (args, named)))
         return self.append(op, args, named, metas)
 
     def meta(self, value: Ref) -> TensorMeta:
@@ -79,17 +79,14 @@ class LocalEmitter(NodeWriter):
             stride *= self.mesh[axis]
         return RankIndex(tuple(reversed(terms)))
 
-    def _lookup(self, name: str) -> TensorMeta:
-        return self.metas[name]
-
     def append(
         self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], metas: tuple[TensorMeta | None, ...]
     ) -> tuple[Ref, ...]:
         """Append an instruction with these outputs; one that nobody uses (None) has no name."""
         hint = op.split(".")[1]
-        made = [(self.fresh(hint) if meta else "", meta) for meta in metas]
-        self.emit(op, args, *made, kwargs=kwargs)
-        return tuple(Ref(name) for name, _ in made)
+        results = [(self.fresh(hint) if meta else "", meta) for meta in metas]
+        self.emit(op, args, *results, kwargs=kwargs)
+        return tuple(Ref(name) for name, _ in results)
 
 
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorMeta | None, ...]:
@@ -148,9 +145,9 @@ def local_program(
     zeros: tuple[bool, ...] = (),
 ) -> Emission:
     """The local program of an op, as a value of its own: the op, or its expansion if a split factor
-    `expands`, after padding was filled. Every operand has a name of its own, also where the op reads one
-    tensor twice. `operands` and `results` are the layouts of what the op reads and makes; `zeros` says of
-    which operands padding is zero already (none given: of none)."""
+    `expands`, after filling padding. Every operand has a name of its own, even if the op reads one tensor
+    twice. `operands` and `results` are layouts; `zeros` says which operands have zeros as padding already
+    (none given: none)."""
     local_inputs, local_outputs = local_shapes(call, operands, results, mesh)
     shapes = zip(local_inputs, call.inputs, strict=True)
     metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
@@ -165,19 +162,19 @@ def local_program(
     args, kwargs = map_references(given, lambda _: next(feed))
     if rule is not None and expands(rule, splits):
         local = LocalCall(call, args, kwargs, dict(splits), operands, results, local_outputs)
-        made: Sequence[Ref | None] = _named(emitter, expand(emitter, local))
+        produced: Sequence[Ref | None] = _named(emitter, expand(emitter, local))
     else:
-        known = tuple(
+        local_metas = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)
             for meta, shape in zip(call.outputs, local_outputs, strict=True)
         )
-        made = emitter.append(call.node.op, args, kwargs, known)
-    return Emission(tuple(emitter.written), metas, tuple(r.name or None if r else None for r in made))
+        produced = emitter.append(call.node.op, args, kwargs, local_metas)
+    return Emission(tuple(emitter.written), metas, tuple(r.name or None if r else None for r in produced))
 
 
 def _named(emitter: LocalEmitter, results: tuple[Ref | None, ...]) -> list[Ref | None]:
-    """Results under names of their own: one may be an operand as it is (the gradient of a bias of which no rows are
-    summed), or the same as another."""
+    """Results under names of their own: one may be an operand unchanged (the gradient of a bias without rows to sum),
+    or equal to another."""
     taken = {OPERAND.format(i) for i in range(len(emitter.metas))}
     named: list[Ref | None] = []
     for result in results:
@@ -190,7 +187,7 @@ def _named(emitter: LocalEmitter, results: tuple[Ref | None, ...]) -> list[Ref |
 
 
 def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
-    """Whether a split factor makes the op another on shards."""
+    """Whether the op expands because of a split factor."""
     names = {name for name, _ in splits}
     return ROUTED in names or any(factor.expands and factor.name in names for factor in rule.factors)
 
@@ -198,8 +195,8 @@ def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bo
 def fillings(
     call: Call, rule: OpRule, operands: tuple[Layout, ...], zeros: tuple[bool, ...]
 ) -> list[tuple[int, int, float]]:
-    """(operand, dim, value): the padding that the op would see, and what to fill it with."""
-    found = []
+    """(operand, dim, value): the padding that the op would read, and what to fill it with."""
+    fills = []
     for i, (meta, layout) in enumerate(zip(call.inputs, operands, strict=True)):
         padded = padded_shape(meta.shape, layout)
         for dim, (size, longer) in enumerate(zip(meta.shape, padded, strict=True)):
@@ -207,8 +204,8 @@ def fillings(
             if size != longer and factor is not None:
                 value = _filling(call, rule, i, factor)
                 if value is not None and not (value == 0 and zeros and zeros[i]):
-                    found.append((i, dim, value))
-    return found
+                    fills.append((i, dim, value))
+    return fills
 
 
 def _filling(call: Call, rule: OpRule, operand: int, factor: int) -> float | None:
@@ -232,7 +229,7 @@ def _filling(call: Call, rule: OpRule, operand: int, factor: int) -> float | Non
 def local_shapes(
     call: Call, operands: tuple[Layout, ...], results: tuple[Layout, ...], mesh: Shape
 ) -> tuple[tuple[Shape, ...], tuple[Shape | None, ...]]:
-    """Local shapes of what an op reads and makes."""
+    """Local shapes of an op's operands and outputs."""
     return (
         tuple(local_shape(m.shape, layout, mesh) for m, layout in zip(call.inputs, operands, strict=True)),
         tuple(

@@ -1,11 +1,11 @@
-"""Ops that are not themselves on shards: the local program of each, with its collectives.
+"""Ops that do not run on shards as they are: the local program of each, with its collectives.
 
-An expansion is called instead of the op when a factor that says `expands` is split. It emits ops on
-local values and returns the local results, in the op's order.
+An expansion replaces the op when a factor that says `expands` is split. It emits ops on local values and
+returns the local results, in the op's order.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ Results: TypeAlias = tuple[Ref | None, ...]
 class LocalCall:
     """A call on shards: args and kwargs are localised and refer to local values. `splits` names every
     factor of the op that is split, with the mesh axes that split it, outermost first. `operands` and
-    `results` are the layouts of what the op reads and makes, `outputs` the local shapes of the latter."""
+    `results` are the layouts of operands and results, `outputs` the local shapes of the latter."""
 
     call: Call
     args: tuple[Any, ...]
@@ -63,23 +63,23 @@ def global_indices(emitter: Emitter, shape: Shape, layout: Layout, dim: int) -> 
     padding, indices beyond the end."""
     digits = digits_of(layout, dim, emitter.ranks)
     size = padded_shape(shape, layout)[dim]
-    whole = emitter.op("aten.arange.default", size)
+    indices = emitter.op("aten.arange.default", size)
     if not digits:
-        return whole
-    # mixed radix: every axis takes one of the digits, what is between them stays
+        return indices
+    # mixed radix: every axis takes one of the digits, those between them stay
     radix: list[int] = []
     above = size
     for stride, axis in digits:
         radix += [above // (stride * emitter.ranks(axis)), emitter.ranks(axis)]
         above = stride
-    cut = emitter.op("aten.reshape.default", whole, (*radix, above))
+    cut = emitter.op("aten.reshape.default", indices, (*radix, above))
     for number, (_, axis) in enumerate(digits):
         cut = emitter.op("aten.select.int", cut, number + 1, emitter.coordinate(axis))
     return emitter.op("aten.reshape.default", cut, (-1,))
 
 
 def filled_beyond(emitter: Emitter, value: Ref, shape: Shape, layout: Layout, dim: int, filling: float) -> Ref:
-    """The value with what lies beyond the end of a dim replaced."""
+    """The value with its padding behind the end of a dim replaced."""
     beyond = emitter.op("aten.ge.Scalar", global_indices(emitter, shape, layout, dim), shape[dim])
     rest = len(shape) - 1 - dim
     if rest:
@@ -88,34 +88,34 @@ def filled_beyond(emitter: Emitter, value: Ref, shape: Shape, layout: Layout, di
 
 
 def share(rule_of: Callable[[Call], OpRule | None]) -> Expansion:
-    """A mean over a shard counts for its share of the whole, padding included."""
+    """A mean over a shard counts for the shard's share of all elements, padding included."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
-        known = rule_of(local.call)
-        assert known is not None
+        rule = rule_of(local.call)
+        assert rule is not None
         share = 1.0
-        for number, factor in enumerate(known.factors):
+        for number, factor in enumerate(rule.factors):
             if factor.expands and factor.name in local.splits:
-                share *= _local_share(emitter, local, known, number)
+                share *= _local_share(emitter, local, rule, number)
         value = local.result(emitter, *local.args, **dict(local.kwargs))
         return (emitter.op("aten.mul.Scalar", value, share),)
 
     return expand
 
 
-def _local_share(emitter: Emitter, local: LocalCall, known: OpRule, factor: int) -> float:
+def _local_share(emitter: Emitter, local: LocalCall, rule: OpRule, factor: int) -> float:
     """How much of a factor one rank holds."""
-    for dims, meta, layout in zip(known.inputs, local.call.inputs, local.operands, strict=True):
+    for dims, meta, layout in zip(rule.inputs, local.call.inputs, local.operands, strict=True):
         for dim, carried in enumerate(dims):
             if carried == factor:
-                ways = _shards(emitter, {"": local.splits[known.factors[factor].name]})
+                ways = _shards(emitter, {"": local.splits[rule.factors[factor].name]})
                 return padded_shape(meta.shape, layout)[dim] / ways / meta.shape[dim]
-    raise AssertionError(f"no operand of {local.call.node} carries {known.factors[factor].name}")
+    raise AssertionError(f"no operand of {local.call.node} carries {rule.factors[factor].name}")
 
 
 def share_of_bias(emitter: Emitter, local: LocalCall) -> Results:
-    """addmm, baddbmm with the contracted factor split: every rank adds its share of the bias, so that
-    the sum has it once. It costs nothing, since the op scales the bias anyway."""
+    """addmm, baddbmm with the contracted factor split: every rank adds its share of the bias, so that the sum holds it
+    once. This is free, since the op scales the bias anyway."""
     named = dict(local.kwargs)
     named["beta"] = named.get("beta", 1) / _shards(emitter, {"k": local.splits["k"]})
     return (local.result(emitter, *local.args, **named),)
@@ -133,8 +133,8 @@ def share_of_last(factor: str) -> Expansion:
 
 
 def local_indices(emitter: Emitter, indices: Ref, axes: tuple[int, ...], size: int) -> tuple[Ref, Ref]:
-    """Indices into a dim split contiguously, relative to this rank's first element, and where they
-    are within its `size` elements."""
+    """Indices into a contiguously split dim, relative to this rank's first element, and whether each is among its
+    `size` elements."""
     local = emitter.op("aten.sub.Tensor", indices, emitter.offset(axes, size))
     above = emitter.op("aten.ge.Scalar", local, 0)
     below = emitter.op("aten.lt.Scalar", local, size)
@@ -148,14 +148,14 @@ def embedding(emitter: Emitter, local: LocalCall) -> Results:
     indices = checked(emitter, indices, local.call.inputs[0].shape[0])
     row, mine = local_indices(emitter, indices, local.splits["v"], rows)
     other = emitter.op("aten.logical_not.default", mine)
-    found = local.result(emitter, weight, emitter.op("aten.masked_fill.Scalar", row, other, 0))
+    vectors = local.result(emitter, weight, emitter.op("aten.masked_fill.Scalar", row, other, 0))
     last = emitter.op("aten.unsqueeze.default", other, -1)
-    return (emitter.op("aten.masked_fill.Scalar", found, last, 0.0),)
+    return (emitter.op("aten.masked_fill.Scalar", vectors, last, 0.0),)
 
 
 def embedding_backward(emitter: Emitter, local: LocalCall) -> Results:
-    """Rows of the table split: what is for other ranks' rows, or for the padding row, goes to one row
-    more, which is cut off."""
+    """Rows of the table split: gradients of other ranks' rows, and of the padding row, go to one extra row, which is
+    cut off."""
     gradient, indices, _, padding, by_frequency = local.args
     assert local.outputs[0] is not None
     rows = local.outputs[0][0]
@@ -182,12 +182,17 @@ def cast(emitter: Emitter, value: Ref, dtype: torch.dtype) -> Ref:
     return value if same else emitter.op("aten._to_copy.default", value, dtype=dtype)
 
 
+def in_output_dtypes(emitter: Emitter, call: Call, values: Iterable[Ref | None]) -> Results:
+    """Results in the dtypes of the call's outputs, without those that nobody uses."""
+    pairs = zip(values, call.outputs, strict=True)
+    return tuple(cast(emitter, value, meta.dtype) if value and meta else None for value, meta in pairs)
+
+
 def softmax(*, log: bool = False, safe: bool = False) -> Expansion:
     """_softmax, _log_softmax, _safe_softmax with the classes split: two all-reduces without the class dim, of the
     maximum and of the sum of exponentials. The `safe` one gives zeros where all scores are -inf."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
-        assert local.call.outputs[0] is not None
         dim = (local.call.argument("dim"),)
         scores = wide(emitter, local.args[0])
         highest = all_reduce(emitter, emitter.op("aten.amax.default", scores, dim, True), "max", local.splits["c"])
@@ -203,7 +208,7 @@ def softmax(*, log: bool = False, safe: bool = False) -> Expansion:
             result = emitter.op("aten.sub.Tensor", shifted, emitter.op("aten.log.default", total))
         else:
             result = emitter.op("aten.div.Tensor", powers, total)
-        return (cast(emitter, result, local.call.outputs[0].dtype),)
+        return (cast(emitter, result, local.call.output.dtype),)
 
     return expand
 
@@ -212,13 +217,12 @@ def softmax_backward(*, log: bool) -> Expansion:
     """Their backward ops with the classes split: one all-reduce without the class dim."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
-        assert local.call.outputs[0] is not None
         dim = (local.call.argument("dim"),)
         gradient, output = wide(emitter, local.args[0]), wide(emitter, local.args[1])
         product = gradient if log else emitter.op("aten.mul.Tensor", gradient, output)
         total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", product, dim, True), "sum", local.splits["c"])
         weight = emitter.op("aten.exp.default", output) if log else output
         result = emitter.op("aten.sub.Tensor", product, emitter.op("aten.mul.Tensor", weight, total))
-        return (cast(emitter, result, local.call.outputs[0].dtype),)
+        return (cast(emitter, result, local.call.output.dtype),)
 
     return expand

@@ -1,16 +1,17 @@
 """Matrix products of rows with the weights of their experts: the operators, and how they run on shards.
 
-A row says which expert it wants by a number in `ids`; rows stand in the order of tokens. A rank that
-holds some experts only multiplies the rows that want one of them, and makes zeros of the others: the
-work is that of its own experts, however the rows fall.
+A number in `ids` says which expert a row wants; rows stand in the order of tokens. A rank that holds some of the
+experts multiplies only the rows that want one of them, and returns zeros for the others: its work is that of its own
+experts, however the rows fall.
 
-Or each row goes to the rank that holds its expert, and what became of it comes back: `to_experts` and
-`from_experts` stand where that may happen. On whole values they change nothing. The table of what every row
-wants is small; every rank of the axis reads it whole, and knows from it how many rows it will get from
-each other one.
+Or each row travels to the rank that holds its expert, and its result comes back: `to_experts` and `from_experts` mark
+where that may happen. On unsplit values they change nothing. The table of ids is small; every rank of the axis reads
+all of it, and counts from it how many rows it will receive from each other rank.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -28,8 +29,8 @@ TO, FROM, WANTED = "autopar.to_experts.default", "autopar.from_experts.default",
 
 
 def grouped(ids: torch.Tensor, experts: int, first: int) -> tuple[torch.Tensor, list[int]]:
-    """The numbers of the rows that want an expert of [first, first + experts), expert by expert, and how many
-    of them there are up to and with each expert. Waits for the device."""
+    """The indices of the rows that want an expert of [first, first + experts), sorted by expert, and the running count
+    of them after each expert. Waits for the device."""
     local = ids - first
     other = (local < 0) | (local >= experts)
     expert, order = torch.sort(local.masked_fill(other, experts), stable=True)
@@ -44,20 +45,20 @@ def expert_mm(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: i
     x: [rows, k], weight: [experts, k, n], ids: [rows] -> [rows, n].
     """
     order, ends = grouped(ids, weight.shape[0], first)
-    made = x.new_zeros(x.shape[0], weight.shape[2])
+    products = x.new_zeros(x.shape[0], weight.shape[2])
     if ends[-1]:
-        made[order] = _products(x[order], weight, ends)
-    return made
+        products[order] = _products(x[order], weight, ends)
+    return products
 
 
 def _products(rows: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> torch.Tensor:
     if _fits_kernel(rows, *weight.shape[1:]):
-        return torch.nn.functional.grouped_mm(rows, weight, offs=_offsets(rows, ends))
-    made = rows.new_empty(rows.shape[0], weight.shape[2])
+        return torch.nn.functional.grouped_mm(rows, weight, offs=rows.new_tensor(ends, dtype=torch.int32))
+    products = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if start < end:
-            torch.mm(rows[start:end], weight[expert], out=made[start:end])
-    return made
+            torch.mm(rows[start:end], weight[expert], out=products[start:end])
+    return products
 
 
 @torch.library.custom_op("autopar::expert_mm_weight", mutates_args=())
@@ -70,44 +71,36 @@ def expert_mm_weight(
     x: [rows, k], gradient: [rows, n], ids: [rows] -> [experts, k, n].
     """
     order, ends = grouped(ids, experts, first)
-    made = x.new_zeros(experts, x.shape[1], gradient.shape[1])
+    gradients = x.new_zeros(experts, x.shape[1], gradient.shape[1])
     if not ends[-1]:
-        return made
+        return gradients
     left, right = x[order].t(), gradient[order]
-    if _fits_kernel(right, *made.shape[1:]):
-        made = torch.nn.functional.grouped_mm(left, right, offs=_offsets(right, ends))
-        made[[start == end for start, end in zip([0, *ends], ends, strict=False)]] = 0  # it may leave these as they are
-        return made
+    if _fits_kernel(right, *gradients.shape[1:]):
+        gradients = torch.nn.functional.grouped_mm(left, right, offs=right.new_tensor(ends, dtype=torch.int32))
+        gradients[[start == end for start, end in zip([0, *ends], ends, strict=False)]] = (
+            0  # it may leave these as they are
+        )
+        return gradients
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if start < end:
-            torch.mm(left[:, start:end], right[start:end], out=made[expert])
-    return made
+            torch.mm(left[:, start:end], right[start:end], out=gradients[expert])
+    return gradients
 
 
 def _fits_kernel(rows: torch.Tensor, k: int, n: int) -> bool:
-    """The grouped kernel wants bfloat16 in rows of a multiple of 16 bytes, and no old GPU."""
+    """Whether the grouped kernel runs: it wants bfloat16, rows of a multiple of 16 bytes, and no old GPU."""
     fits = rows.dtype == torch.bfloat16 and k % 8 == 0 and n % 8 == 0
     return fits and (not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0))
 
 
-def _offsets(rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=rows.device)
-
-
-@expert_mm.register_fake
-def _expert_mm_meta(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@expert_mm_weight.register_fake
-def _expert_mm_weight_meta(
-    x: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, experts: int, first: int = 0
-) -> torch.Tensor:
-    return x.new_empty(experts, x.shape[1], gradient.shape[1])
+expert_mm.register_fake(lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[2]))
+expert_mm_weight.register_fake(
+    lambda x, gradient, ids, experts, *_: x.new_empty(experts, x.shape[1], gradient.shape[1])
+)
 
 
 def weighted_sum(x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
-    """The sum of each token's rows by their weights.
+    """The weighted sum of each token's rows.
 
     x: [tokens * size, k], weight: [tokens * size, 1] -> [tokens, k].
     """
@@ -115,19 +108,19 @@ def weighted_sum(x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tens
 
 
 def row_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The product of each two rows: the gradient of their weight.
+    """The dot product of each pair of rows: the gradient of their weight.
 
     x: [rows, k], y: [rows, k] -> [rows, 1].
     """
     return (x * y).sum(1, keepdim=True)
 
 
-OPERATORS = (weighted_sum, row_dot)
+OPERATORS: Mapping[Callable[..., Any], str] = {
+    weighted_sum: "(Tensor x, Tensor weight, int size) -> Tensor",
+    row_dot: "(Tensor x, Tensor y) -> Tensor",
+}
 
-for _function, _schema in (
-    (weighted_sum, "(Tensor x, Tensor weight, int size) -> Tensor"),
-    (row_dot, "(Tensor x, Tensor y) -> Tensor"),
-):
+for _function, _schema in OPERATORS.items():
     torch.library.define(f"autopar::{_function.__name__}", _schema)
     torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd", _function)
 
@@ -153,9 +146,8 @@ def routes(
     """Where rows go from `rank`, and what comes to it. Row i of `ids` belongs to rank (i // stride) % ranks, and
     rank r holds `experts` experts from r * experts on.
 
-    Returns the rank's own rows in the order in which they leave, by rank that they go to; the places
-    among them that its rows had before, in the inverse order; how many go to and come from each rank
-    [2, ranks]; and the numbers in `ids` of those that come, by rank that they come from.
+    Returns the order in which the rank's own rows leave, by destination; the inverse of that order; how many rows go
+    to and come from each rank [2, ranks]; and the indices in `ids` of the rows that come, by origin.
     """
     there, here = ids // experts, torch.arange(len(ids), device=ids.device) // stride % ranks
     every = torch.arange(ranks, device=ids.device)
@@ -180,10 +172,9 @@ def _routes_meta(
 
 
 def _flops(call: Call) -> float:
-    """Every row is multiplied with one matrix, whatever the number of experts."""
+    """Each row is multiplied with one matrix, however many experts there are."""
     rows, width = call.inputs[0].shape
-    assert call.outputs[0] is not None
-    return 2.0 * rows * width * (call.outputs[0].numel / rows if call.node.op == MM else call.inputs[1].shape[1])
+    return 2.0 * rows * width * (call.output.numel / rows if call.node.op == MM else call.inputs[1].shape[1])
 
 
 _mm = from_template(
@@ -195,7 +186,7 @@ _mm_weight = from_template(
 
 
 def _at_experts(rule: OpRule | None, count: int) -> OpRule | None:
-    """Rows may come to the experts that they want."""
+    """The rule, with rows that may travel to their experts."""
     assert rule is not None
     number = {factor.name: i for i, factor in enumerate(rule.factors)}
     if not {"s", "e"} <= number.keys():
@@ -230,8 +221,8 @@ def moved_rule(call: Call) -> OpRule:
     rows = [i for i, factor in enumerate(rule.factors) if factor.name == "s"]
     if not rows:
         return rule
-    settled, whole, returned = {TO: ((0,), (1,), ()), FROM: ((), (1,), (0,)), WANTED: ((), (0,), ())}[call.node.op]
-    routing = Routing(rows[0], None, call.argument("experts"), settled=settled, whole=whole, returned=returned)
+    settled, replicated, returned = {TO: ((0,), (1,), ()), FROM: ((), (1,), (0,)), WANTED: ((), (0,), ())}[call.node.op]
+    routing = Routing(rows[0], None, call.argument("experts"), settled, replicated, returned)
     return replace(rule, routing=routing)
 
 
@@ -243,7 +234,7 @@ def mm(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def mm_weight(emitter: Emitter, local: LocalCall) -> Results:
-    """Experts split: each rank makes the gradients of its own experts."""
+    """Experts split: each rank computes the gradients of its own experts."""
     x, gradient, ids, experts = local.args[:4]
     return (local.result(emitter, x, gradient, ids, experts, emitter.offset(local.splits["e"], experts)),)
 
@@ -275,7 +266,7 @@ def from_experts(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def ids_at_experts(emitter: Emitter, local: LocalCall) -> Results:
-    """The experts that the rows want which have come: read from the table that every rank has."""
+    """The experts of the rows that have come, from the table that every rank has."""
     ids = local.args[0]
     _, (_, _, _, coming) = _routes(emitter, local, ids, local.results[0])
     return (emitter.op("aten.index_select.default", ids, 0, coming),)

@@ -1,6 +1,6 @@
 """Rules of op families whose dims depend on the arguments: one small function a family.
 
-Each function takes what the table's line says and returns the function from a call to its rule.
+Each takes the arguments of the table's line and returns a function from a call to its rule.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ import torch
 from autopar.ir.graph import Ref, TensorMeta
 
 from .rule import Call, OpRule
-from .template import Linear, Name, Named, assemble, contraction_flops, parse
+from .template import Linear, Named, assemble, contraction_flops, parse
 
 Rule = Callable[[Call], OpRule | None]
 
@@ -55,14 +55,19 @@ def either(condition: Callable[[Call], Any], if_true: Rule, if_false: Rule) -> R
     return lambda call: if_true(call) if condition(call) else if_false(call)
 
 
+def aligned(call: Call) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Names of the dims of broadcast operands, aligned at the right: of the longest, and of each."""
+    rank = max((len(meta.shape) for meta in (*call.inputs, *call.outputs) if meta), default=0)
+    return DIMS[:rank], [DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
+
+
 def pointwise(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
     """Broadcasting elementwise ops: dims are aligned at the right. A set of operands that holds a
     number in this call is not linear."""
 
     def rule(call: Call) -> OpRule:
-        rank = max(len(meta.shape) for meta in call.outputs if meta)
-        inputs = [DIMS[rank - len(meta.shape) : rank] for meta in call.inputs]
-        outputs = [DIMS[:rank] if meta else () for meta in call.outputs]
+        names, inputs = aligned(call)
+        outputs = [names if meta else () for meta in call.outputs]
         sets = linear(call) if callable(linear) else linear
         return assemble(call, inputs, outputs, linear=_of_tensors(call, sets), elementwise=True)
 
@@ -86,11 +91,11 @@ def division(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
     elementwise = pointwise(linear)
 
     def rule(call: Call) -> OpRule | None:
-        made = elementwise(call)
-        if made is None or any(meta.dtype.is_floating_point for meta in call.inputs):
-            return made
+        base = elementwise(call)
+        if base is None or any(meta.dtype.is_floating_point for meta in call.inputs):
+            return base
         last = len(call.inputs) - 1
-        return replace(made, padding=tuple((last, f, 1.0) for f in made.inputs[last] if f is not None))
+        return replace(base, padding=tuple((last, f, 1.0) for f in base.inputs[last] if f is not None))
 
     return rule
 
@@ -127,27 +132,34 @@ def true_division(call: Call) -> Linear:
 
 def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
     """Reductions over `dim` (all dims without it). A split of a reduced dim is Partial(`how`); with
-    `how` "" the reduced dims are whole. The average of a shard has to be divided by the
+    `how` "" the reduced dims are unsplit. The average of a shard has to be divided by the
     number of shards: `average` ops expand."""
 
     def rule(call: Call) -> OpRule:
-        (source,) = call.inputs
-        names: list[Name] = list(DIMS[: len(source.shape)])
-        reduced = axes(call, "dim", len(source.shape))
-        keep = call.has("keepdim") and call.argument("keepdim")
         # collectives have no maximum of truth values
-        reduction = "" if how in ("max", "min") and source.dtype is torch.bool else how
-        if not reduction:
-            names = [None if i in reduced else name for i, name in enumerate(names)]
-        kept = [None if i in reduced else name for i, name in enumerate(names) if keep or i not in reduced]
-        outputs = [kept if meta else () for meta in call.outputs]
-        over = [DIMS[i] for i in reduced]
+        reduction = "" if how in ("max", "min") and call.inputs[0].dtype is torch.bool else how
+        names, outputs, over = reduced_dims(call, split=bool(reduction))
         return assemble(
             call, [names], outputs, linear=linear, expands=over if average else (), uneven=over,
             reductions={name: (reduction,) * len(outputs) for name in over},
         )  # fmt: skip
 
     return rule
+
+
+def reduced_dims(call: Call, *, split: bool) -> tuple[Named, list[Named], list[str]]:
+    """Names of the dims of the operand, and of each output, of a reduction over `dim`; and the reduced factors. Without
+    `split` the reduced dims are unsplit."""
+    rank = len(call.inputs[0].shape)
+    reduced = axes(call, "dim", rank)
+    names = [None if d in reduced and not split else name for d, name in enumerate(DIMS[:rank])]
+    kept = [None if d in reduced else name for d, name in enumerate(names) if keeps_dims(call) or d not in reduced]
+    return names, [kept if meta else () for meta in call.outputs], [DIMS[d] for d in reduced]
+
+
+def keeps_dims(call: Call) -> bool:
+    """Whether reduced dims stay, with size 1."""
+    return call.has("keepdim") and bool(call.argument("keepdim"))
 
 
 def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
@@ -160,19 +172,19 @@ def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
 
 
 def along(
-    whole: Callable[[Call, int], Iterable[int]],
+    mixed_dims: Callable[[Call, int], Iterable[int]],
     *,
     linear: Linear | Callable[[Call], Linear] = (),
     name: str = "",
     padding: float | None = None,
 ) -> Rule:
     """Ops that mix elements along some dims only, all operands and results having the same dims.
-    Those dims are whole, or, given a `name`, can be split because the op then expands; unevenly, where
+    Those dims are unsplit, or, given a `name`, can be split because the op then expands; unevenly, where
     elements of the value `padding` change nothing."""
 
     def rule(call: Call) -> OpRule:
         rank = len(call.inputs[0].shape)
-        mixed = {d % rank for d in whole(call, rank)} if rank else set()
+        mixed = {d % rank for d in mixed_dims(call, rank)} if rank else set()
         names = [(name or None) if i in mixed else DIMS[i] for i in range(rank)]
         return assemble(
             call, [names[rank - len(m.shape) :] for m in call.inputs], [names if meta else () for meta in call.outputs],
@@ -233,16 +245,14 @@ def padded(call: Call, rank: int) -> tuple[int, ...]:
 
 
 def filled(call: Call) -> OpRule:
-    """full, zeros, ones: every rank makes its part."""
-    assert call.outputs[0] is not None
-    return assemble(call, [], [DIMS[: len(call.outputs[0].shape)]])
+    """full, zeros, ones: every rank fills its part."""
+    return assemble(call, [], [DIMS[: len(call.output.shape)]])
 
 
 def new(call: Call) -> OpRule:
-    """new_zeros and the like: nothing of the operand is read. It goes along in the dims that the result has too, so
-    that it need not be gathered."""
-    source, result = call.inputs[0], call.outputs[0]
-    assert result is not None
+    """new_zeros and the like read no element of their operand. It is split in the dims that the result has too, so that
+    nobody has to gather it."""
+    source, result = call.inputs[0], call.output
     names = DIMS[: len(result.shape)]
     if len(source.shape) != len(result.shape):
         return assemble(call, [[None] * len(source.shape)], [names])

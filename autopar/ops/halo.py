@@ -1,8 +1,8 @@
-"""Windows that slide along a dim which is split: the exchange of edges.
+"""Windows that slide along a split dim: the exchange of edges.
 
-A window of stride s reads a *fine* tensor and makes a *coarse* one. Where the fine dim is s times as long as the coarse
-one, coarse row i belongs to the fine rows [s i, s (i + 1)). It touches, with padding p, dilation d and a kernel of k,
-the rows [s i - p, s i - p + d (k - 1)], so that a shard of the coarse rows needs p fine rows before its own and
+A window of stride s reads a *fine* tensor and produces a *coarse* one. Where the fine dim is s times as long as the
+coarse one, coarse row i belongs to the fine rows [s i, s (i + 1)). It touches, with padding p, dilation d and a kernel
+of k, the rows [s i - p, s i - p + d (k - 1)], so that a shard of the coarse rows needs p fine rows before its own and
 d (k - 1) - p - s + 1 after them: its halo, which the neighbours have.
 """
 
@@ -36,7 +36,7 @@ class Window:
 
     @property
     def excess(self) -> int:
-        """Rows touched beyond the own ones; negative if the last of the own ones are not touched."""
+        """Rows touched beyond the shard's own; negative if the last of its own are not touched."""
         return self.reach - self.padding - self.stride + 1
 
     @property
@@ -57,14 +57,14 @@ def each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
 
 
 def halos_of(local: LocalCall, windows: Iterable[Window]) -> Halos:
-    """Of the spatial dims that are split and have any."""
-    found = {i: window for i, window in enumerate(windows) if f"s{i}" in local.splits}
-    return {i: (w, local.splits[f"s{i}"]) for i, w in found.items() if w.before or w.after}
+    """The halos of the spatial dims that are split and have any."""
+    split = {i: window for i, window in enumerate(windows) if f"s{i}" in local.splits}
+    return {i: (w, local.splits[f"s{i}"]) for i, w in split.items() if w.before or w.after}
 
 
 def neighbour(emitter: Emitter, value: Ref, axes: tuple[int, ...], step: int) -> Ref:
-    """What the shard before this one (`step` 1) or after it (-1) has, of a dim split by `axes` (outermost first); zeros
-    at the ends."""
+    """The value of the shard before this one (`step` 1) or after it (-1), of a dim split by `axes` (outermost first);
+    zeros at the ends."""
     *outer, inner = axes
     received = emitter.shift(value, step, inner)
     if outer:
@@ -96,8 +96,8 @@ def at_end(emitter: Emitter, rows: int, axes: tuple[int, ...], step: int) -> Ref
 def with_halo(
     emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...], beyond: float | None = 0.0
 ) -> Ref:
-    """A shard of fine rows with the neighbours' rows around it. What lies beyond the ends is `beyond`, or, if that is
-    None, the outermost row again."""
+    """A shard of fine rows with the neighbours' rows around it. Beyond the ends stands `beyond`, or, if that is None,
+    the outermost row repeated."""
     rows, parts = emitter.meta(value).shape[dim], [value]
 
     def ended(halo: Ref, step: int) -> Ref:
@@ -119,7 +119,7 @@ def with_halo(
 
 
 def halo_added(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
-    """The transpose of `with_halo`: a shard's rows, and what the neighbours' halos add to them."""
+    """The transpose of `with_halo`: a shard's rows plus those of the neighbours' halos."""
     before, after = window.before, window.after
     end = emitter.meta(value).shape[dim] - after
     rows = end - before
@@ -138,3 +138,19 @@ def halo_added(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tup
             part = emitter.op("aten.add.Tensor", part, slice_of(emitter, from_after, dim, start - first, stop - first))
         parts.append(part)
     return emitter.op("aten.cat.default", tuple(parts), dim)
+
+
+def with_halos(emitter: Emitter, value: Ref, spatial: int, halos: Halos, beyond: float = 0.0) -> Ref:
+    """A shard with its halos along some of its last `spatial` dims, and `beyond` beyond the ends."""
+    first = len(emitter.meta(value).shape) - spatial
+    for i, (window, axes) in halos.items():
+        value = with_halo(emitter, value, first + i, window, axes, beyond)
+    return value
+
+
+def halos_added(emitter: Emitter, value: Ref, spatial: int, halos: Halos) -> Ref:
+    """The transpose of `with_halos`."""
+    first = len(emitter.meta(value).shape) - spatial
+    for i, (window, axes) in halos.items():
+        value = halo_added(emitter, value, first + i, window, axes)
+    return value

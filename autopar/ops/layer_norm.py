@@ -1,6 +1,6 @@
-"""Layer norm and RMS norm with the normalised dims split: statistics of all ranks' elements.
+"""Layer norm and RMS norm with the normalised dims split: statistics over all ranks' elements.
 
-A split of rows costs nothing. A split of what is normalised costs one all-reduce of 2 numbers a row (of RMS norm: 1)
+A split of rows costs nothing. A split of normalised dims costs one all-reduce of 2 numbers a row (of RMS norm: 1)
 forward, and one backward: what 2D tensor parallelism does between its products.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.graph import Ref
 
-from .expansions import LocalCall, Results, all_reduce, cast, wide
+from .expansions import LocalCall, Results, all_reduce, cast, in_output_dtypes, wide
 from .families import DIMS, FIRST
 from .normalization import moments
 from .rule import Call, Emitter, OpRule
@@ -34,18 +34,18 @@ def normalized(call: Call) -> OpRule:
         return (*rows, *inner) if rank == len(rows) + len(inner) else inner
 
     outputs = [of(len(meta.shape)) if meta else () for meta in call.outputs]
-    # statistics are of all ranks; so is what the gradient of the source takes
-    whole = dict.fromkeys(inner, ("",) * len(outputs))
+    # statistics, and the sums in the gradient of the source, are those of all ranks
+    no_reduction = dict.fromkeys(inner, ("",) * len(outputs))
     filled = [i for i, role in enumerate(given) if role in ("grad_out", "input", "weight")]
     return assemble(
         call, [of(len(meta.shape)) for meta in call.inputs], outputs, linear=FIRST if backward else (),
-        expands=inner, uneven=inner, reductions=whole,
+        expands=inner, uneven=inner, reductions=no_reduction,
         padding={(i, name): 0 for i in filled for name in inner},
     )  # fmt: skip
 
 
 def _over(local: LocalCall) -> tuple[int, ...]:
-    """The mesh axes that split what is normalised."""
+    """The mesh axes that split normalised dims."""
     _, inner = _names(local.call)
     return local.axes(lambda name: name in inner)
 
@@ -64,12 +64,6 @@ def _column(emitter: Emitter, statistic: Ref, source: Ref, inner: tuple[int, ...
     return emitter.op("aten.reshape.default", statistic, (*shape[: inner[0]], *(1,) * len(inner)))
 
 
-def _finished(emitter: Emitter, local: LocalCall, made: tuple[Ref | None, ...]) -> Results:
-    """The results in the dtypes of the op's."""
-    metas = zip(made, local.call.outputs, strict=True)
-    return tuple(cast(emitter, value, meta.dtype) if value and meta else None for value, meta in metas)
-
-
 def layer_norm(emitter: Emitter, local: LocalCall) -> Results:
     """native_layer_norm -> output, mean and inverse deviation."""
     source, _, weight, bias, epsilon = local.args
@@ -83,7 +77,7 @@ def layer_norm(emitter: Emitter, local: LocalCall) -> Results:
         output = emitter.op("aten.mul.Tensor", output, weight)
     if bias is not None:
         output = emitter.op("aten.add.Tensor", output, bias)
-    return _finished(emitter, local, (output, mean, scale))
+    return in_output_dtypes(emitter, local.call, (output, mean, scale))
 
 
 def rms_norm(emitter: Emitter, local: LocalCall) -> Results:
@@ -99,7 +93,7 @@ def rms_norm(emitter: Emitter, local: LocalCall) -> Results:
     output = emitter.op("aten.mul.Tensor", exact, scale)
     if weight is not None:
         output = emitter.op("aten.mul.Tensor", output, weight)
-    return _finished(emitter, local, (output, scale))
+    return in_output_dtypes(emitter, local.call, (output, scale))
 
 
 def layer_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
@@ -135,7 +129,7 @@ def _gradients(
     """The gradients from x^ and the inverse deviation."""
     rows, inner, count = _dims(local)
     gradient = wide(emitter, gradient)
-    made: list[Ref | None] = []
+    gradients: list[Ref | None] = []
     if mask[0]:
         weighted = gradient if weight is None else emitter.op("aten.mul.Tensor", gradient, weight)
         terms = [emitter.op("aten.mul.Tensor", weighted, normal), *([weighted] if centered else [])]
@@ -146,12 +140,12 @@ def _gradients(
         result = emitter.op("aten.addcmul.default", weighted, normal, across)
         if centered:
             result = emitter.op("aten.add.Tensor", result, emitter.op("aten.select.int", both, 0, 1))
-        made.append(emitter.op("aten.mul.Tensor", result, scale))
+        gradients.append(emitter.op("aten.mul.Tensor", result, scale))
     else:
-        made.append(None)
+        gradients.append(None)
     products = [emitter.op("aten.mul.Tensor", gradient, normal) if mask[1] else None]
     products += [gradient if given else None for given in mask[2:]]
     for product in products:
         summed = product is not None and rows
-        made.append(emitter.op("aten.sum.dim_IntList", product, rows) if summed else product)
-    return _finished(emitter, local, tuple(made))
+        gradients.append(emitter.op("aten.sum.dim_IntList", product, rows) if summed else product)
+    return in_output_dtypes(emitter, local.call, gradients)

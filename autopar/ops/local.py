@@ -13,7 +13,7 @@ Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """Like `Node.args` and `Node.kwargs`."""
 
 Place = Callable[[Call, tuple[Layout, ...], Shape], Mapping[str, Any]]
-"""From the layouts of the results and the mesh: arguments, by name, that say which elements a rank makes."""
+"""From the layouts of the results and the mesh: arguments, by name, that say which elements a rank produces."""
 
 Local = Callable[[Call, tuple[Shape, ...], tuple[Shape | None, ...]], Arguments]
 
@@ -61,16 +61,16 @@ def window_of_input(call: Call, local_inputs: tuple[Shape, ...], local_outputs: 
 
 def window_of_output(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
     """slice_backward: offsets shrink as the result does, whose shape is an argument."""
-    assert call.outputs[0] is not None and local_outputs[0] is not None
-    return _window(call, call.outputs[0].shape, local_outputs[0], input_sizes=local_outputs[0])
+    assert local_outputs[0] is not None
+    return _window(call, call.output.shape, local_outputs[0], input_sizes=local_outputs[0])
 
 
-def _window(call: Call, whole: Shape, local: Shape, **sizes: Shape) -> Arguments:
-    dim = call.argument("dim") % len(whole)
-    if whole[dim] == local[dim]:
+def _window(call: Call, full: Shape, local: Shape, **sizes: Shape) -> Arguments:
+    dim = call.argument("dim") % len(full)
+    if full[dim] == local[dim]:
         return replaced(call, **sizes)
-    start, end = window(call.argument("start"), call.argument("end"), whole[dim])
-    ranks = whole[dim] // local[dim]
+    start, end = window(call.argument("start"), call.argument("end"), full[dim])
+    ranks = full[dim] // local[dim]
     return replaced(call, start=start // ranks, end=end // ranks, **sizes)
 
 
@@ -93,5 +93,5 @@ def repeats(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Sh
 
 
 def query_length(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-    """Flash attention's backward is told the number of queries."""
+    """Flash attention's backward takes the number of queries as an argument."""
     return replaced(call, max_q=local_inputs[0][2]) if isinstance(call.argument("max_q"), int) else replaced(call)

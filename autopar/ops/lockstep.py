@@ -1,5 +1,5 @@
-"""All ranks of a mesh in one process: every instruction runs for each rank before the next begins, so
-that a collective finds what all ranks of its group put in. The numbers are right, the timing says nothing.
+"""Runs all ranks of a mesh in one process: every instruction runs for each rank before the next begins, so
+that a collective sees the operands of all ranks of its group. The numbers are right, the timing says nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 
 def run(instruction: Node, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
-    """Run one instruction on every rank; `ranks` holds each rank's values by name, and receives the results."""
+    """Run one instruction on every rank. `ranks` holds each rank's values by name, and receives the results."""
     if kind := instruction.collective:
         _collective(kind, instruction, mesh, ranks)
         return
@@ -44,10 +44,10 @@ def _local(instruction: Node, coordinate: Shape, values: Values) -> None:
     named = {key: value(v) for key, v in instruction.kwargs}
     if names_no_device(instruction):
         named["device"] = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
-    arguments, named = contract.given(instruction.op, arguments, named)
+    arguments, named = contract.prepared_arguments(instruction.op, arguments, named)
     result = overload(instruction.op)(*arguments, **named)
-    made = result if isinstance(result, tuple | list) else (result,)
-    for name, tensor in zip(instruction.outputs, made, strict=True):
+    results = result if isinstance(result, tuple | list) else (result,)
+    for name, tensor in zip(instruction.outputs, results, strict=True):
         if name:
             values[name] = tensor
 
@@ -65,37 +65,37 @@ def _collective(kind: str, instruction: Node, mesh: Shape, ranks: Mapping[Shape,
         if kind in ("reduce_scatter", "all_to_all"):
             assert given[0].shape[0] % n == 0, f"{instruction}: {tuple(given[0].shape)} has no {n} equal chunks"
         if kind == "all_reduce":
-            whole = _reduce(given, instruction.args[1])
-            made = [whole.clone() for _ in group]
+            combined = _reduce(given, instruction.args[1])
+            received = [combined.clone() for _ in group]
         elif kind == "all_gather":
-            whole = torch.cat(given)
-            made = [whole.clone() for _ in group]
+            combined = torch.cat(given)
+            received = [combined.clone() for _ in group]
         elif kind == "reduce_scatter":
-            made = [chunk.clone() for chunk in _reduce(given, instruction.args[1]).chunk(n)]
+            received = [chunk.clone() for chunk in _reduce(given, instruction.args[1]).chunk(n)]
         elif kind == "shift":
             sources = [i - instruction.args[1] for i in range(n)]
-            made = [given[i].clone() if 0 <= i < n else torch.zeros_like(given[0]) for i in sources]
+            received = [given[i].clone() if 0 <= i < n else torch.zeros_like(given[0]) for i in sources]
         elif kind == "rotate":
             turn = instruction.args[1]
             if isinstance(turn, RankIndex):
                 assert all(term != axis for term, _ in turn.terms), f"{instruction}: the offset differs within a group"
                 turn = turn.at((*others[:axis], 0, *others[axis:]))
-            made = [given[(i - turn) % n].clone() for i in range(n)]
+            received = [given[(i - turn) % n].clone() for i in range(n)]
         elif kind == "broadcast":
-            made = [given[instruction.args[1]].clone() for _ in group]
+            received = [given[instruction.args[1]].clone() for _ in group]
         elif kind == "reduce":
-            whole, root = _reduce(given, instruction.args[1]), instruction.args[2]
-            made = [whole.clone() if i == root else torch.zeros_like(whole) for i in range(n)]
+            combined, root = _reduce(given, instruction.args[1]), instruction.args[2]
+            received = [combined.clone() if i == root else torch.zeros_like(combined) for i in range(n)]
         elif kind == "exchange":
             sizes = [values[instruction.args[1].name].tolist() for values in group]
             parts = [x.split(put) for x, (put, _) in zip(given, sizes, strict=True)]
             for i, (_, got) in enumerate(sizes):
                 assert got == [sizes[j][0][i] for j in range(n)], f"{instruction}: the ranks' sizes contradict"
-            made = [torch.cat([parts[j][i] for j in range(n)]) for i in range(n)]
+            received = [torch.cat([parts[j][i] for j in range(n)]) for i in range(n)]
         else:
             chunks = [x.chunk(n) for x in given]
-            made = [torch.cat([chunks[j][i] for j in range(n)]) for i in range(n)]
-        for values, x in zip(group, made, strict=True):
+            received = [torch.cat([chunks[j][i] for j in range(n)]) for i in range(n)]
+        for values, x in zip(group, received, strict=True):
             values[target] = x
 
 

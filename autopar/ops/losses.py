@@ -6,7 +6,7 @@ from autopar.ir.graph import Ref
 
 from .bounds import checked
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, local_indices, wide
-from .families import DIMS, FIRST
+from .families import DIMS, FIRST, aligned
 from .rule import Call, Emitter, OpRule
 from .template import Named, assemble
 
@@ -14,14 +14,12 @@ NONE, MEAN, SUM = 0, 1, 2
 """The values of a loss's argument `reduction`."""
 
 _IGNORED = -1
-"""What a target is replaced by that is ignored, or for another rank's class."""
+"""Replaces a target that is ignored, or another rank's class."""
 
 
 def loss(call: Call, *, none: float = 0.0) -> OpRule:
     """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    names = DIMS[:rank]
-    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
+    names, inputs = aligned(call)
     reduction = call.argument("reduction")
     return assemble(
         call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else (), uneven=names,
@@ -31,17 +29,15 @@ def loss(call: Call, *, none: float = 0.0) -> OpRule:
 
 def loss_backward(call: Call) -> OpRule:
     """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    names = DIMS[:rank]
-    inputs = [names[rank - len(meta.shape) :] for meta in call.inputs]
+    names, inputs = aligned(call)
     expands = names if call.argument("reduction") == MEAN else ()
     return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)
 
 
 def nll(call: Call) -> OpRule:
     """nll_loss: "n c *d, n *d, c". The classes expand (each rank picks among its own), and so do the
-    tokens under a mean, whose weight is that of all ranks' tokens: such a mean comes out whole, but for a
-    split of unweighted classes, whose ranks all know the count."""
+    tokens under a mean, whose weight is that of all ranks' tokens: such a mean comes out replicated, except
+    for a split of unweighted classes, whose ranks all know the count."""
     names = _scores(len(call.inputs[0].shape))
     tokens = [name for name in names if name != "c"]
     reduction, weighted = call.argument("reduction"), call.argument("weight") is not None

@@ -1,6 +1,6 @@
-"""Batch and group norm: rules, and the expansions that make statistics of all ranks' elements.
+"""Batch and group norm: rules, and expansions that compute statistics over all ranks' elements.
 
-A split that cuts what a statistic is over (batch and spatial dims; of group norm the spatial dims) costs one
+A split that cuts the elements of a statistic (batch and spatial dims; of group norm the spatial dims) costs one
 all-reduce of 2 numbers a statistic forward and one backward; a split of channels or groups costs nothing.
 """
 
@@ -12,7 +12,7 @@ import torch
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
-from .expansions import NARROW, LocalCall, Results, all_reduce, cast, wide
+from .expansions import NARROW, LocalCall, Results, all_reduce, cast, in_output_dtypes, wide
 from .families import FIRST
 from .local import Arguments, replaced
 from .rule import Call, Emitter, OpRule
@@ -57,7 +57,7 @@ def batch_norm_backward(call: Call) -> OpRule:
     names = _names(len(call.inputs[0].shape))
     others = [name for name in names if name != CHANNEL]
     inputs: list[Named] = [names if role in ("grad_out", "input") else [CHANNEL] for role in roles(call)]
-    # in evaluation nothing was saved
+    # in evaluation forward saves nothing
     inputs = [(None,) if meta.shape == (0,) else named for named, meta in zip(inputs, call.inputs, strict=True)]
     gives_input = call.argument("output_mask")[0]
     if not (_trains(call) and gives_input):
@@ -103,19 +103,14 @@ def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, ax
     return mean, emitter.op("aten.clamp_min.default", variance, 0)
 
 
-def _elements(call: Call, source: TensorMeta) -> int:
-    """Elements of a channel, on all ranks."""
-    return source.numel // source.shape[1]
-
-
 def batch_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
     """Batch norm in training with the batch or spatial dims split: statistics of all ranks' elements, then the op with
     these as its running statistics."""
     call = local.call
     named = dict(zip(roles(call), call.inputs, strict=True))
     source, weight, bias = local.args[:3]
-    count = _elements(call, named["input"])
-    rank = len(named["input"].shape)
+    shape = named["input"].shape
+    count, rank = named["input"].numel // shape[1], len(shape)
     mean, variance = moments(emitter, source, (0, *range(2, rank)), count, _over(local))
     epsilon = call.argument("eps")
     scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
@@ -144,7 +139,7 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     """
     call = local.call
     gradient, source, weight, _, _, mean, scale = local.args[:7]
-    count = _elements(call, call.inputs[1])
+    count = call.inputs[1].numel // call.inputs[1].shape[1]
     given = weight if weight is not None else emitter.op("aten.ones_like.default", mean)
     arguments = (gradient, source, given, *local.args[3:7], True, call.argument("eps"), (False, True, True))
     _, product, total = emitter.ops(call.node.op, *arguments)
@@ -157,8 +152,7 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
         for value in (total, product)
     )
     result = _input_gradient(emitter, gradient, source, mean, scale, given, along, across)
-    made = (result, product, total)
-    return tuple(cast(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))
+    return in_output_dtypes(emitter, call, (result, product, total))
 
 
 def _input_gradient(
@@ -181,7 +175,7 @@ def _input_gradient(
 
 
 def _grouped(call: Call, size: int) -> list[Name]:
-    """Batch, channels in whole groups, and spatial dims."""
+    """Batch, channels by group, and spatial dims."""
     return ["n", ("g", size), *(f"s{i}" for i in range(len(call.inputs[0].shape) - 2))]
 
 
@@ -213,7 +207,7 @@ def group_norm_backward(call: Call) -> OpRule:
 
 
 def group_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-    """Group norm is told the sizes of its input."""
+    """Group norm takes the sizes of its input as arguments."""
     n, c, *spatial = local_inputs[0]
     return replaced(call, N=n, C=c, HxW=math.prod(spatial), group=call.argument("group") * c // call.argument("C"))
 
@@ -283,5 +277,5 @@ def group_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     result = _input_gradient(emitter, dy, x, mean, scale, given, along, across)
     result = emitter.op("aten.reshape.default", result, shape)
     by_sample = (emitter.op("aten.reshape.default", v, (n, channels)) for v in (product, total))
-    made = (result, *(emitter.op("aten.sum.dim_IntList", v, (0,)) for v in by_sample))
-    return tuple(cast(emitter, v, m.dtype) if m else None for v, m in zip(made, call.outputs, strict=True))
+    sums_of_weights = (emitter.op("aten.sum.dim_IntList", v, (0,)) for v in by_sample)
+    return in_output_dtypes(emitter, call, (result, *sums_of_weights))

@@ -1,10 +1,10 @@
-"""Proof of an op's rule by brute force: the op on shards, put together, is the op on the whole.
+"""Proof of an op's rule by brute force: the results of shards, put together, equal the result of unsplit tensors.
 
 `check_rule("aten.mm.default", a, b)` takes the rule for these arguments and tries every factor with
 every period that it allows, every set of operands that may be Partial together, pairs of these on
 two mesh axes and splits nested in each other, on 2, 3 and 4 shards where they divide. Every rank runs
 in this process, in lock step where an expansion holds collectives. Shards lie in memory in one of many ways
-(`laid_out`), since nothing says how they do in a program.
+(`laid_out`), as they may in a program.
 """
 
 import itertools
@@ -45,12 +45,12 @@ LAYOUTS = 7
 
 
 class RuleError(ValueError):
-    """An op on shards is not the op on the whole, as its rule says it is."""
+    """An op on shards differs from the op on unsplit tensors, against its rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was tried. `instances` counts the ways to split, `factors` names those that were split."""
+    """What the oracle tried. `instances` counts the ways to split, `factors` names the factors that were split."""
 
     op: str
     instances: int
@@ -63,7 +63,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one mesh axis does: it splits a factor with a period, or shares out a linear set."""
+    """What one mesh axis does: split a factor with a period, or make a linear set of operands Partial."""
 
     factor: int | None = None
     period: int = 0
@@ -90,14 +90,14 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
     rule = rule_of(call)
     if rule is None:
         raise ValueError(f"{op} has no rule for {', '.join(map(str, call.inputs))}: there is nothing to check")
-    wholes = _outputs(overload(op)(*args, **kwargs))
+    unsplit = _outputs(overload(op)(*args, **kwargs))
     instances, tried, linear = 0, dict.fromkeys(range(len(rule.factors)), False), 0
     for mesh, cuts in _cuts(rule):
         if not _is_legal(rule, call, mesh, cuts):
             continue
         if not all(factor.may_be_cut(_ranks(mesh, cuts, i)) for i, factor in enumerate(rule.factors)):
             continue
-        check_cuts(call, rule, tensors, mesh, cuts, wholes if compare_values else None, rubbish=instances)
+        check_cuts(call, rule, tensors, mesh, cuts, unsplit if compare_values else None, rubbish=instances)
         instances += 1
         for cut in cuts:
             if cut.factor is None:
@@ -147,13 +147,13 @@ def _cuts(rule: OpRule) -> Iterator[tuple[Shape, tuple[Cut, ...]]]:
             periods = {*range(2, factor.size + 1), *factor.periods(ranks, (ranks, 2))}
             yield from (((ranks,), (Cut(i, p),)) for p in sorted(periods) if factor.may_split(p, ranks))
         yield from (((ranks,), (cut,)) for cut in shared)
-    whole = [
+    single = [
         Cut(i, period)
         for i, factor in enumerate(rule.factors)
         for period in factor.periods(2, (2, 2))
         if factor.may_split(period, 2)
     ]
-    for pair in itertools.permutations(whole + shared, 2):
+    for pair in itertools.permutations(single + shared, 2):
         yield (2, 2), pair
     for i, factor in enumerate(rule.factors):
         for outer, inner in ((2, 2), (2, 3), (3, 2)):
@@ -203,30 +203,28 @@ def check_cuts(
     tensors: dict[str, torch.Tensor],
     mesh: Shape,
     cuts: tuple[Cut, ...],
-    wholes: tuple[torch.Tensor | None, ...] | None = None,
+    unsplit: tuple[torch.Tensor | None, ...] | None = None,
     rubbish: int = 0,
 ) -> Emission:
-    """Run a call with each mesh axis doing its cut, and return the local program. Without the results of the
-    op on the whole, only their shapes are compared. `rubbish` is the number of one of the values that stand in
-    padding. Raises `RuleError`."""
+    """Run a call with each mesh axis doing its cut, and return the local program. Without `unsplit`, the results of the
+    unsplit op, only shapes are compared. `rubbish` picks the value that stands in padding. Raises `RuleError`."""
     coordinates = list(itertools.product(*map(range, mesh)))
-    layouts = [_operand_layout(rule, i, cuts) for i in range(len(call.inputs))]
-    results = [_output_layout(rule, i, cuts) if m else () for i, m in enumerate(call.outputs)]
+    operands = tuple(_operand_layout(rule, i, cuts) for i in range(len(call.inputs)))
+    results = tuple(_output_layout(rule, i, cuts) if m else () for i, m in enumerate(call.outputs))
 
     def complain(what: str) -> RuleError:
         done = " and ".join(f"{cut.describe(rule)} on {n} ranks" for cut, n in zip(cuts, mesh, strict=True))
         return RuleError(f"{call.node} with rule {rule}: {done}: {what}")
 
-    operands, made = tuple(layouts), tuple(results)
-    local_outputs = local_shapes(call, operands, made, mesh)[1]
+    local_outputs = local_shapes(call, operands, results, mesh)[1]
     shards = [
         {c: laid_out(part, rubbish + i) for c, part in _shards(tensors[name], lay, mesh, rubbish).items()}
-        for i, (name, lay) in enumerate(zip(call.node.inputs, layouts, strict=True))
+        for i, (name, lay) in enumerate(zip(call.node.inputs, operands, strict=True))
     ]
     values: dict[Coordinate, Values] = {c: {OPERAND.format(i): s[c] for i, s in enumerate(shards)} for c in coordinates}
     splits = tuple(_splits(rule, cuts).items())
     try:
-        program = local_program(call, rule, splits, operands, made, mesh)
+        program = local_program(call, rule, splits, operands, results, mesh)
         for instruction in program.instructions:
             run(instruction, mesh, values)
     except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
@@ -243,8 +241,8 @@ def check_cuts(
                 given = "missing" if part is None else meta_of(part)
                 raise complain(f"output {i} on rank {c} is {given}, not {local_outputs[i]} of {meta.dtype}")
             parts[c] = part
-        if wholes is not None:
-            wrong = _error(wholes[i], parts, layout, mesh)
+        if unsplit is not None:
+            wrong = _error(unsplit[i], parts, layout, mesh)
             if wrong:
                 raise complain(f"output {i}, {wrong}")
     return program
@@ -252,11 +250,11 @@ def check_cuts(
 
 def _splits(rule: OpRule, cuts: tuple[Cut, ...]) -> dict[str, tuple[int, ...]]:
     """Factor name -> mesh axes that split it, outermost (of the largest period) first."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    by_name: dict[str, list[tuple[int, int]]] = {}
     for axis, cut in enumerate(cuts):
         if cut.factor is not None:
-            found.setdefault(rule.factors[cut.factor].name, []).append((-cut.period, axis))
-    return {name: tuple(axis for _, axis in sorted(axes)) for name, axes in found.items()}
+            by_name.setdefault(rule.factors[cut.factor].name, []).append((-cut.period, axis))
+    return {name: tuple(axis for _, axis in sorted(axes)) for name, axes in by_name.items()}
 
 
 def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape, rubbish: int) -> dict[Coordinate, torch.Tensor]:
@@ -276,8 +274,8 @@ def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape, rubbish: int) -> 
 
 
 def laid_out(x: torch.Tensor, way: int) -> torch.Tensor:
-    """The same numbers, lying in memory in one of several ways: contiguous, transposed, with channels last, as every
-    second element, within a larger tensor, with strides of dims of size 1 that mean nothing."""
+    """The same numbers in one of several memory layouts: contiguous, transposed, with channels last, as every second
+    element, within a larger tensor, with meaningless strides of dims of size 1."""
     order = list(range(x.dim()))
     orders = {1: order[::-1], 2: [*order[:1], *order[2:], *order[1:2]], 3: [*order[:-2], *order[-2:][::-1]]}
     way %= LAYOUTS
@@ -296,7 +294,7 @@ def laid_out(x: torch.Tensor, way: int) -> torch.Tensor:
 
 
 def _rubbish(dtype: torch.dtype, number: int) -> float:
-    """What stands in padding, one of several values: a rule that lets it be seen is found out."""
+    """One of several values that stand in padding, to expose a rule whose op reads it."""
     values: tuple[float, ...]
     if dtype.is_floating_point or dtype.is_complex:
         values = (math.nan, math.inf, -math.inf)
@@ -310,27 +308,27 @@ def _rubbish(dtype: torch.dtype, number: int) -> float:
 
 def _summands(value: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Tensors that add up to the value: small random multiples of it, so that rounding stays in
-    proportion, and infinities whole in the first."""
+    proportion, with all infinities in the first."""
     finite = torch.where(torch.isfinite(value), value, 0)
     factors = [torch.randint(-2, 3, value.shape, generator=generator).to(value) for _ in range(count - 1)]
     rest = [finite * factor for factor in factors]
     return [value - sum(rest, torch.zeros_like(value)), *rest]
 
 
-def _error(whole: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor], layout: Layout, mesh: Shape) -> str:
-    """What is wrong with the parts of a result, "" if nothing is."""
-    assert whole is not None
+def _error(expected: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor], layout: Layout, mesh: Shape) -> str:
+    """How the parts of a result differ from the expected tensor, "" if they do not."""
+    assert expected is not None
     if any(isinstance(p, Partial) for p in layout):
         for c, part in parts.items():
             first = tuple(0 if p == REPLICATE else i for p, i in zip(layout, c, strict=True))
-            valid = tuple(map(slice, valid_shape(tuple(whole.shape), layout, mesh, c)))
+            valid = tuple(map(slice, valid_shape(tuple(expected.shape), layout, mesh, c)))
             if worst := _difference(parts[first][valid], part[valid]):
                 return f"replicas {first} and {c} differ by {worst}"
-        worst = _difference(whole, unshard(parts, tuple(whole.shape), layout, mesh))
+        worst = _difference(expected, unshard(parts, tuple(expected.shape), layout, mesh))
         return f"the largest error is {worst}" if worst else ""
     for c, part in parts.items():
-        valid = tuple(map(slice, valid_shape(tuple(whole.shape), layout, mesh, c)))
-        if worst := _difference(shard(whole, layout, mesh, c)[valid], part[valid]):
+        valid = tuple(map(slice, valid_shape(tuple(expected.shape), layout, mesh, c)))
+        if worst := _difference(shard(expected, layout, mesh, c)[valid], part[valid]):
             return f"the largest error is {worst} on rank {c}"
     return ""
 

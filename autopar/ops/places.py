@@ -1,9 +1,9 @@
-"""Places along a split dim: how the dims of an indexed tensor are named, which places a rank holds, and ops that read
+"""Places along a split dim: the names of the dims of an indexed tensor, the places that a rank holds, and ops that read
 and write elements by their place.
 
-What reads: each rank looks up the places that it holds and has zeros for the others; the result is Partial(sum), and
-the source is not gathered. What writes: each rank drops what is for other ranks' places. What adds at places may also
-split what is added: every rank adds its part, and one of them the tensor that it is added to.
+To read, each rank looks up the places that it holds and has zeros for the others; the result is Partial(sum), and
+nobody gathers the source. To write, each rank drops the values for other ranks' places. An op that adds at places may
+also split the values: every rank adds its part, and one of them the tensor that they are added to.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from .bounds import checked
 from .expansions import Expansion, LocalCall, Results, local_indices
 from .families import DIMS, FIRST, Rule
 from .rule import Call, Emitter, OpRule
-from .template import Linear, Named, assemble
+from .template import Linear, Named, assemble, unsplit
 
 PLACE = "place"
 """The factor of the dim in which places are addressed."""
@@ -37,20 +37,20 @@ def dim_of(call: Call, rank: int) -> int:
     return int(call.argument("dim")) % rank if rank else 0
 
 
+def dims_of(call: Call, meta: TensorMeta) -> tuple[Sequence[str], int]:
+    """Names of a tensor's dims, and which of them is the argument `dim`."""
+    names = DIMS[: len(meta.shape)]
+    return names, dim_of(call, len(names))
+
+
 def common_dims(call: Call) -> tuple[list[str | None], int]:
-    """For gather and scatter: names of the dims, without those that differ in size from operand to operand (a
-    1 is not broadcast), and the dim of the places. No names if a number stands for a tensor."""
+    """For gather and scatter: names of the dims, without those whose size differs from operand to operand (a 1 is not
+    broadcast), and the dim of the places. No names if a number stands for a tensor."""
     rank = len(call.inputs[0].shape)
     if any(len(meta.shape) != rank for meta in call.inputs) or not rank:
         return [], 0
     equal = [len({meta.shape[d] for meta in call.inputs}) == 1 for d in range(rank)]
     return [name if same else None for name, same in zip(DIMS, equal, strict=False)], dim_of(call, rank)
-
-
-def all_whole(call: Call) -> OpRule:
-    return assemble(
-        call, [[None] * len(m.shape) for m in call.inputs], [[None] * len(m.shape) if m else () for m in call.outputs]
-    )
 
 
 def indices_of(call: Call) -> tuple[tuple[int, ...], bool, int] | None:
@@ -76,16 +76,16 @@ def place_names(rank: int, places: tuple[int, ...], allowed: bool = True) -> lis
 
 
 def held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Ref, Ref]:
-    """Global indices into a dim of the first operand as indices of what this rank holds of it, and which of
-    them it holds."""
+    """Global indices into a dim of the first operand as local indices, and which of them belong to other ranks."""
     shape, layout = local.call.inputs[0].shape, local.operands[0]
     digits = digits_of(layout, dim, emitter.ranks)
     above = [shape[dim], *(stride for stride, _ in digits)]
-    if all(stride * emitter.ranks(axis) >= whole for (stride, axis), whole in zip(digits, above, strict=False)):
-        return local_indices(emitter, places, tuple(axis for _, axis in digits), digits[-1][0])
+    if all(stride * emitter.ranks(axis) >= size for (stride, axis), size in zip(digits, above, strict=False)):
+        places, mine = local_indices(emitter, places, tuple(axis for _, axis in digits), digits[-1][0])
+        return places, emitter.op("aten.logical_not.default", mine)
     mine = emitter.op("aten.ge.Scalar", places, 0)
     for stride, axis in digits:
-        # each axis takes one digit of the mixed-radix index, what is above and below it moves together
+        # each axis takes one digit of the mixed-radix index; those above and below it close the gap
         ranks = emitter.ranks(axis)
         digit = emitter.op("aten.remainder.Scalar", emitter.op("aten.floor_divide.Scalar", places, stride), ranks)
         here = emitter.op("aten.eq.Scalar", digit, emitter.coordinate(axis))
@@ -93,7 +93,7 @@ def held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Ref
         higher = emitter.op("aten.floor_divide.Scalar", places, stride * ranks)
         lower = emitter.op("aten.remainder.Scalar", places, stride)
         places = emitter.op("aten.add.Tensor", emitter.op("aten.mul.Scalar", higher, stride), lower)
-    return places, mine
+    return places, emitter.op("aten.logical_not.default", mine)
 
 
 def counted_from_start(emitter: Emitter, places: Ref, size: int) -> Ref:
@@ -111,8 +111,7 @@ def split_places(
     masks, dims = [], []
     for d, index in enumerate(indices):
         if index is not None and f"{PLACE}{d}" in local.splits:
-            row, mine = held(emitter, local, counted_from_start(emitter, index, local.call.inputs[0].shape[d]), d)
-            other = emitter.op("aten.logical_not.default", mine)
+            row, other = held(emitter, local, counted_from_start(emitter, index, local.call.inputs[0].shape[d]), d)
             indices[d] = emitter.op("aten.masked_fill.Scalar", row, other, outside(shape[d]))
             masks.append(other)
             dims.append(d)
@@ -127,16 +126,16 @@ def along_dim(emitter: Emitter, vector: Ref, rank: int, dim: int) -> Ref:
 def looked_up(emitter: Emitter, local: LocalCall, source: Ref, dim: int, places: Ref) -> Ref:
     """The elements at places (a vector of global indices) along a split dim: zeros for other ranks' places."""
     shape = emitter.meta(source).shape
-    row, mine = held(emitter, local, places, dim)
-    other = emitter.op("aten.logical_not.default", mine)
-    found = emitter.op("aten.index_select.default", source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0))
-    return emitter.op("aten.masked_fill.Scalar", found, along_dim(emitter, other, len(shape), dim), 0)
+    row, other = held(emitter, local, places, dim)
+    elements = emitter.op(
+        "aten.index_select.default", source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0)
+    )
+    return emitter.op("aten.masked_fill.Scalar", elements, along_dim(emitter, other, len(shape), dim), 0)
 
 
 def index_selected(call: Call) -> OpRule:
     """index_select."""
-    names = DIMS[: len(call.inputs[0].shape)]
-    dim = dim_of(call, len(names))
+    names, dim = dims_of(call, call.inputs[0])
     return assemble(
         call, [with_dim(names, dim, place_of(call.inputs[0])), ["i"] if call.inputs[1].shape else []],
         [with_dim(names, dim, "i")], linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
@@ -157,25 +156,24 @@ def gathered(call: Call) -> OpRule:
     return assemble(
         call, [with_dim(names, dim, place_of(call.inputs[0])), with_dim(names, dim, "i")], [with_dim(names, dim, "i")],
         linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
-    ) if names else all_whole(call)  # fmt: skip
+    ) if names else unsplit(call)  # fmt: skip
 
 
 def gather(emitter: Emitter, local: LocalCall) -> Results:
     """gather along a split dim."""
     source, dim, places, *rest = local.args
     dim %= len(emitter.meta(source).shape)
-    row, mine = held(emitter, local, checked(emitter, places, local.call.inputs[0].shape[dim]), dim)
-    other = emitter.op("aten.logical_not.default", mine)
-    found = local.result(emitter, source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0), *rest)
-    return (emitter.op("aten.masked_fill.Scalar", found, other, 0),)
+    row, other = held(emitter, local, checked(emitter, places, local.call.inputs[0].shape[dim]), dim)
+    elements = local.result(emitter, source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0), *rest)
+    return (emitter.op("aten.masked_fill.Scalar", elements, other, 0),)
 
 
 def indexed(call: Call) -> OpRule | None:
     """index with tensors of integers."""
-    found = indices_of(call)
-    if found is None:
+    addressed = indices_of(call)
+    if addressed is None:
         return None
-    places, adjacent, index_rank = found
+    places, adjacent, index_rank = addressed
     rank = len(call.inputs[0].shape)
     index = [f"i{k}" for k in range(index_rank)]
     names = place_names(rank, places, call.inputs[0].dtype is not torch.bool)
@@ -187,29 +185,29 @@ def indexed(call: Call) -> OpRule | None:
 
 
 def index(emitter: Emitter, local: LocalCall) -> Results:
-    """index in split dims: what one of the indices says is elsewhere is zero here."""
-    source = local.args[0]
-    known = indices_of(local.call)
-    assert known is not None
-    places, adjacent, _ = known
+    """index in split dims: elements that any of the indices puts on another rank are zero here."""
+    source, addressed = local.args[0], indices_of(local.call)
+    assert addressed is not None
+    places, adjacent, _ = addressed
     indices, masks, _ = split_places(emitter, local, source, lambda size: 0)
-    found = local.result(emitter, source, tuple(indices))
+    elements = local.result(emitter, source, tuple(indices))
     rank = len(emitter.meta(source).shape)
     behind = rank - 1 - places[-1] if adjacent else rank - len(places)
     for mask in masks:
         shape = (*emitter.meta(mask).shape, *(1,) * behind)
-        found = emitter.op("aten.masked_fill.Scalar", found, emitter.op("aten.reshape.default", mask, shape), 0)
-    return (found,)
+        elements = emitter.op("aten.masked_fill.Scalar", elements, emitter.op("aten.reshape.default", mask, shape), 0)
+    return (elements,)
 
 
-def scattered(adds: Callable[[Call], bool], linear: Linear = ()) -> Rule:
-    """scatter and the like; what `adds` may split what is added."""
+def scattered(adds: bool | Callable[[Call], bool], linear: Linear = ()) -> Rule:
+    """scatter and the like; one that `adds` may split the values that it adds."""
 
     def rule(call: Call) -> OpRule:
         names, dim = common_dims(call)
         if not names:
-            return all_whole(call)
-        target, other = with_dim(names, dim, PLACE), with_dim(names, dim, "i" if adds(call) else None)
+            return unsplit(call)
+        may_split = adds(call) if callable(adds) else adds
+        target, other = with_dim(names, dim, PLACE), with_dim(names, dim, "i" if may_split else None)
         return assemble(
             call, [target, *([other] * (len(call.inputs) - 1))], [target], linear=linear,
             expands=(PLACE, "i"), uneven=(PLACE, "i"),
@@ -222,10 +220,9 @@ def index_written(adds: bool, linear: Linear = ()) -> Rule:
     """index_add, index_copy, index_fill: a vector of places, and a slice for each (or one number for all)."""
 
     def rule(call: Call) -> OpRule:
-        names = DIMS[: len(call.inputs[0].shape)]
+        names, dim = dims_of(call, call.inputs[0])
         if not names:
-            return all_whole(call)
-        dim = dim_of(call, len(names))
+            return unsplit(call)
         index = "i" if adds else None
         values = with_dim(names, dim, index)
         inputs: list[Named] = [with_dim(names, dim, PLACE), [index] if call.inputs[1].shape else []]
@@ -246,10 +243,10 @@ def write(*, from_end: bool = False) -> Expansion:
         target = _once(emitter, local, target, "i")
         dims = [dim % len(emitter.meta(target).shape)] if PLACE in local.splits else []
         for d in dims:
-            size, whole = emitter.meta(target).shape[d], local.call.inputs[0].shape[d]
-            places = counted_from_start(emitter, places, whole) if from_end else checked(emitter, places, whole)
-            row, mine = held(emitter, local, places, d)
-            places = emitter.op("aten.masked_fill.Scalar", row, emitter.op("aten.logical_not.default", mine), size)
+            count = local.call.inputs[0].shape[d]
+            places = counted_from_start(emitter, places, count) if from_end else checked(emitter, places, count)
+            row, other = held(emitter, local, places, d)
+            places = emitter.op("aten.masked_fill.Scalar", row, other, emitter.meta(target).shape[d])
         written = local.result(emitter, _longer(emitter, target, dims), dim, places, *rest, **dict(local.kwargs))
         return (_cut(emitter, written, target, dims),)
 
@@ -259,10 +256,10 @@ def write(*, from_end: bool = False) -> Expansion:
 def index_put(call: Call) -> OpRule | None:
     """index_put, whose values have the dims that index would give (some may be missing or 1). Only what
     accumulates may split the indices: else the last of two values for one place wins."""
-    found = indices_of(call)
-    if found is None:
+    addressed = indices_of(call)
+    if addressed is None:
         return None
-    places, adjacent, index_rank = found
+    places, adjacent, index_rank = addressed
     rank, values = len(call.inputs[0].shape), call.inputs[-1]
     index = [f"i{k}" if call.argument("accumulate") else None for k in range(index_rank)]
     value = result_dims(rank, places, adjacent, index)
@@ -284,7 +281,7 @@ def put_at_indices(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def _once(emitter: Emitter, local: LocalCall, value: Ref, prefix: str) -> Ref:
-    """What is added to is kept by the first rank of those that split what is added, and zero on others."""
+    """The tensor that values are added to: kept by the first of the ranks that split the values, zero on the others."""
     for name, axes in local.splits.items():
         for axis in axes if name.startswith(prefix) else ():
             number = emitter.op("aten.full.default", (), emitter.coordinate(axis), dtype=torch.int64)
@@ -293,7 +290,7 @@ def _once(emitter: Emitter, local: LocalCall, value: Ref, prefix: str) -> Ref:
 
 
 def _longer(emitter: Emitter, value: Ref, dims: Sequence[int]) -> Ref:
-    """The value with one more element at the end of each of some dims, for what goes elsewhere."""
+    """The value with one more element at the end of some dims, which takes what belongs to other ranks."""
     rank = len(emitter.meta(value).shape)
     pad = [int(rank - 1 - i // 2 in dims and i % 2 == 1) for i in range(2 * rank)]
     return emitter.op("aten.constant_pad_nd.default", value, tuple(pad), 0) if dims else value

@@ -1,5 +1,5 @@
-"""Pools: batch and channels are split freely, spatial dims where windows keep step with rows, with the edges exchanged
-where windows overlap."""
+"""Pools: batch and channels split freely, spatial dims where windows keep step with rows; ranks exchange edges where
+windows overlap."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results, global_indices
 from .families import FIRST, Rule
-from .halo import Halos, Window, each, halo_added, halos_of, with_halo
+from .halo import Halos, Window, each, halos_added, halos_of, with_halos
 from .local import Arguments, Local, replaced
 from .rule import Call, Emitter, OpRule, neutral
 from .template import Linear, Name, Named, assemble, roles
@@ -21,8 +21,8 @@ def leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
     return tuple(f"d{i}" for i in range(len(meta.shape) - spatial, 0, -1))
 
 
-def whole_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
-    """Ops on the last `spatial` dims, which are whole: reflection padding, adaptive pools of maxima."""
+def unsplit_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
+    """Ops on the last `spatial` dims, which are unsplit: reflection padding, adaptive pools of maxima."""
 
     def names(meta: TensorMeta | None) -> Named:
         return (*leading(meta, spatial), *([None] * spatial)) if meta else ()
@@ -31,11 +31,10 @@ def whole_planes(spatial: int, *, linear: Linear = FIRST) -> Rule:
 
 
 def columns(call: Call) -> OpRule:
-    """im2col and col2im: channels of columns have the windows' places below those of the image's channels. Columns
-    of all places are whole, as the image's rows are."""
+    """im2col and col2im: a column's channels are the image's channels times the places of a window. The dim of columns
+    is unsplit, as are the image's rows."""
     places = math.prod(call.argument("kernel_size"))
-    source, target = call.inputs[0], call.outputs[0]
-    assert target is not None
+    source, target = call.inputs[0], call.output
     batch: list[Name] = ["n"] if min(len(source.shape), len(target.shape)) == 3 else []
 
     def names(meta: TensorMeta) -> Named:
@@ -47,11 +46,11 @@ def columns(call: Call) -> OpRule:
 
 def pooled(spatial: int) -> Rule:
     """Pools of the last `spatial` dims and their backward ops: coarse rows are split with the fine rows that
-    belong to them. Indices (of the maxima) count within the whole plane: those of a shard expand."""
+    belong to them. Indices (of the maxima) count within the global plane: those of a shard expand."""
 
     def rule(call: Call) -> OpRule:
         fine, coarse = _fine_and_coarse(call)
-        backward, indexed = call.has("grad_output"), _is_indexed(call)
+        backward, indexed = call.has("grad_output"), call.has("indices") or len(call.outputs) == 2
         fine_dims: list[Name] = list(leading(fine, spatial))
         coarse_dims: list[Name] = list(leading(fine, spatial))
         least: dict[str, int] = {}
@@ -103,10 +102,6 @@ def _fine_and_coarse(call: Call) -> tuple[TensorMeta, TensorMeta]:
     return metas["self"], coarse
 
 
-def _is_indexed(call: Call) -> bool:
-    return call.has("indices") or len(call.outputs) == 2
-
-
 def _windows(call: Call, spatial: int) -> tuple[Window, ...]:
     """One a spatial dim."""
     kernel = each(call, "kernel_size", spatial)
@@ -133,27 +128,12 @@ def _halos(local: LocalCall, spatial: int) -> Halos:
     return halos_of(local, _windows(local.call, spatial))
 
 
-def _surrounded(emitter: Emitter, value: Ref, spatial: int, halos: Halos, beyond: float) -> Ref:
-    first = len(emitter.meta(value).shape) - spatial
-    for i, (window, axes) in halos.items():
-        value = with_halo(emitter, value, first + i, window, axes, beyond)
-    return value
-
-
 def _of_surrounded_shape(emitter: Emitter, value: Ref, spatial: int, halos: Halos) -> Ref:
-    """For a backward op that looks at no more than the shape."""
+    """A tensor of the shape with halos, for a backward op that reads no more than its shape."""
     shape = list(emitter.meta(value).shape)
     for i, (window, _) in halos.items():
         shape[i - spatial] += window.before + window.after
     return emitter.op("aten.new_empty.default", value, tuple(shape)) if halos else value
-
-
-def _returned(emitter: Emitter, gradient: Ref, spatial: int, halos: Halos) -> Ref:
-    """The gradient of a shard from that of a shard with its halo."""
-    first = len(emitter.meta(gradient).shape) - spatial
-    for i, (window, axes) in halos.items():
-        gradient = halo_added(emitter, gradient, first + i, window, axes)
-    return gradient
 
 
 def _padding(call: Call, spatial: int, halos: Halos) -> tuple[int, ...]:
@@ -165,13 +145,13 @@ def max_pool(spatial: int) -> Expansion:
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         call, source, halos = local.call, local.args[0], _halos(local, spatial)
-        around = _surrounded(emitter, source, spatial, halos, neutral("max", emitter.meta(source).dtype))
+        around = with_halos(emitter, source, spatial, halos, neutral("max", emitter.meta(source).dtype))
         values, indices = emitter.ops(
             call.node.op, around, call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
             call.argument("dilation"), call.argument("ceil_mode"),
         )  # fmt: skip
         plane = emitter.meta(around).shape[-spatial:]
-        return values, _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_whole=True)
+        return values, _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_global=True)
 
     return expand
 
@@ -184,12 +164,12 @@ def max_pool_backward(spatial: int) -> Expansion:
         gradient, source, indices = local.args[0], local.args[1], local.args[-1]
         around = _of_surrounded_shape(emitter, source, spatial, halos)
         plane = emitter.meta(around).shape[-spatial:]
-        indices = _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_whole=False)
+        indices = _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_global=False)
         result = local.result(
             emitter, gradient, around, call.argument("kernel_size"), call.argument("stride"),
             _padding(call, spatial, halos), call.argument("dilation"), call.argument("ceil_mode"), indices,
         )  # fmt: skip
-        return (_returned(emitter, result, spatial, halos),)
+        return (halos_added(emitter, result, spatial, halos),)
 
     return expand
 
@@ -199,7 +179,7 @@ def max_pool_backward(spatial: int) -> Expansion:
 
 @dataclass(frozen=True, slots=True)
 class _Along:
-    """One dim of the plane: its whole size, the rows of a shard, those with the halo, `before` of them before the
+    """One dim of the plane: its global size, the rows of a shard, those with the halo, `before` of them before the
     shard's own, and the mesh axes that split it."""
 
     size: int
@@ -221,17 +201,19 @@ def _strides(plane: Sequence[int]) -> list[int]:
     return [math.prod(plane[i + 1 :]) for i in range(len(plane))]
 
 
-def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_whole: bool) -> Ref:
-    """Indices into a shard with its halo as indices into the whole plane, or back. They stay inside, also where
-    a window sees nothing above -inf, or is padding."""
+def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_global: bool) -> Ref:
+    """Indices into a shard with its halo as indices into the global plane, or back. They stay inside, even where a
+    window holds nothing above -inf, or is padding."""
     inner, outer = _strides([d.rows for d in dims]), _strides([d.size for d in dims])
-    have, want = (inner, outer) if to_whole else (outer, inner)
-    to, back = ("aten.add.Tensor", "aten.sub.Tensor") if to_whole else ("aten.sub.Tensor", "aten.add.Tensor")
+    have, want = (inner, outer) if to_global else (outer, inner)
+    to, back = ("aten.add.Tensor", "aten.sub.Tensor") if to_global else ("aten.sub.Tensor", "aten.add.Tensor")
     if inner == outer and not any(d.before for d in dims):  # rows only
         for d, stride in zip(dims, outer, strict=True):
             if d.axes:
                 indices = emitter.op(to, indices, emitter.offset(d.axes, d.own * stride))
-        return emitter.op("aten.clamp.default", indices, 0, math.prod(d.size if to_whole else d.rows for d in dims) - 1)
+        return emitter.op(
+            "aten.clamp.default", indices, 0, math.prod(d.size if to_global else d.rows for d in dims) - 1
+        )
     total = None
     for i, (d, had, wanted) in enumerate(zip(dims, have, want, strict=True)):
         if d.size == 1:
@@ -244,7 +226,7 @@ def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_wh
             coordinate = emitter.op(to, coordinate, emitter.offset(d.axes, d.own))
             if d.before:
                 coordinate = emitter.op(back, coordinate, d.before)
-            coordinate = emitter.op("aten.clamp.default", coordinate, 0, (d.size if to_whole else d.rows) - 1)
+            coordinate = emitter.op("aten.clamp.default", coordinate, 0, (d.size if to_global else d.rows) - 1)
         term = emitter.op("aten.mul.Scalar", coordinate, wanted) if wanted > 1 else coordinate
         total = term if total is None else emitter.op("aten.add.Tensor", total, term)
     assert total is not None
@@ -261,7 +243,7 @@ def _is_full(call: Call, window: Window, size: int, count: int) -> bool:
 
 
 def average_pool(spatial: int) -> Expansion:
-    """avg_pool and its backward with spatial dims split: sums, by what they count."""
+    """avg_pool and its backward with spatial dims split: sums, divided by the number of elements that they count."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         call, halos, backward = local.call, _halos(local, spatial), local.call.has("grad_output")
@@ -271,19 +253,21 @@ def average_pool(spatial: int) -> Expansion:
             fine, coarse = _fine_and_coarse(call)
             sizes = zip(_windows(call, spatial), fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
             full = [_is_full(call, *each) for each in sizes]
-            divisor = math.prod(k for k, known in zip(each(call, "kernel_size", spatial), full, strict=True) if known)
-            uncounted = [i for i, known in enumerate(full) if not known]
+            divisor = math.prod(
+                k for k, counts_all in zip(each(call, "kernel_size", spatial), full, strict=True) if counts_all
+            )
+            uncounted = [i for i, counts_all in enumerate(full) if not counts_all]
         rest = (
             call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
             call.argument("ceil_mode"), True, divisor,
         )  # fmt: skip
         if not backward:
-            value = local.result(emitter, _surrounded(emitter, value, spatial, halos, 0), *rest)
+            value = local.result(emitter, with_halos(emitter, value, spatial, halos), *rest)
         for i in uncounted:
             value = emitter.op("aten.div.Tensor", value, _counts(emitter, local, spatial, i))
         if backward:
             value = local.result(emitter, value, _of_surrounded_shape(emitter, local.args[1], spatial, halos), *rest)
-            value = _returned(emitter, value, spatial, halos)
+            value = halos_added(emitter, value, spatial, halos)
         return (value,)
 
     return expand

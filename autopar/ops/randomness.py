@@ -1,8 +1,8 @@
-"""Random operators: which they are, what draws the same numbers on shards, and its rule.
+"""Random operators: their list, a form that draws the same numbers on shards, and its rule.
 
-ATen's random operators take numbers from a generator in the order in which they run. `seeded` writes
-each as operators of `autopar.randomness`, which read a key, and as pointwise ATen; then every dim can
-be split, and nothing is communicated.
+ATen's random operators take numbers from a generator in the order in which they run. `seeded` rewrites each as
+operators of `autopar.ir.randomness`, which read a key, and pointwise ATen; then every dim can be split, without
+communication.
 """
 
 import math
@@ -17,6 +17,7 @@ from autopar.ir.graph import Node, Ref, overload, parameters
 from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
+from .expansions import Results, cast
 from .rule import Call, Emitter, OpRule
 from .template import assemble
 
@@ -24,14 +25,14 @@ KEY_SHAPE, KEY_DTYPE = randomness.KEY_SHAPE, randomness.KEY_DTYPE
 
 
 def drawn(call: Call) -> OpRule:
-    """The key is whole; every dim of the result, and of another operand, can be split."""
+    """The key is replicated; every dim of the result, and of another operand, can be split."""
     rank = next(len(meta.shape) for meta in call.outputs if meta)
     names = [f"d{i}" for i in range(rank)]
     return assemble(call, [[None], *([names] * (len(call.inputs) - 1))], [names if m else () for m in call.outputs])
 
 
 def held(call: Call, results: tuple[Layout, ...], mesh: Shape) -> Mapping[str, Any]:
-    """Which elements of the result a rank makes, as loops over the whole (see `autopar.randomness`)."""
+    """The elements of the result that a rank draws, as loops over the global tensor (see `autopar.ir.randomness`)."""
     meta, layout = next((m, r) for m, r in zip(call.outputs, results, strict=True) if m is not None)
     if not any(isinstance(placement, Split) for placement in layout):
         return {}
@@ -58,12 +59,11 @@ def held(call: Call, results: tuple[Layout, ...], mesh: Shape) -> Mapping[str, A
     return {"box": box, "strides": strides, "base": RankIndex(tuple(sorted(terms)))}
 
 
-Results = tuple[Ref | None, ...]
 Draw = Callable[[Emitter, Call, Ref], Results | None]
 
 
 def draws(node: Node) -> bool:
-    """Whether a node draws random numbers: its operator may, and no probability of 0 says that it does not."""
+    """Whether a node draws random numbers: its operator may, and no probability is 0."""
     if torch.Tag.nondeterministic_seeded not in overload(node.op).tags:  # type: ignore[attr-defined]
         return False
     given = dict(node.kwargs)
@@ -75,29 +75,19 @@ def draws(node: Node) -> bool:
 
 
 def seeded(emitter: Emitter, call: Call, key: Ref) -> Results | None:
-    """The call with its numbers drawn from a key, or None if nothing does what it does."""
+    """The call with its numbers drawn from a key, or None if there is no such form of it."""
     draw = SEEDED.get(call.node.op)
     own = call.has("generator") and call.argument("generator") is not None
     return None if draw is None or own else draw(emitter, call, key)
 
 
-def _shape(call: Call) -> Shape:
-    assert call.outputs[0] is not None
-    return call.outputs[0].shape
-
-
-def _dtype(call: Call) -> torch.dtype:
-    assert call.outputs[0] is not None
-    return call.outputs[0].dtype
-
-
 def _uniform(emitter: Emitter, call: Call, key: Ref, low: float = 0.0, high: float = 1.0) -> Ref:
-    made = emitter.op("autopar.uniform.default", key, _shape(call), _dtype(call))
-    return made if (low, high) == (0.0, 1.0) else _scaled(emitter, made, high - low, low)
+    u = emitter.op("autopar.uniform.default", key, call.output.shape, call.output.dtype)
+    return u if (low, high) == (0.0, 1.0) else _scaled(emitter, u, high - low, low)
 
 
 def _normal(emitter: Emitter, call: Call, key: Ref) -> Ref:
-    return emitter.op("autopar.normal.default", key, _shape(call), _dtype(call))
+    return emitter.op("autopar.normal.default", key, call.output.shape, call.output.dtype)
 
 
 def _scaled(emitter: Emitter, value: Ref, factor: Any, term: Any) -> Ref:
@@ -114,44 +104,39 @@ def _dropout(emitter: Emitter, call: Call, key: Ref) -> Results:
 
 def _bernoulli(emitter: Emitter, call: Call, key: Ref) -> Results:
     p = call.argument("p" if call.has("p") else "self")
-    u = emitter.op("autopar.uniform.default", key, _shape(call), torch.float32)
+    u = emitter.op("autopar.uniform.default", key, call.output.shape, torch.float32)
     hit = emitter.op(f"aten.lt.{'Tensor' if isinstance(p, Ref) else 'Scalar'}", u, p)
-    return (emitter.op("aten._to_copy.default", hit, dtype=_dtype(call)),)
+    return (emitter.op("aten._to_copy.default", hit, dtype=call.output.dtype),)
 
 
 def _exponentials(emitter: Emitter, key: Ref, shape: Shape, dtype: torch.dtype) -> Ref:
-    """Of mean 1, in float32 or float64. Never 0, whose logarithm is taken where this is used: what is added to a
-    uniform number is the most that does not round one close to 1 up to it."""
+    """Exponential numbers of mean 1, in float32 or float64. The uniform number stays above 0, whose logarithm is
+    infinite: the term added to it is the largest that rounds no number below 1 up to 1."""
     u = emitter.op("autopar.uniform.default", key, shape, dtype)
     above = emitter.op("aten.add.Scalar", u, 2.0**-55 if dtype == torch.float64 else 2.0**-26)
     return emitter.op("aten.neg.default", emitter.op("aten.log.default", above))
 
 
 def _exponential(emitter: Emitter, call: Call, key: Ref) -> Results:
-    wide = torch.promote_types(_dtype(call), torch.float32)
-    made = _exponentials(emitter, key, _shape(call), wide)
-    return (_cast(emitter, emitter.op("aten.mul.Scalar", made, 1.0 / call.argument("lambd")), call),)
-
-
-def _cast(emitter: Emitter, value: Ref, call: Call) -> Ref:
-    """In the dtype of the call's result."""
-    if emitter.meta(value).dtype == _dtype(call):
-        return value
-    return emitter.op("aten._to_copy.default", value, dtype=_dtype(call))
+    wide = torch.promote_types(call.output.dtype, torch.float32)
+    numbers = _exponentials(emitter, key, call.output.shape, wide)
+    return (cast(emitter, emitter.op("aten.mul.Scalar", numbers, 1.0 / call.argument("lambd")), call.output.dtype),)
 
 
 def _geometric(emitter: Emitter, call: Call, key: Ref) -> Results:
     """The first of many tries that succeeds, counted from 1: an exponential number, rounded up."""
-    made = _exponentials(emitter, key, _shape(call), torch.float64)
-    scaled = emitter.op("aten.mul.Scalar", made, -1.0 / math.log1p(-call.argument("p")))
-    return (_cast(emitter, emitter.op("aten.clamp_min.default", emitter.op("aten.ceil.default", scaled), 1), call),)
+    numbers = _exponentials(emitter, key, call.output.shape, torch.float64)
+    scaled = emitter.op("aten.mul.Scalar", numbers, -1.0 / math.log1p(-call.argument("p")))
+    tries = emitter.op("aten.clamp_min.default", emitter.op("aten.ceil.default", scaled), 1)
+    return (cast(emitter, tries, call.output.dtype),)
 
 
 def _cauchy(emitter: Emitter, call: Call, key: Ref) -> Results:
-    wide = torch.promote_types(_dtype(call), torch.float32)
-    u = emitter.op("autopar.uniform.default", key, _shape(call), wide)
+    wide = torch.promote_types(call.output.dtype, torch.float32)
+    u = emitter.op("autopar.uniform.default", key, call.output.shape, wide)
     tangent = emitter.op("aten.tan.default", _scaled(emitter, u, math.pi, -math.pi / 2))
-    return (_cast(emitter, _scaled(emitter, tangent, call.argument("sigma"), call.argument("median")), call),)
+    scaled = _scaled(emitter, tangent, call.argument("sigma"), call.argument("median"))
+    return (cast(emitter, scaled, call.output.dtype),)
 
 
 def _log_normal(emitter: Emitter, call: Call, key: Ref) -> Results:
@@ -173,7 +158,7 @@ def _multinomial(emitter: Emitter, call: Call, key: Ref) -> Results:
         return (emitter.ops("aten.topk.default", speeds, count)[1],)
     sums = emitter.op("aten.cumsum.default", wide, -1)
     total = emitter.op("aten.slice.Tensor", sums, -1, shape[-1] - 1, shape[-1])
-    share = emitter.op("autopar.uniform.default", key, _shape(call), torch.float64)
+    share = emitter.op("autopar.uniform.default", key, call.output.shape, torch.float64)
     # a share below 1 of a total is below the total, rounded too: no category past the end
     places = emitter.op("aten.mul.Tensor", share, total)
     return (emitter.op("aten.searchsorted.Tensor", sums, places, right=True),)
@@ -193,7 +178,7 @@ def _dirichlet(emitter: Emitter, call: Call, key: Ref) -> Results:
     wide = emitter.op("aten._to_copy.default", call.argument("self"), dtype=torch.float64)
     gammas = emitter.op("autopar.standard_gamma.default", key, wide)
     share = emitter.op("aten.div.Tensor", gammas, emitter.op("aten.sum.dim_IntList", gammas, (-1,), True))
-    return (_cast(emitter, share, call),)
+    return (cast(emitter, share, call.output.dtype),)
 
 
 def _integers(low: str = "") -> Draw:
@@ -201,16 +186,16 @@ def _integers(low: str = "") -> Draw:
         least, most = call.argument(low) if low else 0, call.argument("high")
         if most - least > randomness.INTEGERS_MOST:
             return None
-        return (emitter.op("autopar.integers.default", key, _shape(call), least, most, _dtype(call)),)
+        return (emitter.op("autopar.integers.default", key, call.output.shape, least, most, call.output.dtype),)
 
     return draw
 
 
 def _permutation(emitter: Emitter, call: Call, key: Ref) -> Results:
     """The order of random numbers."""
-    numbers = emitter.op("autopar.integers.default", key, _shape(call), 0, 1 << 62, torch.int64)
+    numbers = emitter.op("autopar.integers.default", key, call.output.shape, 0, 1 << 62, torch.int64)
     order = emitter.op("aten.argsort.default", numbers)
-    return (_cast(emitter, order, call),)
+    return (cast(emitter, order, call.output.dtype),)
 
 
 def _rrelu(emitter: Emitter, call: Call, key: Ref) -> Results:
@@ -231,37 +216,28 @@ def _distributed(draw: Callable[[Emitter, Call, Ref], Ref], factor: str = "", te
     return drawn
 
 
-_normals = _distributed(_normal, "std", "mean")
-
 SEEDED: Mapping[str, Draw] = MappingProxyType({
-    "aten.native_dropout.default": _dropout,
-    "aten.dropout.default": lambda *given: _dropout(*given)[:1],
-    "aten.bernoulli.default": _bernoulli,
-    "aten.bernoulli.p": _bernoulli,
-    "aten.bernoulli.Tensor": _bernoulli,
-    "aten.rand.default": _distributed(_uniform),
-    "aten.rand_like.default": _distributed(_uniform),
-    "aten.uniform.default": lambda emitter, call, key: (
-        _uniform(emitter, call, key, call.argument("from"), call.argument("to")),),
-    "aten.randn.default": _distributed(_normal),
-    "aten.randn_like.default": _distributed(_normal),
-    "aten.normal_functional.default": _normals,
-    "aten.normal.float_float": _normals,
-    "aten.normal.Tensor_float": _normals,
-    "aten.normal.float_Tensor": _normals,
-    "aten.normal.Tensor_Tensor": _normals,
-    "aten.exponential.default": _exponential,
-    "aten.geometric.default": _geometric,
-    "aten.cauchy.default": _cauchy,
-    "aten.log_normal.default": _log_normal,
-    "aten.poisson.default": _parameterized("autopar.poisson.default", "self"),
-    "aten._standard_gamma.default": _parameterized("autopar.standard_gamma.default", "self"),
-    "aten._sample_dirichlet.default": _dirichlet,
-    "aten.multinomial.default": _multinomial,
-    "aten.randint.default": _integers(),
-    "aten.randint.low": _integers("low"),
-    "aten.randint_like.default": _integers(),
-    "aten.randint_like.low_dtype": _integers("low"),
-    "aten.randperm.default": _permutation,
-    "aten.rrelu_with_noise_functional.default": _rrelu,
+    f"aten.{name}": draw for names, draw in (
+        ("native_dropout.default", _dropout),
+        ("dropout.default", lambda *given: _dropout(*given)[:1]),
+        ("bernoulli.default bernoulli.p bernoulli.Tensor", _bernoulli),
+        ("rand.default rand_like.default", _distributed(_uniform)),
+        ("uniform.default", lambda emitter, call, key: (
+            _uniform(emitter, call, key, call.argument("from"), call.argument("to")),)),
+        ("randn.default randn_like.default", _distributed(_normal)),
+        ("normal_functional.default normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
+         _distributed(_normal, "std", "mean")),
+        ("exponential.default", _exponential),
+        ("geometric.default", _geometric),
+        ("cauchy.default", _cauchy),
+        ("log_normal.default", _log_normal),
+        ("poisson.default", _parameterized("autopar.poisson.default", "self")),
+        ("_standard_gamma.default", _parameterized("autopar.standard_gamma.default", "self")),
+        ("_sample_dirichlet.default", _dirichlet),
+        ("multinomial.default", _multinomial),
+        ("randint.default randint_like.default", _integers()),
+        ("randint.low randint_like.low_dtype", _integers("low")),
+        ("randperm.default", _permutation),
+        ("rrelu_with_noise_functional.default", _rrelu),
+    ) for name in names.split()
 })  # fmt: skip

@@ -1,5 +1,5 @@
-"""Reductions and running sums along a split dim, other than those whose shards are partial results by themselves:
-each rank reduces what it has, and small all-reduces without the reduced dims combine it.
+"""Reductions and running sums along a split dim whose shards are no partial results: each rank reduces what it holds,
+and small all-reduces, without the reduced dims, combine that.
 """
 
 import math
@@ -11,7 +11,7 @@ from autopar.ir.graph import Ref
 from autopar.ir.layout import padded_shape
 
 from .expansions import Expansion, LocalCall, Results, all_reduce, cast, filled_beyond, global_indices, wide
-from .families import DIMS, FIRST, Rule, axes
+from .families import DIMS, FIRST, Rule, axes, keeps_dims, reduced_dims
 from .rule import Call, Emitter, OpRule, neutral
 from .template import assemble
 
@@ -19,21 +19,15 @@ from .template import assemble
 def combined(
     possible: Callable[[Call], bool] = lambda call: True, *, padding: Callable[[Call], float] | None = None
 ) -> Rule:
-    """Reductions over `dim` (all dims without it), whose results are whole on all ranks. Where it is not `possible`
-    the reduced dims are whole. `padding` is what changes nothing; without it the split has to be even."""
+    """Reductions over `dim` (all dims without it) whose results are replicated. Where it is not `possible` to combine
+    shards, the reduced dims are unsplit. `padding` is what changes nothing; without it the split has to be even."""
 
     def rule(call: Call) -> OpRule:
-        rank = len(call.inputs[0].shape)
-        reduced = axes(call, "dim", rank)
         split = possible(call)
-        names = [None if d in reduced and not split else name for d, name in enumerate(DIMS[:rank])]
-        keep = call.has("keepdim") and call.argument("keepdim")
-        kept = [None if d in reduced else name for d, name in enumerate(names) if keep or d not in reduced]
-        over = [DIMS[d] for d in reduced]
+        names, outputs, over = reduced_dims(call, split=split)
         return assemble(
-            call, [names], [kept if meta else () for meta in call.outputs], expands=over,
-            reductions={name: ("",) * len(call.outputs) for name in over},
-            uneven=over if padding else (),
+            call, [names], outputs, expands=over, uneven=over if padding else (),
+            reductions={name: ("",) * len(outputs) for name in over},
             padding={(0, name): padding(call) for name in over} if padding and split else None,
         )  # fmt: skip
 
@@ -79,14 +73,13 @@ def _reduced(local: LocalCall) -> tuple[int, ...]:
 
 
 def _over(local: LocalCall) -> tuple[int, ...]:
-    """The mesh axes that split what is reduced."""
+    """The mesh axes that split reduced dims."""
     return tuple(axis for d in _reduced(local) for axis in local.splits.get(DIMS[d], ()))
 
 
 def _shaped(emitter: Emitter, local: LocalCall, value: Ref) -> Ref:
     """A result with its reduced dims of size 1 in the shape of the op's result."""
-    keep = local.call.has("keepdim") and local.call.argument("keepdim")
-    return value if keep else emitter.op("aten.squeeze.dims", value, _reduced(local))
+    return value if keeps_dims(local.call) else emitter.op("aten.squeeze.dims", value, _reduced(local))
 
 
 def truth(reduction: str) -> Expansion:
@@ -110,12 +103,12 @@ def extreme(reduction: str, *, values: bool) -> Expansion:
         source, shape, (dim,) = local.args[0], local.call.inputs[0].shape, _reduced(local)
         best = emitter.op("aten.amax.default" if reduction == "max" else "aten.amin.default", source, (dim,), True)
         best = all_reduce(emitter, best, reduction, _over(local))
-        found = emitter.op("aten.eq.Tensor", source, best)
+        equal = emitter.op("aten.eq.Tensor", source, best)
         if emitter.meta(source).dtype.is_floating_point:
-            found = emitter.op("aten.logical_or.default", found, emitter.op("aten.isnan.default", source))
+            equal = emitter.op("aten.logical_or.default", equal, emitter.op("aten.isnan.default", source))
         here = global_indices(emitter, shape, local.operands[0], dim)
         here = emitter.op("aten.reshape.default", here, tuple(-1 if d == dim else 1 for d in range(len(shape))))
-        place = emitter.op("aten.where.ScalarOther", found, here, torch.iinfo(torch.int64).max)
+        place = emitter.op("aten.where.ScalarOther", equal, here, torch.iinfo(torch.int64).max)
         place = all_reduce(emitter, emitter.op("aten.amin.default", place, (dim,), True), "min", _over(local))
         results = (_shaped(emitter, local, best), _shaped(emitter, local, place))
         return results if values else results[1:]
@@ -136,7 +129,7 @@ def logsumexp(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def variance(*, root: bool = False, mean: bool = False) -> Expansion:
-    """var, std, var_mean: two all-reduces, of the sum and of the squares of what differs from the mean."""
+    """var, std, var_mean: two all-reduces, of the sum and of the squared differences from the mean."""
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         source, dims = wide(emitter, local.args[0]), _reduced(local)
@@ -188,7 +181,7 @@ def running(call: Call) -> OpRule:
 
 
 def cumsum(emitter: Emitter, local: LocalCall) -> Results:
-    """cumsum: each rank's total goes to all, who add up those of the ranks before them."""
+    """cumsum: each rank sends its total to all, and adds the totals of the ranks before it."""
     value = local.result(emitter, *local.args, **dict(local.kwargs))
     shape = emitter.meta(value).shape
     dim, over = local.args[1] % len(shape), local.splits[STEP]
@@ -205,7 +198,7 @@ def cumsum(emitter: Emitter, local: LocalCall) -> Results:
 
 
 def triangle(call: Call) -> OpRule:
-    """tril, triu: each rank knows which of its rows and columns are kept."""
+    """tril, triu: each rank knows which of its elements to keep."""
     names = [*DIMS[: len(call.inputs[0].shape) - 2], "row", "column"]
     return assemble(call, [names], [names], linear=FIRST, expands=("row", "column"), uneven=("row", "column"))
 

@@ -1,7 +1,7 @@
-"""Rules of operators that autopar does not know: the user's lines beside the table's.
+"""Rules that users register for their own operators, beside the table's.
 
 What the dims of an operator mean is a fact about that operator, the same for every model, mesh and rank, and every step
-of the flow (segments, blocks, space, codegen, the oracle) must be told the same. So it is no argument of a plan.
+of the flow (segments, blocks, space, codegen, the oracle) must use the same rule. So it is no argument of a plan.
 """
 
 import re
@@ -22,7 +22,7 @@ from .template import Operand, Template, parse, tensor_arguments
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A user's entry, and what it was made from: equal for equal registrations."""
+    """A user's entry, and its source: equal for equal registrations."""
 
     name: str
     source: tuple[object, ...]
@@ -41,11 +41,10 @@ class Registry:
         self.registered = Table("rule", Registered)
 
     def get(self, op: str) -> Entry | None:
-        """What is known about "namespace.name.overload"."""
-        found = self.table.get(op)
-        if found is None and op in self.registered:
-            found = self.registered[op].entry
-        return found
+        """The entry of "namespace.name.overload", or None."""
+        if op in self.table:
+            return self.table[op]
+        return self.registered[op].entry if op in self.registered else None
 
 
 RULES = Registry(TABLE)
@@ -74,7 +73,7 @@ def register_rule(
     template: for each tensor argument of the op's schema, and after "->" for each result, the names of its dims.
 
         "m k, k n -> m n"          dims of one name are split together; a name that a result lacks is summed over
-        "*i c!, c! -> *i c!"       `*i`: any number of dims; `!`: needed whole
+        "*i c!, c! -> *i c!"       `*i`: any number of dims; `!`: not split
         "m n, ...m n -> m n"       `...`: may come with fewer leading dims, or size 1, and is broadcast
 
     Or it is a function from the call to an `OpRule` (see `autopar.ops.template.assemble`), or to None to replicate.
@@ -84,8 +83,8 @@ def register_rule(
     the named dims, as in a matrix product; `flops(call)` counts otherwise. `local(call, input_shapes, output_shapes)`
     gives (args, kwargs) for shards, where the op takes sizes. `expands` names dims of which a split needs another
     local program than the op itself, which `expand(emitter, local_call)` writes (see `autopar.ops.expansions`).
-    `contiguous` names the tensor arguments that the op's kernel needs contiguous; without it all are made so. A kernel
-    that reads the strides of all of its arguments says `contiguous=()` and is spared copies.
+    `contiguous` names the tensor arguments that the op's kernel needs contiguous, by default all. Pass `contiguous=()`
+    for a kernel that reads the strides of all of its arguments, to spare copies.
 
     Every rank must register the same rules, before it plans. `check_rule` proves a rule by brute force. The
     operator needs a fake implementation (`register_fake`), and an operator that its backward calls a rule of its own.
@@ -107,7 +106,7 @@ def register_rule(
         raise ValueError(f"{name}: give `expands` (names of dims) and `expand` (their local program) together")
     if isinstance(rule, str):
         _check_template(name, rule, (*expands, *even), local is not unchanged)
-        made = from_template(
+        function = from_template(
             rule, linear=sets, expands=tuple(expands), even=tuple(even), flops=flops, contraction=contraction
         )
     elif sets or expands or even or flops or contraction:
@@ -115,20 +114,20 @@ def register_rule(
             f"{name}: linear, expands, even, flops and contraction go with a template; an OpRule has its own"
         )
     else:
-        made = rule
+        function = rule
     arguments = tensor_arguments(name)
     needed = tuple(arguments) if contiguous is None else tuple(contiguous)
     if unknown := [repr(argument) for argument in needed if argument not in arguments]:
         raise ValueError(f"contiguous of {name} names {unknown[0]}: give some of its tensors, {', '.join(arguments)}")
     source = (rule, sets, contraction, flops, tuple(expands), tuple(even), expand, local, needed)
-    entry = Entry(_checked(name, rule, made), local, expand, strides=needs(" ".join(needed)))
+    entry = Entry(_checked(name, rule, function), local, expand, strides=needs(" ".join(needed)))
     RULES.registered.add(Registered(name, source, entry), replace=replace)
 
 
 def qualified(op: str) -> str:
     """ "mylib::scale_rows" as "mylib.scale_rows.default", which is returned as it is.
 
-    Raises ValueError for what is no name, or no operator that is registered with torch.
+    Raises ValueError for a malformed name, and an operator that is not registered with torch.
     """
     if not isinstance(op, str) or not re.fullmatch(r"\w+(::|\.)\w+(\.\w+)?", op):
         raise ValueError(f"{op!r} is no operator's name: give one like 'mylib::scale_rows' or 'aten.mm.default'")
@@ -147,7 +146,7 @@ _TOKEN = re.compile(r"\*?[A-Za-z_]\w*!?|1")
 
 
 def _check_template(name: str, text: str, expands: tuple[str, ...], rewrites: bool) -> None:
-    """Raises ValueError where a template is none or does not fit the op's schema."""
+    """Raises ValueError for a malformed template, or one that does not fit the op's schema."""
 
     def complain(what: str) -> ValueError:
         return ValueError(f"the rule {text!r} of {name}: {what}")
@@ -165,7 +164,7 @@ def _check_template(name: str, text: str, expands: tuple[str, ...], rewrites: bo
         names = [t.strip("*!") for t in tokens if t != "1"]
         if len(set(names)) < len(names):
             raise complain(
-                f"{operand!r} has a name twice: mark dims that must be whole with '!', under names of their own"
+                f"{operand!r} has a name twice: mark dims that cannot be split with '!', under names of their own"
             )
         if sum(t.startswith("*") for t in tokens) > 1:
             raise complain(f"{operand!r} has two parts of any number of dims, and may have one")
@@ -179,44 +178,44 @@ def _check_template(name: str, text: str, expands: tuple[str, ...], rewrites: bo
     if len(sides[1]) != len(returns):
         raise complain(f"it has {len(sides[1])} results, and the op {len(returns)}")
     template = parse(text)
-    read, made = _names(template.inputs), _names(template.outputs)
+    read, written = _names(template.inputs), _names(template.outputs)
     if unknown := [e for e in expands if e not in read]:
         raise complain(f"expands names {unknown[0]!r}, which no operand has")
-    if (new := sorted(made - read)) and not rewrites:
+    if (new := sorted(written - read)) and not rewrites:
         raise complain(
-            f"no operand has {new[0]!r}, so nothing says how a rank makes its part of it: mark it '!', "
+            f"no operand has {new[0]!r}, so nothing says how a rank computes its part of it: mark it '!', "
             f"or say with `local` which arguments the op takes then"
         )
 
 
 def _names(operands: Sequence[Operand]) -> set[str]:
     """Names of dims that may be split."""
-    found: set[str] = set()
+    names: set[str] = set()
     for operand in operands:
-        found.update(n for n in (*operand.left, *operand.right) if n)
-        if operand.variadic and not operand.whole:
-            found.add(operand.variadic)
-    return found
+        names.update(n for n in (*operand.left, *operand.right) if n)
+        if operand.variadic and not operand.unsplit:
+            names.add(operand.variadic)
+    return names
 
 
 def _checked(name: str, source: str | Rule, rule: Rule) -> Rule:
     """The rule, with a ValueError where it does not fit a call."""
-    shown = repr(source) if isinstance(source, str) else f"made by {getattr(source, '__name__', source)}"
+    shown = repr(source) if isinstance(source, str) else f"returned by {getattr(source, '__name__', source)}"
     template = parse(source) if isinstance(source, str) else None
 
     def checked(call: Call) -> OpRule | None:
         if template is not None and (misfit := _misfit(template, call)):
             raise ValueError(f"the rule {shown} of {name} does not fit {call.node}: {misfit}")
-        made = rule(call)
-        if made is not None and (wrong := _wrong(made, call)):
+        op_rule = rule(call)
+        if op_rule is not None and (wrong := _wrong(op_rule, call)):
             raise ValueError(f"the rule of {name}, {shown}, does not fit {call.node}: {wrong}")
-        return made
+        return op_rule
 
     return checked
 
 
 def _misfit(template: Template, call: Call) -> str:
-    """What about the ranks of a call's tensors is not as the template says, or ""."""
+    """Where the ranks of a call's tensors differ from the template, or ""."""
     given = [*zip(template.operands(call), call.inputs, strict=True)]
     given += [(o, m) for o, m in zip(template.outputs, call.outputs, strict=True) if m is not None]
     for operand, meta in given:
@@ -228,18 +227,18 @@ def _misfit(template: Template, call: Call) -> str:
     return ""
 
 
-def _wrong(made: object, call: Call) -> str:
-    """What about a rule does not fit the call that it was made for, or ""."""
-    if not isinstance(made, OpRule):
-        return f"it is a {type(made).__name__}: return an OpRule, or None to replicate"
-    for dims, metas, what in ((made.inputs, call.inputs, "operand"), (made.outputs, call.outputs, "result")):
+def _wrong(rule: object, call: Call) -> str:
+    """What about a rule does not fit its call, or ""."""
+    if not isinstance(rule, OpRule):
+        return f"it is a {type(rule).__name__}: return an OpRule, or None to replicate"
+    for dims, metas, what in ((rule.inputs, call.inputs, "operand"), (rule.outputs, call.outputs, "result")):
         if len(dims) != len(metas):
             return f"it has {len(dims)} {what}s, and the call {len(metas)}"
         for i, (carried, meta) in enumerate(zip(dims, metas, strict=True)):
             if meta is not None and len(carried) != len(meta.shape):
                 return f"it has {len(carried)} dims for {what} {i}, which is {meta}"
-            if any(f is not None and not 0 <= f < len(made.factors) for f in carried):
-                return f"{what} {i} carries {carried}, and there are {len(made.factors)} factors"
-    if any(len(f.reductions) != len(call.outputs) for f in made.factors):
+            if any(f is not None and not 0 <= f < len(rule.factors) for f in carried):
+                return f"{what} {i} carries {carried}, and there are {len(rule.factors)} factors"
+    if any(len(f.reductions) != len(call.outputs) for f in rule.factors):
         return f"give each factor {len(call.outputs)} reductions, one for each result ('' for none)"
     return ""

@@ -1,4 +1,4 @@
-"""Up- and downsampling by whole factors, and shuffled pixels: rows are split."""
+"""Up- and downsampling by integer factors, and shuffled pixels: rows are split."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,9 @@ from .template import Name, Named, assemble
 
 
 def _sizes(call: Call, spatial: int) -> tuple[Shape, Shape]:
-    """Spatial sizes of what is resampled, and of what is made."""
-    (given,), (made,) = call.inputs, call.outputs
-    assert made is not None
-    small, large = (made, given) if call.has("grad_output") else (given, made)
+    """Spatial sizes of the source and of the resampled tensor."""
+    given, output = call.inputs[0], call.output
+    small, large = (output, given) if call.has("grad_output") else (given, output)
     return small.shape[-spatial:], large.shape[-spatial:]
 
 
@@ -31,7 +30,7 @@ def _scales(call: Call, spatial: int) -> tuple[float | None, ...]:
 
 
 def _factor(source: int, target: int, scale: float | None) -> int:
-    """How many rows are made of one, negative: of how many rows one is made; 0 where these are no whole numbers."""
+    """How many rows one row becomes or, negative, how many rows become one; 0 where these are no integers."""
     factor = target // source if target % source == 0 else -(source // target) if source % target == 0 else 0
     exact = target / source
     return factor if scale is None or abs(scale - exact) < 1e-9 * exact else 0
@@ -67,7 +66,7 @@ def interpolated(spatial: int, taps: int) -> Rule:
 
     def rule(call: Call) -> OpRule:
         factors = _factors(call, spatial)
-        if taps > 1:  # a row may be made of more than its own
+        if taps > 1:  # a row may come of more than its own
             factors = tuple(max(factor, 0) for factor in factors)
         halos = [f"s{i}" for i, factor in enumerate(factors) if factor > 1]
         # padding must not be interpolated, nor multiplied by zero
@@ -106,21 +105,21 @@ def _in_step(
 
 
 def local_sizes(spatial: int) -> Local:
-    """Upsampling and its backward: the sizes of what is made and, backward, of what it was made from."""
+    """Upsampling and its backward: the sizes of the result and, backward, of the source too."""
 
     def local(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-        (given,), (made,) = local_inputs, local_outputs
-        assert made is not None
+        (given,), (result,) = local_inputs, local_outputs
+        assert result is not None
         if not call.has("grad_output"):
-            return replaced(call, output_size=made[-spatial:])
-        return replaced(call, output_size=given[-spatial:], input_size=made)
+            return replaced(call, output_size=result[-spatial:])
+        return replaced(call, output_size=given[-spatial:], input_size=result)
 
     return local
 
 
 def interpolation(spatial: int, taps: int) -> Expansion:
-    """Interpolation with spatial dims split: the halo is resampled too, and what comes of it cut off. At the ends it is
-    the outermost row again."""
+    """Interpolation with spatial dims split: the halo is resampled too, and its part of the result cut off. At the ends
+    the halo repeats the outermost row."""
     window = Window(1, taps, 2 * taps)
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
@@ -155,7 +154,7 @@ def interpolation(spatial: int, taps: int) -> Expansion:
 
 
 def _returned(emitter: Emitter, gradient: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
-    """The transpose of `with_halo` where that has the outermost rows again."""
+    """The transpose of `with_halo` where it repeats the outermost rows."""
     size = emitter.meta(gradient).shape[dim]
     rows = size - window.before - window.after
     result = halo_added(emitter, gradient, dim, window, axes)

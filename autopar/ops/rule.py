@@ -1,10 +1,9 @@
-"""What an operator's dims mean: factors that move together, and what a split of one does.
+"""What an operator's dims mean: factors that are split together, and what a split of one does.
 
-An op is described by factors (Shardy's word; the affine maps of CFP Table 1 in normal form): each
-dim of each operand and result carries one factor or none. Splitting a factor splits every dim that
-carries it, in operands and results alike; operands that do not carry it are needed whole. A result
-that does not carry a split factor is `Partial` if the op reduces over it, else whole. Algorithms know
-factors; only the table names ops.
+A rule describes an op by factors (Shardy's word; the affine maps of CFP Table 1 in normal form): each dim of each
+operand and result carries one factor or none. Splitting a factor splits every dim that carries it, in operands and
+results alike; operands that do not carry it are replicated. A result that does not carry a split factor is `Partial` if
+the op reduces over it, else replicated. Algorithms know factors; only the table names ops.
 """
 
 import math
@@ -31,13 +30,13 @@ class Factor:
     needs more than one period: `split` of a [.., 3h] dim in three has a factor of size h, so that a
     split of period h gives each rank its part of all three. A dim's size is a multiple of `size`.
 
-    `reductions` holds, for every output of the op, "" (not touched, or carries the factor) or the
+    `reductions` holds, for every output of the op, "" (independent of the factor, or carries it) or the
     reduction ("sum", "max", "min") that the output is partial in when the factor is split.
-    `expands` says that the op on shards is not the op: the table has an expansion, a small local
+    `expands` says that the op itself does not run on shards: the table has an expansion, a small local
     program that may hold collectives. `contiguous` says that only a split of period `size`
     (nested ones included) is allowed, because the expansion computes global indices. A shard
     holds at least `least` indices: what its neighbours need of it. `even` says that the number of ranks must
-    divide it: padding would be seen, or would stand inside of a dim.
+    divide it: the op would read padding, or padding would stand inside of a dim.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Factor:
     even: bool = False
 
     def may_be_cut(self, ranks: int) -> bool:
-        """Whether shards of a split over `ranks` in all hold what the op needs. What is whole needs no neighbours."""
+        """Whether shards of a split over `ranks` in all hold what the op needs. One rank needs no neighbours."""
         return ranks == 1 or -(-self.size // ranks) >= self.least
 
     def periods(self, ranks: int, mesh: Shape) -> tuple[int, ...]:
@@ -71,27 +70,27 @@ class Routing:
 
     `rows` and `experts` are the numbers of factors: dims of rows are routed, dims of experts split among
     the ranks that the rows go to (None: it has none). `count` is the number of experts. `settled` lists
-    operands whose rows have not left yet, `whole` those that are needed whole (the experts that the rows
-    want), `returned` results whose rows are back.
+    operands whose rows have not left yet, `replicated` those that every rank needs in full (the experts that
+    the rows want), `returned` results whose rows are back.
     """
 
     rows: int
     experts: int | None
     count: int
     settled: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()
+    replicated: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
 
     @property
     def starts(self) -> bool:
         """Whether rows set out here."""
-        return bool(self.settled or self.whole) and not self.returned
+        return bool(self.settled or self.replicated) and not self.returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
     """`inputs[i][d]` is the index in `factors` that dim d of tensor operand i carries, or None for a
-    dim that must be whole (or has size 1 and is broadcast). Operands stand in the order of
+    dim that cannot be split (or has size 1 and is broadcast). Operands stand in the order of
     `Node.inputs`. `outputs` likewise.
 
     A dim that carries a factor with a scale of g (`input_scales`, `output_scales`; none given: 1) is g times
@@ -99,18 +98,18 @@ class OpRule:
     attention, of which g share a head of keys, have a scale of g, as have the rows that a convolution of
     stride g reads.
 
-    `linear` lists sets of operands that may be Partial(sum) together, the others being whole, with
+    `linear` lists sets of operands that may be Partial(sum) together, the others being replicated, with
     all outputs then Partial(sum): ((0, 1),) for add, ((0,), (1,)) for mul and mm.
 
-    `flops` counts multiplications and additions of the whole op, for contractions and attention; 0
+    `flops` counts multiplications and additions of the unsplit op, for contractions and attention; 0
     means that the op is bound by memory. `contraction` marks the tensor contractions of CFP
-    Algorithm 1. `moves_nothing` marks ops that only make a view (slice, expand, ...): no time. `routing` is
-    for ops that know of experts; others may be given routed rows where they treat rows one by one.
+    Algorithm 1. `moves_nothing` marks ops that only return a view (slice, expand, ...) and take no time. `routing` is
+    for ops that know of experts; others may receive routed rows if they treat rows one by one.
 
-    Of an unevenly split factor that the op reduces over, padding is filled with what changes nothing: 0 for
+    An op that reduces over an unevenly split factor sees padding filled with a value that changes nothing: 0 for
     a sum, the least or greatest number for a maximum or minimum. `padding` holds (operand, factor, value)
-    where it is another value, or where an expansion reduces. Integers are filled with 0, lest padding be an
-    index out of range, unless the op is `elementwise`.
+    where it is another value, or where an expansion reduces. Padding of integers is 0, lest it be an index
+    out of range, unless the op is `elementwise`.
     """
 
     factors: tuple[Factor, ...]
@@ -167,7 +166,7 @@ def _factor(dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, spli
 
 
 def neutral(reduction: str, dtype: torch.dtype) -> float:
-    """What changes nothing when it is reduced with others."""
+    """The number that changes nothing in a reduction."""
     if reduction == "sum":
         return 0
     if dtype.is_floating_point:
@@ -177,12 +176,18 @@ def neutral(reduction: str, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A node with the global metas of its tensor operands (in the order of `Node.inputs`) and of its
-    outputs (None for an output that nobody uses): all that a rule may look at."""
+    """All that a rule may look at: a node with the global metas of its tensor operands (in the order of
+    `Node.inputs`) and of its outputs (None for an output that nobody uses)."""
 
     node: Node
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta | None, ...]
+
+    @property
+    def output(self) -> TensorMeta:
+        """The first output, of an op of which somebody uses it."""
+        assert self.outputs[0] is not None, self.node
+        return self.outputs[0]
 
     def has(self, name: str) -> bool:
         """Whether the op's schema has an argument of this name."""
@@ -199,37 +204,36 @@ class Call:
 
 
 def call_of(node: Node, metas: Mapping[str, TensorMeta]) -> Call:
-    """A node with the metas of what it reads and makes. Its outputs are None where they have no name, and where its
-    `output_mask` leaves them out."""
-    made = tuple(metas[name] if name else None for name in node.outputs)
-    call = Call(node, tuple(metas[name] for name in node.inputs), made)
+    """A node with its metas. Outputs are None where they have no name, and where its `output_mask` leaves them out."""
+    outputs = tuple(metas[name] if name else None for name in node.outputs)
+    call = Call(node, tuple(metas[name] for name in node.inputs), outputs)
     if not takes(node.op, "output_mask"):
         return call
     mask = call.argument("output_mask")
-    return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(made, mask, strict=True)))
+    return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(outputs, mask, strict=True)))
 
 
 class Emitter(Protocol):
-    """What an expansion writes its local program with. References are to local values."""
+    """Writes the local program of an expansion. References are to local values."""
 
     def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         """Append an ATen op with one output."""
 
     def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
-        """Append an ATen op with several outputs. What it does not make (masked gradients) has an empty name."""
+        """Append an ATen op with several outputs. One that it leaves out (a masked gradient) has an empty name."""
 
     def meta(self, value: Ref) -> TensorMeta:
         """Local shape and dtype."""
 
     def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
-        """Append an all-reduce over a mesh axis, finished."""
+        """Append an all-reduce over a mesh axis and wait for it."""
 
     def shift(self, value: Ref, offset: int, axis: int) -> Ref:
-        """Append a shift along a mesh axis, finished: what the rank `offset` places before this one
-        has (negative: behind), zeros on ranks without such a one. The value is contiguous."""
+        """Append a shift along a mesh axis and wait for it: the value of the rank `offset` places before this one
+        (negative: behind), zeros where there is no such rank. The value is contiguous."""
 
     def exchange(self, value: Ref, sizes: Ref, axis: int) -> Ref:
-        """Append an exchange of rows along a mesh axis, finished; see `program.COLLECTIVES`. The value is
+        """Append an exchange of rows along a mesh axis and wait for it; see `program.COLLECTIVES`. The value is
         contiguous."""
 
     def ranks(self, axis: int) -> int:

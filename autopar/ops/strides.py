@@ -1,17 +1,17 @@
-"""How kernels need their operands to lie in memory: what the table says of an argument whose strides matter.
+"""The memory layouts that kernels need: what the table says of an argument whose strides matter.
 
 Kernels of torch read some operands at the addresses that contiguous ones would have, whatever their strides say, and
 compute from what happens to lie there: layer norm's backward its statistics, group norm its weight, attention the last
-dim. On one device these operands come from kernels that make them contiguous. On shards they may be cut, gathered or
-permuted first. `contract` has how this is kept.
+dim. On one device these operands come from kernels that return them contiguous. On shards they may be cut, gathered or
+permuted first. `contract` enforces the layouts.
 """
 
 from collections.abc import Callable, Mapping
 
 import torch
 
-Given = Callable[[torch.Tensor], torch.Tensor]
-"""From a tensor to the same numbers as a kernel needs them; the tensor itself where it lies so."""
+Preparation = Callable[[torch.Tensor], torch.Tensor]
+"""From a tensor to the same numbers in the layout that a kernel needs; the tensor itself if it lies so."""
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -29,10 +29,10 @@ def contiguous_pairs(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def needs(whole: str = "", *, rows: str = "", pairs: str = "") -> Mapping[str, Given]:
-    """Names of arguments, with spaces between, that are contiguous, in rows, or in pairs."""
+def needs(all_dims: str = "", *, rows: str = "", pairs: str = "") -> Mapping[str, Preparation]:
+    """Names of arguments, separated by spaces, that must be contiguous: in all dims, in rows, or in pairs."""
     return {
-        **dict.fromkeys(whole.split(), contiguous),
+        **dict.fromkeys(all_dims.split(), contiguous),
         **dict.fromkeys(rows.split(), contiguous_rows),
         **dict.fromkeys(pairs.split(), contiguous_pairs),
     }

@@ -1,9 +1,9 @@
 """What autopar knows about operators: a line each.
 
-A template says which dims move together (see `template`); where dims depend on arguments a family
-says it (see `families`). `linear` lists the arguments that may be Partial(sum) together. What takes
-sizes says how they shrink (see `local`); what is not itself on shards has an expansion (see `expansions`).
-`oracle.check_rule` proves a line by brute force.
+A template says which dims are split together (see `template`); where dims depend on arguments, a family does (see
+`families`). `linear` lists the arguments that may be Partial(sum) together. An op that takes sizes says how they shrink
+(see `local`); one that does not run on shards as it is has an expansion (see `expansions`). `oracle.check_rule` proves
+a line by brute force.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ from .layer_norm import normalized
 from .local import Place
 from .losses import loss, loss_backward, nll, nll_backward, nll_backward_on_shards, nll_on_shards
 from .rule import Call
-from .strides import Given, needs
+from .strides import Preparation, needs
 from .views import expanded, joined, permuted, pieces, repeated, split_sizes, stacked, taken
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """All that is known about an op. `strides` says which arguments its kernel reads without their strides, and what
-    makes these right."""
+    """All facts about an op. `strides` names the arguments that its kernel reads without their strides, each with the
+    function that lays it out for the kernel."""
 
     rule: Rule
     local: local.Local = local.unchanged
     expand: expansions.Expansion | None = None
     place: Place | None = None
-    strides: Mapping[str, Given] = field(default_factory=dict)
+    strides: Mapping[str, Preparation] = field(default_factory=dict)
 
 
 def _own(names: str, entry: Entry) -> dict[str, Entry]:
@@ -90,7 +90,7 @@ _mean = reduce("sum", average=True)
 
 
 def _with_bias(template: str) -> Rule:
-    """A matrix product plus a bias, of which every rank can add its share. Integers have no shares."""
+    """A matrix product plus a bias, of which every rank can add its share, unless it holds integers."""
     return either(
         lambda call: call.inputs[0].dtype.is_floating_point or call.inputs[0].dtype.is_complex,
         from_template(template, linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",), contraction=True),
@@ -145,16 +145,8 @@ _logits_loss = partial(loss, none=-1e4)
 
 
 def _adds(call: Call) -> bool:
-    """Whether scatter_reduce is a sum with what stands there."""
+    """Whether scatter_reduce adds to the elements of the target."""
     return bool(call.argument("reduce") == "sum" and call.argument("include_self"))
-
-
-def _always(call: Call) -> bool:
-    return True
-
-
-def _never(call: Call) -> bool:
-    return False
 
 
 TABLE: Mapping[str, Entry] = MappingProxyType({
@@ -192,14 +184,14 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("_adaptive_avg_pool2d_backward", Entry(pooling.averaged_to_size(2))),
     **_aten("_adaptive_avg_pool3d", Entry(pooling.averaged_to_size(3), pooling.size_of_output(3))),
     **_aten("_adaptive_avg_pool3d_backward", Entry(pooling.averaged_to_size(3))),
-    **_aten("adaptive_max_pool2d", Entry(pooling.whole_planes(2, linear=()))),
-    **_aten("adaptive_max_pool2d_backward", Entry(pooling.whole_planes(2))),
+    **_aten("adaptive_max_pool2d", Entry(pooling.unsplit_planes(2, linear=()))),
+    **_aten("adaptive_max_pool2d_backward", Entry(pooling.unsplit_planes(2))),
     **_aten("reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward", Entry(
-        pooling.whole_planes(1))),
+        pooling.unsplit_planes(1))),
     **_aten("reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward", Entry(
-        pooling.whole_planes(2))),
+        pooling.unsplit_planes(2))),
     **_aten("reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward", Entry(
-        pooling.whole_planes(3))),
+        pooling.unsplit_planes(3))),
     **_aten("im2col col2im", Entry(pooling.columns)),
     **{op: entry for spatial in (1, 2, 3) for op, entry in _upsampled(spatial).items()},
     **_aten("upsample_bicubic2d upsample_bicubic2d_backward", _interpolated(2, 2)),
@@ -343,9 +335,9 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("index_put _unsafe_index_put", Entry(places.index_put, expand=places.put_at_indices)),
     **_aten("index_select", Entry(places.index_selected, expand=places.index_select)),
     **_aten("gather", Entry(places.gathered, expand=places.gather)),
-    **_aten("scatter.src", Entry(places.scattered(_never, ((0, 2),)), expand=places.write())),
-    **_aten("scatter.value", Entry(places.scattered(_never), expand=places.write())),
-    **_aten("scatter_add", Entry(places.scattered(_always, ((0, 2),)), expand=places.write())),
+    **_aten("scatter.src", Entry(places.scattered(False, ((0, 2),)), expand=places.write())),
+    **_aten("scatter.value", Entry(places.scattered(False), expand=places.write())),
+    **_aten("scatter_add", Entry(places.scattered(True, ((0, 2),)), expand=places.write())),
     **_aten("scatter_reduce.two", Entry(places.scattered(_adds), expand=places.write())),
     **_aten("index_add", Entry(places.index_written(True, ((0, 2),)), expand=places.write())),
     **_aten("index_copy", Entry(places.index_written(False, ((0, 2),)), expand=places.write())),
@@ -371,7 +363,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_own("uniform normal integers", Entry(
         randomness.drawn, local.shape_of_output("size"), place=randomness.held)),
 
-    # pointwise, by what they are linear in
+    # pointwise, by the operands that they are linear in
     **_aten("neg clone detach alias _conj _conj_physical mul.Scalar div.Scalar lift_fresh_copy",
             Entry(pointwise(FIRST))),
     **_aten("_to_copy", Entry(pointwise(to_dtype))),

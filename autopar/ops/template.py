@@ -1,10 +1,10 @@
-"""Rules from named dims: what the table's lines mean.
+"""Builds rules from named dims: what the table's lines mean.
 
 A template names the factor of each dim of each operand and result, einsum-like:
 
     "m k, k n -> m n"           a matrix product
     "v d, *i -> *i d"           `*i`: any number of dims, the same for every operand that has it
-    "b h q d!, b h k! d!"       `!`: needed whole
+    "b h q d!, b h k! d!"       `!`: not split
     "...b h q k!"               may come with fewer leading dims, or size 1, and is broadcast
 
 Operands stand for the tensor arguments of the op's schema, in its order; those that a call does not
@@ -23,7 +23,7 @@ from autopar.ir.graph import TensorMeta, parameters, references
 from .rule import Call, Dims, Factor, OpRule
 
 Name = str | tuple[str, int] | None
-"""A factor, a factor with a scale (see `OpRule`), or None: whole."""
+"""A factor, a factor with a scale (see `OpRule`), or None: not split."""
 
 Named = Sequence[Name]
 """One name for each dim of a tensor."""
@@ -53,11 +53,11 @@ def assemble(
     """The rule with these names on the dims of the call's operands and results.
 
     A factor's size is the size of its dims by their scale, or `sizes[name]` where those differ. Dims that
-    differ without such a word are needed whole. An output without an input's factor is Partial(sum) in
+    differ without an entry there are not split. An output without an input's factor is Partial(sum) in
     it, unless `reductions[name]` says otherwise, output by output.
     """
     sizes = sizes or {}
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     longer: set[str] = set()
     given = list(zip(outputs, call.outputs, strict=True)) + list(zip(inputs, call.inputs, strict=True))
     for names, meta in given:
@@ -67,12 +67,11 @@ def assemble(
         for (name, scale), size in zip(map(_scaled, names), meta.shape, strict=True):
             if name is not None and size != 1:
                 count = size // scale if size % scale == 0 else 1
-                known = found.setdefault(name, sizes.get(name, count))
-                if known != count:
+                if counts.setdefault(name, sizes.get(name, count)) != count:
                     longer.add(name)
                     if name not in sizes:
-                        found[name] = 1
-    indices = {name: i for i, name in enumerate(n for n, size in found.items() if size > 1)}
+                        counts[name] = 1
+    indices = {name: i for i, name in enumerate(n for n, size in counts.items() if size > 1)}
 
     def dims(names: Named, meta: TensorMeta | None) -> Dims:
         if meta is None:
@@ -96,7 +95,7 @@ def assemble(
         reduced = tuple("" if i in carried else r for carried, r in zip(output_dims, stated, strict=True))
         factors.append(
             Factor(
-                name, found[name], reduced, expands=name in expands, contiguous=name in contiguous,
+                name, counts[name], reduced, expands=name in expands, contiguous=name in contiguous,
                 least=(least or {}).get(name, 1),
                 even=unpadded,
             )
@@ -116,27 +115,29 @@ def assemble(
     )
 
 
+def unsplit(call: Call) -> OpRule:
+    """The rule without factors."""
+    inputs, outputs = ([(None,) * len(meta.shape) if meta else () for meta in m] for m in (call.inputs, call.outputs))
+    return assemble(call, inputs, outputs)
+
+
 def _scaled(name: Name) -> tuple[str | None, int]:
     return name if isinstance(name, tuple) else (name, 1)
 
 
 def _summable(call: Call, linear: Linear) -> Linear:
-    """The sets that can be Partial(sum) in this call: of numbers, and with every use of a tensor in
-    the set if one is (x * x is not linear in x)."""
-    if not linear or any(meta is not None and _is_bool(meta) for meta in call.outputs):
+    """The sets that can be Partial(sum) in this call: sets of numbers, not truth values, that hold all uses of a tensor
+    or none (x * x is not linear in x)."""
+    if not linear or any(meta is not None and meta.dtype is torch.bool for meta in call.outputs):
         return ()
     names = call.node.inputs
     kept = []
     for operands in linear:
         inside = {names[i] for i in operands}
         outside = {name for i, name in enumerate(names) if i not in operands}
-        if operands and not inside & outside and not any(_is_bool(call.inputs[i]) for i in operands):
+        if operands and not inside & outside and not any(call.inputs[i].dtype is torch.bool for i in operands):
             kept.append(operands)
     return tuple(kept)
-
-
-def _is_bool(meta: TensorMeta) -> bool:
-    return meta.dtype is torch.bool
 
 
 def roles(call: Call) -> tuple[str, ...]:
@@ -159,7 +160,7 @@ class Operand:
     left: tuple[str | None, ...]
     right: tuple[str | None, ...] = ()
     variadic: str | None = None
-    whole: bool = False
+    unsplit: bool = False
     broadcast: bool = False
 
     def names(self, rank: int) -> Named:
@@ -167,7 +168,7 @@ class Operand:
         if self.variadic is None:
             return self.left[len(self.left) - rank :] if self.broadcast else self.left
         middle = range(rank - len(self.left) - len(self.right))
-        return (*self.left, *((None if self.whole else f"{self.variadic}{i}") for i in middle), *self.right)
+        return (*self.left, *((None if self.unsplit else f"{self.variadic}{i}") for i in middle), *self.right)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""Rules of views, and of what puts tensors together: their dims are parts, runs or repeats of each other.
+"""Rules of views, and of ops that join tensors: their dims are parts, runs or repeats of each other.
 
-Where a part is split with the whole, its offset and its length are multiples of the factor's size.
+Where a part is split with the tensor that it is from, its offset and its length are multiples of the factor's size.
 """
 
 import math
 from collections.abc import Callable, Iterable
 
 from .families import DIMS, FIRST, Rule
-from .places import with_dim
+from .places import dims_of, with_dim
 from .rule import Call, OpRule
 from .template import Name, Named, assemble
 
@@ -23,8 +23,7 @@ def pieces(sizes_of: Callable[[Call], Iterable[int]]) -> Rule:
 
     def rule(call: Call) -> OpRule:
         (source,) = call.inputs
-        names = DIMS[: len(source.shape)]
-        dim = call.argument("dim") % len(names)
+        names, dim = dims_of(call, source)
         sizes = {DIMS[dim]: math.gcd(source.shape[dim], *sizes_of(call))}
         return assemble(
             call, [names], [names if m else () for m in call.outputs], linear=FIRST, sizes=sizes, moves_nothing=True
@@ -51,7 +50,7 @@ def joined(call: Call) -> OpRule:
 
 
 def stacked(call: Call) -> OpRule:
-    """stack: a new dim, whole."""
+    """stack: a new dim, unsplit."""
     rank = len(call.inputs[0].shape)
     dim = call.argument("dim") % (rank + 1)
     names = DIMS[:rank]
@@ -62,7 +61,7 @@ def stacked(call: Call) -> OpRule:
 
 
 def taken(call: Call) -> OpRule:
-    """unbind: `dim` is whole and gone."""
+    """unbind: `dim` is unsplit, and gone."""
     names: list[Name] = list(DIMS[: len(call.inputs[0].shape)])
     dim = call.argument("dim") % len(names)
     rest = names[:dim] + names[dim + 1 :]
@@ -72,17 +71,15 @@ def taken(call: Call) -> OpRule:
 
 
 def expanded(call: Call) -> OpRule:
-    """expand: a dim of size 1 becomes any size, each rank making its part."""
-    assert call.outputs[0] is not None
-    names = DIMS[: len(call.outputs[0].shape)]
+    """expand: a dim of size 1 becomes any size; each rank produces its part."""
+    names = DIMS[: len(call.output.shape)]
     source = names[len(names) - len(call.inputs[0].shape) :]
     return assemble(call, [source], [names], linear=FIRST, moves_nothing=True)
 
 
 def repeated(call: Call) -> OpRule:
     """repeat: index i of the result is index i mod size of the operand."""
-    assert call.outputs[0] is not None
-    names = DIMS[: len(call.outputs[0].shape)]
+    names = DIMS[: len(call.output.shape)]
     source = names[len(names) - len(call.inputs[0].shape) :]
     sizes = {name: size for name, size in zip(source, call.inputs[0].shape, strict=True) if size != 1}
     return assemble(call, [source], [names], linear=FIRST, sizes=sizes)
@@ -96,7 +93,7 @@ def permuted(call: Call) -> OpRule:
 
 
 def unfolded(call: Call) -> OpRule:
-    """unfold: overlapping windows along a dim, which is whole, as is the new last dim of their elements."""
+    """unfold: overlapping windows along a dim, which is unsplit, as is the new last dim of their elements."""
     names = DIMS[: len(call.inputs[0].shape)]
     dim = call.argument("dimension") % len(names)
     return assemble(call, [with_dim(names, dim, None)], [[*with_dim(names, dim, None), None]], linear=FIRST)
@@ -117,7 +114,7 @@ def _diagonal(call: Call, rank: int) -> tuple[list[str | None], list[str | None]
 
 
 def diagonal(call: Call) -> OpRule:
-    """diagonal: two dims, which are whole, become one."""
+    """diagonal: two dims, which are unsplit, become one."""
     names, kept = _diagonal(call, len(call.inputs[0].shape))
     return assemble(call, [names], [kept], linear=FIRST)
 

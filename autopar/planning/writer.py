@@ -98,7 +98,7 @@ class Writer:
 
     def _target(self, bucket_bytes: int) -> Target:
         sizes = tuple(self.space.redistributor.bucket_bytes)
-        return Target(cluster=self.space.cluster, known=self.operators, axis_bytes=sizes, limit_bytes=bucket_bytes)
+        return Target(cluster=self.space.cluster, cache=self.operators, axis_bytes=sizes, limit_bytes=bucket_bytes)
 
     def _first(self, assignment: Assignment, bucket_bytes: int) -> Taken:
         """The adopted lowerings of those that come first, which say, for example, how early to gather parameters."""

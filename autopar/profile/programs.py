@@ -31,7 +31,7 @@ from autopar.cost.roofline import FREE
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.graph import WAIT, JointGraph, Node, Ref, TensorMeta
 from autopar.ir.program import Program
-from autopar.ir.rewrite import read_and_made
+from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 from autopar.passes.blocks.block import ParallelBlock
@@ -355,12 +355,12 @@ def _operator_rows(program: Program, measurement: Measurement, machine: str) -> 
     clocks = zip(_instructions(program), measurement.durations, measurement.spreads, strict=True)
     for instruction, seconds, spread in clocks:
         if instruction.op != WAIT:
-            key = operator_key(instruction.op, *read_and_made(instruction, program.metas))
+            key = operator_key(instruction.op, *input_and_output_metas(instruction, program.metas))
             places[key].append((instruction, seconds, spread))
     of_program = structure(program)
     for key, same in places.items():
         instruction = same[0][0]
-        operands, results = read_and_made(instruction, program.metas)
+        operands, results = input_and_output_metas(instruction, program.metas)
         yield OperatorRow(
             machine=machine,
             program=of_program,

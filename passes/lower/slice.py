@@ -10,10 +10,9 @@ summed over they are added up, and both operands are cut alike: where their shar
 
 from collections.abc import Container, Iterator, Sequence
 
-from autopar.ir.graph import CONTIGUOUS, WAIT, Node
+from autopar.ir.graph import CONTIGUOUS, WAIT, Node, producers, readers
 from autopar.ir.layout import Split
 from autopar.ir.program import LAYOUT
-from autopar.ir.rewrite import producers, readers
 from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 

@@ -62,7 +62,7 @@ def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule)
         else:
             placements.append(REPLICATE)
     routing = rule.routing
-    stay, replicated = (position in routing.settled, position in routing.whole) if routing else (False, False)
+    stay, replicated = (position in routing.settled, position in routing.replicated) if routing else (False, False)
     return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=stay, replicated=replicated)
 
 

@@ -173,7 +173,7 @@ class Propagation:
             fits = not (factor.expands or factor.contiguous) and (period, factor.size % period) == (rows.period, 0)
             fits = fits and self._takes_any_number(site, number)
         else:
-            fits = number == routing.rows and position not in (*routing.settled, *routing.whole)
+            fits = number == routing.rows and position not in (*routing.settled, *routing.replicated)
         if fits:
             yield self._route(site, number, rows.period)
 

@@ -11,7 +11,7 @@ from autopar.cost.optimizers import Optimizer
 from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import WAIT, TensorMeta
 from autopar.ir.layout import Layout, Shape
-from autopar.ir.rewrite import read_and_made
+from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import Emission, expands, fillings, local_program, local_shapes
 from autopar.ops.rule import Call, OpRule
 
@@ -101,7 +101,7 @@ def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpR
     flops = _local_flops(setting, rule, choice) / max(1, len(itself))
     seconds = 0.0
     for instruction in emission.instructions:
-        operands, results = read_and_made(instruction, emission.metas)
+        operands, results = input_and_output_metas(instruction, emission.metas)
         if kind := instruction.collective:
             largest = max(meta.bytes for meta in (*operands, *results))
             seconds += collective_seconds(kind, largest, setting.redistributor.links[instruction.args[-1]])

@@ -1,4 +1,4 @@
-"""The library of clusters: those of the files beside this one, and what was registered."""
+"""The library of clusters: those of the files in this folder, and registered ones."""
 
 from collections.abc import Iterator
 from importlib.resources import files
@@ -20,19 +20,19 @@ CLUSTERS = Table("cluster", Cluster, _library())
 
 
 def register_cluster(cluster: Cluster | str | Path, *, replace: bool = False) -> None:
-    """Adds a cluster, or the one that a TOML file describes, which `cluster=` then names. Raises ValueError for a bad
-    file, what is no cluster, and a name that is taken or would be read as a file's."""
-    made = read_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
-    if isinstance(made, Cluster) and str(made.name).endswith(".toml"):
-        raise ValueError(f"cluster {made.name!r} would be read as the path of a file: take another name")
-    CLUSTERS.add(made, replace=replace)
+    """Adds a cluster, or the one that a TOML file describes, so that `cluster=` can name it. Raises ValueError for a
+    bad file, an object that is no cluster, and a name that is taken or reads as a file's."""
+    row = read_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
+    if isinstance(row, Cluster) and str(row.name).endswith(".toml"):
+        raise ValueError(f"cluster {row.name!r} would be read as the path of a file: take another name")
+    CLUSTERS.add(row, replace=replace)
 
 
 def named_cluster(cluster: str | Path | Cluster | None, *, device_type: str = "cpu") -> Cluster:
-    """The cluster itself, the one of that name, or the one that a TOML file describes; None gives a
-    default for the device type.
+    """The cluster itself, the one of that name, or the one that a TOML file describes; None gives a default for the
+    device type.
 
-    Raises ValueError for a name that is not in the library and no path of a file, or a bad file.
+    Raises ValueError for a bad file, and for a name that is neither in the library nor the path of a TOML file.
     """
     if isinstance(cluster, Cluster):
         return cluster
@@ -46,8 +46,8 @@ def named_cluster(cluster: str | Path | Cluster | None, *, device_type: str = "c
     if isinstance(cluster, Path) or cluster.endswith(".toml"):
         return read_cluster(cluster)
     if cluster not in CLUSTERS:
-        known = ", ".join(sorted(CLUSTERS))
-        raise ValueError(f"unknown cluster {cluster!r}; known: {known}, or give the path of a TOML file, or a Cluster")
+        names = ", ".join(sorted(CLUSTERS))
+        raise ValueError(f"unknown cluster {cluster!r}; known: {names}, or give the path of a TOML file, or a Cluster")
     return CLUSTERS[cluster]
 
 

@@ -1,7 +1,6 @@
-"""A cluster from a TOML file: a device and levels of links from the outermost in, each figure with the place where it
-is from.
+"""Reads a cluster from a TOML file: a device and levels of links from the outermost in, each figure with its source.
 
-`docs/clusters.md` explains the keys, `KEYS` below is what is checked.
+`docs/clusters.md` explains the keys; `KEYS` lists them, and the reader checks them.
 """
 
 import math
@@ -25,7 +24,7 @@ BASIC_OF: Mapping[str, frozenset[str]] = {
     "exchange": frozenset({"pairwise"}),
     "shift": frozenset({"message"}),
 }
-"""Those of them that do each kind."""
+"""Kind -> those that do it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Key:
     write: str
     required: bool = True
     figure: bool = True
-    """A figure says in the `source` table where it is from."""
+    """Whether the `source` table says where it is from."""
 
 
 KEYS: Mapping[str, Mapping[str, Key]] = {
@@ -84,9 +83,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 def read_cluster(path: str | Path) -> Cluster:
     """The cluster that a TOML file describes.
 
-    Raises ValueError, naming the file, the key and what to write, for a file that is not there or no TOML,
-    a key that is missing or unknown, a figure that is none, negative or without a source, and sizes
-    of levels whose product is not `devices`.
+    Raises ValueError, naming the file, the key and what to write, for a file that is missing or not TOML, a key that
+    is missing or unknown, a figure that is invalid or without a source, and levels whose sizes do not multiply to
+    `devices`.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -115,13 +114,13 @@ def parse_cluster(text: str, where: str) -> Cluster:
             f"cluster file {where}: groups is {groups!r}: write a table [[groups]] for each kind of groups"
         )
     top = _Table(where, "", KEYS["cluster"], data)
-    made = tuple(
+    parsed_levels = tuple(
         _level(_Table(where, f"level {number}, ", KEYS["level"], level)) for number, level in enumerate(levels)
     )
     cluster = Cluster(
         name=top["name"],
         device=_device(_Table(where, "device, ", KEYS["device"], device)),
-        levels=made,
+        levels=parsed_levels,
         source=top["source"],
         algorithms=_names(top.get("algorithms", ALGORITHMS)),
         groups=tuple(
@@ -129,7 +128,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
         ),
     )
     if cluster.devices != top["devices"]:
-        sizes = " x ".join(str(level.size) for level in made)
+        sizes = " x ".join(str(level.size) for level in parsed_levels)
         raise ValueError(
             f"cluster file {where}: devices = {top['devices']}, but the levels hold {sizes} = {cluster.devices}: "
             f"write devices = {cluster.devices}, or correct a level's size"

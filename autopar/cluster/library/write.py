@@ -1,4 +1,4 @@
-"""A cluster as the text of a TOML file."""
+"""Writes a cluster as the text of a TOML file."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,8 +8,8 @@ from autopar.cluster.machine import Cluster, Device, Level
 
 
 def cluster_toml(cluster: Cluster, source: str, comment: str = "") -> str:
-    """The file that `read_cluster` reads back as the same cluster. `source` is where every figure is from,
-    `comment` goes on top."""
+    """The text that `read_cluster` reads back as the same cluster. `source` is the source of every figure, `comment`
+    goes on top."""
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [
         f"name = {_value(cluster.name)}",
@@ -34,7 +34,7 @@ def _names(cluster: Cluster) -> object:
 
 
 def _device(device: Device) -> dict[str, object]:
-    found: dict[str, object] = {
+    figures: dict[str, object] = {
         "name": device.name,
         "flops_per_second": dict(device.flops_per_second),
         "efficiency": [list(point) for point in device.efficiency],
@@ -43,17 +43,17 @@ def _device(device: Device) -> dict[str, object]:
         "seconds_per_op": device.seconds_per_op,
     }
     if device.memory_efficiency != ((1.0, 1.0),):
-        found["memory_efficiency"] = [list(point) for point in device.memory_efficiency]
+        figures["memory_efficiency"] = [list(point) for point in device.memory_efficiency]
     if device.ratios:
-        found["operator_ratios"] = dict(device.ratios)
+        figures["operator_ratios"] = dict(device.ratios)
     if device.memory_bytes_per_link_byte:
-        found["memory_bytes_per_link_byte"] = device.memory_bytes_per_link_byte
-    return found
+        figures["memory_bytes_per_link_byte"] = device.memory_bytes_per_link_byte
+    return figures
 
 
 def _level(level: Level) -> dict[str, object]:
     links = level.bytes_per_second
-    found: dict[str, object] = {
+    figures: dict[str, object] = {
         "name": level.name,
         "size": level.size,
         "topology": level.topology,
@@ -65,12 +65,12 @@ def _level(level: Level) -> dict[str, object]:
         "overlap": level.overlap,
     }
     if level.compute_share:
-        found["compute_share"] = level.compute_share
+        figures["compute_share"] = level.compute_share
     if level.measured:
         by_kind = {measured.kind: measured for measured in level.measured}
-        found["efficiency"] = {kind: by_kind[kind].efficiency for kind in KINDS}
-        found["latency_seconds"] = {kind: by_kind[kind].latency_seconds for kind in KINDS}
-    return found
+        figures["efficiency"] = {kind: by_kind[kind].efficiency for kind in KINDS}
+        figures["latency_seconds"] = {kind: by_kind[kind].latency_seconds for kind in KINDS}
+    return figures
 
 
 _NO_FIGURES = ("name", "size", "topology", "ranks", "stride")

@@ -1,7 +1,7 @@
-"""Dispatch: where rows may be with their experts.
+"""Dispatch: marks where rows may travel to their experts.
 
-Rows set out where they are multiplied by expert, and come back where something else reads them: what is done to them
-one by one in between is done where they are.
+Rows set out where a product by expert reads them, and come back where another operator reads them. Operators in between
+that treat rows one by one run where the rows are.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ class Dispatch(Rewrite):
         super().__init__(graph)
         self.rule_of = rule_of
         self.away: dict[str, tuple[str, int]] = {}
-        """Rows (along dim 0) with their experts: the name of what they want, and the number of experts."""
+        """Rows (along dim 0) at their experts: the name of their ids, and the number of experts."""
         self.sent: dict[tuple[str, str], Ref] = {}
         self.back: dict[str, Ref] = {}
 
@@ -38,7 +38,7 @@ class Dispatch(Rewrite):
         return self.done()
 
     def multiplied(self, node: Node) -> None:
-        """A product by expert: rows are there."""
+        """A product by expert, which reads rows at their experts."""
         call = self.call(node)
         ids = call.argument("ids").name
         experts = self.shape(call.argument("weight").name)[0] if node.op == MM else call.argument("experts")
@@ -59,7 +59,7 @@ class Dispatch(Rewrite):
         return self.sent[name, ids]
 
     def home(self, name: str) -> Ref:
-        """Rows that are away, back again."""
+        """A value with its rows back from their experts."""
         if name not in self.away:
             return Ref(name)
         if name not in self.back:
@@ -68,7 +68,7 @@ class Dispatch(Rewrite):
         return self.back[name]
 
     def goes_along(self, node: Node) -> bool:
-        """Whether the op treats rows that are away one by one."""
+        """Whether the op runs at the experts, because it treats rows one by one."""
         away = [self.away.get(name) for name in node.inputs]
         ways = {way for way in away if way is not None}
         if len(ways) != 1:

@@ -12,7 +12,7 @@ TURNED = (0, 2, 1)
 SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 UNREAD = (*ZEROS, "aten.empty_like.default", "aten.new_empty.default")
-"""They take shape and dtype of what they are given, and no element."""
+"""Ops that read the shape and dtype of their operand, and no element."""
 
 RuleOf = Callable[[Call], OpRule | None]
 
@@ -37,8 +37,8 @@ def put_along_rows(node: Node) -> Put | None:
 
 
 def row_factor(rule: OpRule, rows: Sequence[int | None], count: int) -> int | None:
-    """The factor of an op that treats rows alike, whatever their order; None if it does not. `rows` says
-    which dim of each operand are rows, if any."""
+    """The factor of the rows of an op that treats them alike in any order; None if it does not. `rows` holds the dim of
+    each operand that rows run along, or None."""
     carried = {dims[dim] for dim, dims in zip(rows, rule.inputs, strict=True) if dim is not None}
     if len(carried) != 1 or None in carried:
         return None
@@ -53,7 +53,7 @@ def row_factor(rule: OpRule, rows: Sequence[int | None], count: int) -> int | No
 
 
 def only_step(graph: JointGraph, name: str, op: str) -> Node | None:
-    """The node that makes a value, if it is of this op and one node alone reads what it makes."""
+    """The node that produces a value, if it is of this op and a single node reads its result."""
     index = graph.producer.get(name)
     alone = len(graph.consumers.get(name, ())) == 1 and name not in {output.name for output in graph.outputs}
     return graph.nodes[index] if index is not None and alone and graph.nodes[index].op == op else None
@@ -70,15 +70,15 @@ class Rewrite:
         self.node = graph.nodes[0]
 
     def now(self, name: str) -> Ref:
-        """What has the value of this name now."""
+        """The value of the new graph that equals this one."""
         return Ref(self.same.get(name, name))
 
     def keep(self, node: Node) -> None:
         self.nodes.append(reading(node, self.same))
 
     def emit(self, op: str, args: tuple[Any, ...], shape: tuple[int, ...], name: str = "", **kwargs: Any) -> Ref:
-        """Append an op in the place of the node at hand. Its result has the dtype of its first operand, or
-        of the value `name` that it makes."""
+        """Append an op in place of the current node. Its result has the dtype of its first operand, or of the value
+        `name` if it is given."""
         dtype = self.metas[name or args[0].name].dtype
         name = name or numbered(f"{self.node.name}_rows", self.metas)
         self.metas[name] = TensorMeta(tuple(shape), dtype)
@@ -94,7 +94,7 @@ class Rewrite:
         return self.emit(PERMUTE, (value, TURNED), (e, n, k), name)
 
     def matrix(self, name: str, rows: int, width: int) -> Ref:
-        """A value that has no other dims but of size 1 as a matrix; the same one whichever view of it is asked."""
+        """A value whose other dims have size 1 as a matrix, the same one for every view of the value."""
         while (index := self.graph.producer.get(name)) is not None:
             node = self.graph.nodes[index]
             if node.op not in (RESHAPE, PERMUTE) or self.shape(node.inputs[0])[0] != rows:
@@ -120,7 +120,7 @@ class Rewrite:
         return index is not None and self.graph.nodes[index].op in ZEROS
 
     def done(self) -> JointGraph:
-        """The new graph, without what only served what was replaced."""
+        """The new graph, without dead code."""
         outputs = tuple(replace(o, name=self.now(o.name).name) if o.name else o for o in self.graph.outputs)
         nodes = living(self.nodes, (o.name for o in outputs))
         return with_own_metas(replace(self.graph, nodes=nodes, outputs=outputs, metas=self.metas))

@@ -14,9 +14,9 @@ from .rewrite import SORTS, UNREAD, Rewrite, RuleOf, put_along_rows, row_factor
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a value is, because of a sort. `kind`:
+    """What a sort says about a value. `kind`:
 
-    order           order of the sort: row i of what is sorted was row order[i]
+    order           order of the sort: sorted row i was row order[i]
     tokens          order // size: the token of row i, where every token has `size` rows
     inverse         the place to which the sort moved row i
     ids             the sorted experts
@@ -30,8 +30,8 @@ class Fact:
 
 
 class SortedRows(Rewrite):
-    """Facts are by the names of the old graph; the new graph has in the place of sorted rows the same rows
-    in the order that they had before."""
+    """The new graph has the same rows in their former order in place of sorted rows. Facts go by names of the old
+    graph."""
 
     def __init__(self, graph: JointGraph, rule_of: RuleOf) -> None:
         super().__init__(graph)
@@ -84,7 +84,7 @@ def summed_up(rewrite: SortedRows, node: Node, sort: str) -> bool:
 
 
 def converted(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """To another dtype: ids and counts are what they were."""
+    """To another dtype: ids stay ids, and counts stay counts."""
     fact = rewrite.facts[node.inputs[0]]
     if fact.kind not in ("ids", "counts", "ends"):
         return False
@@ -121,9 +121,9 @@ def _repeat(rewrite: SortedRows, node: Node, x: Ref, times: int) -> None:
     one = rewrite.emit(RESHAPE, (x, (tokens, 1, *rest)), (tokens, 1, *rest))
     several = (tokens, times, *rest)
     wide = rewrite.emit("aten.expand.default", (one, several), several)
-    whole = rewrite.emit("aten.clone.default", (wide,), several, memory_format=torch.contiguous_format)
+    repeated = rewrite.emit("aten.clone.default", (wide,), several, memory_format=torch.contiguous_format)
     shape = rewrite.shape(node.name)
-    rewrite.emit(RESHAPE, (whole, shape), shape, node.name)
+    rewrite.emit(RESHAPE, (repeated, shape), shape, node.name)
 
 
 def put(rewrite: SortedRows, node: Node, sort: str) -> bool:
@@ -134,7 +134,7 @@ def put(rewrite: SortedRows, node: Node, sort: str) -> bool:
     if kind == "order" and not put.accumulate and _counts_up(rewrite, put.values):
         return rewrite.shape(put.base) == rewrite.shape(put.values) and rewrite.know(node.name, sort, "inverse")
     if kind == "ids" and put.accumulate and rewrite.is_rows(Ref(put.values)) and not rewrite.kind(Ref(put.base)):
-        rewrite.keep(node)  # what each expert adds up: the gradient of its bias
+        rewrite.keep(node)  # the sum of each expert: the gradient of its bias
         return True
     if not rewrite.is_zero(put.base) or rewrite.shape(put.base)[1:] != rewrite.shape(put.values)[1:]:
         return False
@@ -224,7 +224,7 @@ def _gradient_by_expert(rewrite: SortedRows, name: str, x: Ref, gradient: Ref, s
 
 
 def reshaped(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """A view keeps rows apart that keeps their dim."""
+    """A view that keeps the dim of the rows keeps them apart."""
     if not rewrite.has_rows(node.inputs[0]):
         return False
     before, after = rewrite.shape(node.inputs[0]), rewrite.shape(node.name)
@@ -245,7 +245,7 @@ def permuted(rewrite: SortedRows, node: Node, sort: str) -> bool:
 
 
 def row_by_row(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """Any operator whose rule says that it treats all rows alike."""
+    """Any operator that treats all rows alike by its rule."""
     call = rewrite.call(node)
     rule = rewrite.rule_of(call)
     if rule is None or not all(rewrite.has_rows(name) for name in node.inputs if name in rewrite.facts):
@@ -275,20 +275,20 @@ USES: dict[str, Callable[[SortedRows, Node, str], bool]] = {
     RESHAPE: reshaped,
     PERMUTE: permuted,
 }
-"""Op -> a use of sorted rows that does not depend on their order. It takes the rewrite so far, a node that reads sorted
-values, and the sort, appends what takes the node's place in the order of tokens, records what the results are, and
-returns False if it cannot prove that the order does not matter."""
+"""Op -> a use of sorted rows that does not depend on their order. The function takes the rewrite so far, a node that
+reads sorted values, and the sort. It appends what replaces the node in the order of tokens and records facts about the
+results, or returns False if it cannot prove that the order does not matter."""
 
 
 class Unproved(Exception):
-    """A use of sorted values that nothing here proves to be fine."""
+    """Sorted values have a use of which no function here proves that the order does not matter."""
 
     def __init__(self, sorts: Collection[str]) -> None:
         self.sorts = sorts
 
 
 def without_sorts(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
-    """The graph without its sorts by expert, but for those of which a use is not proved."""
+    """The graph without its sorts by expert, except those with an unproved use."""
     stay: frozenset[str] = frozenset()
     while True:
         try:
@@ -315,7 +315,7 @@ def _rewritten(rewrite: SortedRows, stay: frozenset[str]) -> JointGraph:
 
 
 def _start(rewrite: SortedRows, node: Node) -> None:
-    """Record what a sort of whole numbers makes."""
+    """Record the results of a sort of integers."""
     source = rewrite.metas[node.inputs[0]]
     if len(source.shape) != 1 or source.dtype.is_floating_point:
         return
@@ -329,6 +329,6 @@ def _start(rewrite: SortedRows, node: Node) -> None:
 
 
 def _use(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """Rewrite a node that reads something sorted; False if it cannot be."""
+    """Rewrite a node that reads sorted values; False if that cannot be done."""
     use = USES.get(node.op)
     return (use is not None and use(rewrite, node, sort)) or row_by_row(rewrite, node, sort)

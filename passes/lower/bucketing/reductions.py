@@ -7,9 +7,8 @@ bucket has been started.
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.ir.graph import WAIT, Node
+from autopar.ir.graph import WAIT, Node, readers
 from autopar.ir.program import LAYOUT, REDUCED
-from autopar.ir.rewrite import readers
 
 from .packing import Bucket, BucketWriter
 
