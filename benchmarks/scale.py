@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.passes.space.choices import KEEP, REGATHER, WHOLE, SiteChoice
+from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Region
 from autopar.passes.space.space import Space
@@ -66,11 +66,11 @@ def _random(space: Space, region: Region, name: str, rng: random.Random) -> Site
     site = region.sites[name]
     policy = rng.choice((KEEP, REGATHER)) if site.kind == "parameter" else ""
     for _ in range(TRIES):
-        parts = [[c for c in site.choices[n] if c == WHOLE or c.splits] for n in space.mesh]
+        parts = [[c for c in site.choices[n] if c == REPLICATED or c.splits] for n in space.mesh]
         choice = SiteChoice(tuple(map(rng.choice, parts)), policy)
         if space.option(site, choice) is not None:
             return choice
-    return space.whole(site)
+    return space.replicated(site)
 
 
 def restarts(planner: Planner, limit: float | None, count: int, seconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import random
 import models
 import pytest
 
-from autopar.passes.space.choices import WHOLE, parse_choice
+from autopar.passes.space.choices import REPLICATED, parse_choice
 from autopar.planning.constraints import Constraints, pins
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -54,8 +54,8 @@ def test_a_module_is_kept_off_an_axis(mesh: dict[str, int]) -> None:
     decided = [(body.sites[n], text) for body, s in regions for run in s.runs for n, text in run.decisions.items()]
     inside = [(site, text) for site, text in decided if ".mlp" in site.module and site.kind == "op"]
     assert len(inside) > 10
-    assert all(parse_choice(text).axes[axis] == WHOLE for _, text in inside)
-    assert any(parse_choice(text).axes[axis] != WHOLE for site, text in decided if site.kind == "op")
+    assert all(parse_choice(text).axes[axis] == REPLICATED for _, text in inside)
+    assert any(parse_choice(text).axes[axis] != REPLICATED for site, text in decided if site.kind == "op")
     assert all(p.at_rest[axis] == "R" for n, p in plan.parameters.items() if ".mlp." in n)
 
 

@@ -32,7 +32,7 @@ from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, expert_mm, expert_mm_we
 from autopar.ops.oracle import check_rule
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.space.choices import WHOLE, AxisChoice, SiteChoice
+from autopar.passes.space.choices import REPLICATED, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Site
 from autopar.planning.planner import Planner
@@ -272,7 +272,8 @@ def by_expert(made: Planner, axes: Sequence[int]) -> Assignment:
             return [c for c in choices if not any(on_axis.routes for on_axis in c.axes)] if travels(site) else None
         assert site.rule is not None
         number, experts = next((i, f.size) for i, f in enumerate(site.rule.factors) if f.name == "e")
-        return [SiteChoice(tuple(AxisChoice("S", number, experts) if axis in axes else WHOLE for axis in range(width)))]
+        by_expert = AxisChoice("S", number, experts)
+        return [SiteChoice(tuple(by_expert if axis in axes else REPLICATED for axis in range(width)))]
 
     return plans.random_assignment(made.space, 0, wanted=wanted)
 
@@ -313,7 +314,7 @@ def routed(made: Planner, axis: int, seed: int = 0) -> Assignment:
     def fits(choice: SiteChoice) -> bool:
         rows = choice.axes[axis].factor
         others = [part for a, part in enumerate(choice.axes) if a != axis]
-        return all(part.splits and part.factor == rows if seed % 2 else part == WHOLE for part in others)
+        return all(part.splits and part.factor == rows if seed % 2 else part == REPLICATED for part in others)
 
     def wanted(site: Site) -> list[SiteChoice] | None:
         travelling = [choice for choice in site.choices.get(mesh[axis], ()) if choice.routes]

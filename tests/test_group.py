@@ -31,9 +31,9 @@ from grouping.grouped import Grouped
 from grouping.level import Level, best, operator_level
 from grouping.widen import widened
 
-WHOLE, SPLIT = 0, 1
+REPLICATED, SPLIT = 0, 1
 WANTS_WHOLE, WANTS_SPLIT = 1, 2
-SLICES = {WHOLE: WANTS_WHOLE | WANTS_SPLIT, SPLIT: WANTS_SPLIT}
+SLICES = {REPLICATED: WANTS_WHOLE | WANTS_SPLIT, SPLIT: WANTS_SPLIT}
 """A slice of what is whole is free, a split is had of a split; a gather costs 10 seconds."""
 
 
@@ -42,12 +42,12 @@ def gathered(name: str, producer: int, *consumers: int) -> Tensor:
     return FreeTensor(
         name=name,
         producer=producer,
-        produced=(WHOLE, SPLIT),
+        produced=(REPLICATED, SPLIT),
         consumers=consumers,
         wanted=((WANTS_WHOLE, WANTS_SPLIT),) * len(consumers),
         costs={
             (made, wanted): (10.0 if made == SPLIT and wanted & WANTS_WHOLE else 0.0, 0.0)
-            for made in (WHOLE, SPLIT)
+            for made in (REPLICATED, SPLIT)
             for wanted in range(4)
         },
         free=SLICES,
@@ -81,7 +81,7 @@ def test_members_go_from_whole_to_split_but_not_back() -> None:
     problem = chain((4, 1), (4, 1), (4, 1))
     grouped = group(replace(problem, tensors=(*problem.tensors, gathered("in", 0, 1, 2))), [[1, 2]], limited=True)
     inner = next(g for g in grouped.groups if len(g.members) == 2)
-    assert (SPLIT, WHOLE) not in inner.joint
+    assert (SPLIT, REPLICATED) not in inner.joint
     assert (SPLIT, SPLIT) in inner.joint
 
 
@@ -104,7 +104,7 @@ def test_what_a_group_forbids_is_a_gather_inside_and_costs_what_the_gather_would
 def test_where_no_joint_option_is_free_a_group_is_divided() -> None:
     problem = chain((4, 1), (4, 1))
     only = FreeTensor(
-        **{**known(problem.tensors[0]), "wanted": ((WANTS_WHOLE, WANTS_WHOLE),)}, free={WHOLE: 0, SPLIT: 0}
+        **{**known(problem.tensors[0]), "wanted": ((WANTS_WHOLE, WANTS_WHOLE),)}, free={REPLICATED: 0, SPLIT: 0}
     )
     grouped = group(replace(problem, tensors=(only,)), [[0, 1]])
     assert grouped.divided == ("v0",)
@@ -126,7 +126,7 @@ def test_a_tensor_that_a_group_makes_and_reads_is_gathered_once_for_all_its_read
     assert tensor.producer in tensor.consumers
     solution = solve(grouped.problem, solver)
     assert solution.score.seconds == pytest.approx(1 + 1 + 10 + 1 + 1)
-    assert grouped.expand(solution.choice) == Choice(options=(SPLIT, SPLIT, WHOLE, WHOLE))
+    assert grouped.expand(solution.choice) == Choice(options=(SPLIT, SPLIT, REPLICATED, REPLICATED))
 
 
 def test_an_option_that_costs_no_more_but_for_bytes_is_left_out_only_without_a_limit() -> None:

@@ -25,7 +25,7 @@ import autopar
 from autopar.cost.streams import timeline
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.space.choices import WHOLE
+from autopar.passes.space.choices import REPLICATED
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.planning.account import Account, account
@@ -230,8 +230,8 @@ def test_exhaustive_search_agrees_on_real_problems(depth: int, ranks: int) -> No
         }
         if depth > 1:
             for name, site in search.sites.items():
-                split = [choice for choice in allowed[name] if choice.axes != (WHOLE,)]
-                allowed[name] = [made.space.whole(site), *split[:1]]
+                split = [choice for choice in allowed[name] if choice.axes != (REPLICATED,)]
+                allowed[name] = [made.space.replicated(site), *split[:1]]
         objectives[solver] = search.run(allowed).score.objective
     assert objectives["ilp"] == pytest.approx(objectives["exhaustive"], rel=1e-9)
     assert objectives["dp"] == pytest.approx(objectives["exhaustive"], rel=1e-9)
@@ -431,9 +431,9 @@ def test_a_space_with_other_prices_works_out_again_what_depends_on_them() -> Non
     """What was worked out is kept where nothing that it depends on differs, and nowhere else."""
     space = planner("mlp with loss_fn", {"a": 4}).space
     site = next(site for site in space.rest.sites.values() if site.kind == "op" and len(site.choices[4]) > 1)
-    before = space.option(site, space.whole(site))
+    before = space.option(site, space.replicated(site))
     slower = dataclasses.replace(space.cluster, device=dataclasses.replace(space.cluster.device, seconds_per_op=1.0))
     assert dataclasses.replace(space, segments=space.segments).memo is space.memo
-    after = dataclasses.replace(space, cluster=slower).option(site, space.whole(site))
+    after = dataclasses.replace(space, cluster=slower).option(site, space.replicated(site))
     assert before is not None and after is not None and after.seconds > before.seconds
-    assert space.option(site, space.whole(site)) is before
+    assert space.option(site, space.replicated(site)) is before

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from autopar.passes.space.choices import WHOLE, AxisChoice
+from autopar.passes.space.choices import REPLICATED, AxisChoice
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
@@ -108,7 +108,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _left(space: Space, constraint: _Constraint, site: Site, axis: int) -> tuple[AxisChoice, ...]:
     if constraint.dim is None or space.mesh[axis] == 1:
-        return (WHOLE,)
+        return (REPLICATED,)
     choices = site.choices[space.mesh[axis]]
     left = tuple(c for c in choices if c.splits and c.factor == constraint.dim)
     if not left:

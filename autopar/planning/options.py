@@ -109,7 +109,7 @@ class Options:
 
     def replicated(self) -> dict[str, list[SiteChoice]]:
         """Every site replicated, as far as constraints let it."""
-        return {name: [self._pinned(site, self.space.whole(site))] for name, site in self.sites.items()}
+        return {name: [self._pinned(site, self.space.replicated(site))] for name, site in self.sites.items()}
 
     def batch(self, *, without: int) -> dict[str, list[SiteChoice]]:
         """Every site splits by the batch on as many axes as it can, the first axes first, except for one axis."""
@@ -119,7 +119,7 @@ class Options:
         by_batch = {ranks: reached(space, ranks, starts) for ranks in set(space.mesh) if ranks > 1}
         chosen = {}
         for name, site in self.sites.items():
-            choice = space.whole(site)
+            choice = space.replicated(site)
             for axis, ranks in enumerate(space.mesh):
                 if ranks > 1 and axis != without and site.kind in ("op", "border"):
                     splits = by_batch[ranks].splits.get(name, {})

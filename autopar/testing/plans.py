@@ -6,7 +6,7 @@ from functools import partial
 from itertools import pairwise, product
 
 from autopar.ir.layout import Layout
-from autopar.passes.space.choices import KEEP, NO_POLICY, PASSES_PARTIAL, REGATHER, WHOLE, SiteChoice
+from autopar.passes.space.choices import KEEP, NO_POLICY, PASSES_PARTIAL, REGATHER, REPLICATED, SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Option, Region, Site, border_name, joined_borders
 from autopar.passes.space.space import Space
@@ -83,7 +83,7 @@ def _choices(space: Space, site: Site, generator: random.Random) -> Iterator[Sit
     policies = (KEEP, REGATHER) if site.kind == "parameter" else NO_POLICY
     every = [SiteChoice(axes, p) for axes in product(*(site.choices[n] for n in space.mesh)) for p in policies]
     yield from generator.sample(every, min(TRIED, len(every)))
-    yield space.whole(site)
+    yield space.replicated(site)
     yield from generator.sample(every, len(every))
 
 
@@ -167,5 +167,5 @@ class _Drawing:
         """Whether it reads all as it is laid out; where there is nothing to read, whether it splits."""
         read = self._read(site, option)
         if not read:
-            return any(on_axis != WHOLE for on_axis in option.choice.axes)
+            return any(on_axis != REPLICATED for on_axis in option.choice.axes)
         return all(self.layouts[r.alias.root] == layout for r, layout in read)

@@ -76,9 +76,10 @@ class Short:
         total = short.seconds
         for missing in self.missing:
             number, k = missing.place
-            forward = started["forward", (number, k + 2)] - started["forward", (number, k - 1)]
-            backward = started["backward", (number, k - 1)] - started["backward", (number, k + 2)]
-            total += missing.count * (forward + backward) / 3
+            for phase, first, last in (("forward", k - 1, k + 2), ("backward", k + 2, k - 1)):
+                if (phase, missing.place) in started:  # a copy may lie in one phase alone
+                    between = started[phase, (number, last)] - started[phase, (number, first)]
+                    total += missing.count * between / 3
         return total
 
     def _placed(self, moments: Sequence[Moment]) -> Iterator[tuple[str, Place, Moment]]:
@@ -117,8 +118,12 @@ def _left(placed: Sequence[tuple[str, Place, Moment]], place: Place) -> tuple[fl
     for phase, at, moment in placed:
         first.setdefault((phase, at), moment)
     number, k = place
-    left = first["forward", (number, k + 1)].lasting_bytes - first["forward", place].lasting_bytes
-    return left, left + first["backward", (number, k - 1)].bytes - first["backward", place].bytes
+    left = late = 0.0
+    if ("forward", place) in first:  # a copy may lie in one phase alone
+        left = late = first["forward", (number, k + 1)].lasting_bytes - first["forward", place].lasting_bytes
+    if ("backward", place) in first:
+        late += first["backward", (number, k - 1)].bytes - first["backward", place].bytes
+    return left, late
 
 
 def _held(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[float, float]:

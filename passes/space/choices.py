@@ -63,7 +63,7 @@ class SiteChoice(NamedTuple):
         return " ".join(map(str, (*self.axes, self.policy) if self.policy else self.axes))
 
 
-WHOLE = AxisChoice("R")
+REPLICATED = AxisChoice("R")
 
 PASSES_PARTIAL = AxisChoice("P")
 """Of a border: what crosses it is a partial sum."""
@@ -87,5 +87,5 @@ def _parsed(word: str) -> AxisChoice:
     if match["factor"]:
         return AxisChoice("S" if match["kind"] == "S" else "X", int(match["factor"]), int(match["period"]))
     if word == "R":
-        return WHOLE
+        return REPLICATED
     return AxisChoice("P", int(match["set"])) if match["set"] else PASSES_PARTIAL

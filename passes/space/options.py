@@ -3,7 +3,7 @@
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_meta, nest
 
-from .choices import WHOLE, SiteChoice
+from .choices import REPLICATED, SiteChoice
 from .collapse import from_root, to_root
 from .operator_layouts import operator_layouts, splits_of
 from .setting import Setting, operator_seconds
@@ -46,14 +46,14 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
 
 
 def _unsplit_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
-    if any(on_axis != WHOLE for on_axis in choice.axes):
+    if any(on_axis != REPLICATED for on_axis in choice.axes):
         return None
     return _stored_option(setting, site, choice)
 
 
 def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
     """The only option of an op without a rule."""
-    if any(on_axis != WHOLE for on_axis in choice.axes):
+    if any(on_axis != REPLICATED for on_axis in choice.axes):
         return None
     replicated = (REPLICATE,) * len(setting.mesh)
     reads, makes = (replicated,) * len(site.reads), (replicated,) * len(site.makes)

@@ -13,7 +13,7 @@ from autopar.ir.layout import Placement, Routed, Split, is_legal, period_of, per
 from autopar.ops import localize
 from autopar.ops.emit import local_shapes
 
-from .choices import PASSES_PARTIAL, WHOLE, AxisChoice, SiteChoice
+from .choices import PASSES_PARTIAL, REPLICATED, AxisChoice, SiteChoice
 from .collapse import from_root, to_root
 from .operator_layouts import operand_layout, result_layout
 from .sites import Read, Site, joined_borders
@@ -245,7 +245,7 @@ class Propagation:
         return maker is None or maker.kind in ("op", "border")
 
     def _choices(self, site: Site) -> Iterator[AxisChoice]:
-        yield WHOLE
+        yield REPLICATED
         if self.ranks == 1 or site.fixed:
             return
         if site.rule is not None:

@@ -14,7 +14,7 @@ from autopar.ir.graph import JointGraph
 from autopar.ir.layout import Layout, describe
 from autopar.passes.segments.segment import Repeated, Segments
 
-from .choices import KEEP, REGATHER, WHOLE, AxisChoice, SiteChoice
+from .choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from .collapse import Roots, from_root
 from .options import OPTION
 from .setting import Setting
@@ -57,11 +57,11 @@ class Space(Setting):
             options[choice] = OPTION[site.kind](self, site, choice)
         return options[choice]
 
-    def whole(self, site: Site) -> SiteChoice:
+    def replicated(self, site: Site) -> SiteChoice:
         """The choice that is always legal: everything replicated, or where it is held."""
         if site.held:
             return site.held[0]
-        return SiteChoice((WHOLE,) * len(self.mesh), KEEP if site.kind == "parameter" else "")
+        return SiteChoice((REPLICATED,) * len(self.mesh), KEEP if site.kind == "parameter" else "")
 
     def with_sites(self, changed: Callable[[Site], Site]) -> Space:
         """The space with each site changed so."""
@@ -87,7 +87,7 @@ def held(space: Space, layouts: Mapping[str, Collection[Layout]]) -> Space:
 def _held(space: Space, site: Site, layouts: Collection[Layout]) -> Site:
     assert site.meta is not None
     # also those that it would not take of itself, as where every copy of a layer reads it
-    every = (WHOLE, *(AxisChoice("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
+    every = (REPLICATED, *(AxisChoice("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
     per_axis = [tuple(dict.fromkeys((*every, *site.choices[ranks]))) for ranks in space.mesh]
     choices_of: dict[Layout, list[SiteChoice]] = {layout: [] for layout in layouts}
     for axes in product(*per_axis):

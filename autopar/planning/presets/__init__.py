@@ -29,7 +29,7 @@ from itertools import product
 
 from autopar.extensions import Table
 from autopar.passes.blocks.block import Blocks
-from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, WHOLE, AxisChoice, Policy, SiteChoice
+from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, REPLICATED, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.sites import Site, joined_sites
 from autopar.passes.space.space import Space
@@ -105,7 +105,7 @@ def allowed_by(preset: Preset, space: Space, blocks: Blocks) -> Allowed:
         policies = preset.policies if site.kind == "parameter" else NO_POLICY
         choices: list[SiteChoice] = []
         tiers = preset.grid(context, site, grid) if preset.grid is not None and grid else []
-        tiers = [*tiers, [(WHOLE,) * len(grid)]]
+        tiers = [*tiers, [(REPLICATED,) * len(grid)]]
         for on_lines, on_grid in product(_lines(context, site, rules), tiers):
             every = (_merged(space, on_lines, dict(zip(grid, joint, strict=True))) for joint in on_grid)
             choices = [SiteChoice(axes, policy) for merged in every for axes in merged for policy in policies]
@@ -120,14 +120,13 @@ def _lines(context: Context, site: Site, rules: Mapping[int, AxisRule]) -> list[
     """What the rules allow on each axis; and, for a dim with an uneven split, which may not pass through a view, the
     same or replicated."""
     first = {axis: rule(context, site, axis) for axis, rule in rules.items()}
-    return [first, {axis: tuple(dict.fromkeys((*choices, WHOLE))) for axis, choices in first.items()}]
+    return [first, {axis: tuple(dict.fromkeys((*choices, REPLICATED))) for axis, choices in first.items()}]
 
 
 def _merged(space: Space, lines: Mapping[int, AxisChoices], joint: Mapping[int, AxisChoice]) -> list[AxisChoices]:
     """Choices for all axes of the mesh; on axes of one rank, replicated."""
-    return list(
-        product(*((joint[axis],) if axis in joint else lines.get(axis, (WHOLE,)) for axis in range(len(space.mesh))))
-    )
+    choices = [(joint[axis],) if axis in joint else lines.get(axis, (REPLICATED,)) for axis in range(len(space.mesh))]
+    return list(product(*choices))
 
 
 def _axis_rules(space: Space, chosen: Preset, grid: tuple[int, ...]) -> dict[int, AxisRule]:

@@ -3,7 +3,7 @@
 import math
 
 from autopar.ir.layout import Split
-from autopar.passes.space.choices import WHOLE, AxisChoice
+from autopar.passes.space.choices import REPLICATED, AxisChoice
 from autopar.passes.space.sites import Site
 
 from .context import Context
@@ -20,15 +20,15 @@ def data(context: Context, site: Site, axis: int) -> AxisChoices:
     """Data parallel on one axis, with parameters replicated."""
     ranks = context.space.mesh[axis]
     if site.kind == "op":
-        return (*(context.digits(axis, "batch").choices(site) or (WHOLE,)), *linear(site, ranks))
+        return (*(context.digits(axis, "batch").choices(site) or (REPLICATED,)), *linear(site, ranks))
     if site.kind == "parameter":
-        return (WHOLE,)
+        return (REPLICATED,)
     if site.kind == "output":
         return site.choices[ranks]
     kept = tuple(c for c in context.splits(site.makes[0], axis, "batch") if c in site.choices[ranks])
     if site.kind == "border":
         return kept or tuple(c for c in site.choices[ranks] if not c.splits)
-    return kept or (WHOLE,)
+    return kept or (REPLICATED,)
 
 
 def sharded_data(context: Context, site: Site, axis: int) -> AxisChoices:
@@ -37,7 +37,7 @@ def sharded_data(context: Context, site: Site, axis: int) -> AxisChoices:
     if site.kind != "parameter":
         return data(context, site, axis)
     splits = at_rest(context, site, axis)
-    return tuple(c for c in splits if c.factor == splits[0].factor) or (WHOLE,)
+    return tuple(c for c in splits if c.factor == splits[0].factor) or (REPLICATED,)
 
 
 def sharded_matrices(context: Context, site: Site, axis: int) -> AxisChoices:
@@ -45,7 +45,7 @@ def sharded_matrices(context: Context, site: Site, axis: int) -> AxisChoices:
     if site.kind != "parameter":
         return data(context, site, axis)
     assert site.meta is not None
-    return (at_rest(context, site, axis) if len(site.meta.shape) > 1 else ()) or (WHOLE,)
+    return (at_rest(context, site, axis) if len(site.meta.shape) > 1 else ()) or (REPLICATED,)
 
 
 def at_rest(context: Context, site: Site, axis: int) -> AxisChoices:
@@ -72,13 +72,13 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
             rows = context.rows(site, axis)
             allowed = [c for c in choices if c not in rows and not c.routes]
             if weights and site.rule.flops:
-                allowed = [c for c in allowed if c.splits and _splits_weight(site, weights, c.factor)] or [WHOLE]
+                allowed = [c for c in allowed if c.splits and _splits_weight(site, weights, c.factor)] or [REPLICATED]
             return tuple(allowed)
         along = tuple(c for c in sequence.choices(site) if c in choices) if by_sequence else ()
-        return (*(along or (WHOLE,)), *linear(site, ranks))
+        return (*(along or (REPLICATED,)), *linear(site, ranks))
     if site.kind == "border":
         splits = context.splits(site.name, axis, "sequence") if by_sequence else []
-        return tuple(c for c in splits if c in choices) or (WHOLE,)
+        return tuple(c for c in splits if c in choices) or (REPLICATED,)
     if site.kind == "parameter":
         of_class = classes.splits.get(site.name, {})
         by_class = tuple(c for c in choices if c.splits and Split(c.factor, c.period) in of_class)
@@ -86,8 +86,8 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
             return by_class
         # vectors are replicated, but for the biases of contractions
         assert site.meta is not None
-        return choices if len(site.meta.shape) > 1 or context.feeds_contraction(site) else (WHOLE,)
-    return choices if site.kind == "output" else (WHOLE,)
+        return choices if len(site.meta.shape) > 1 or context.feeds_contraction(site) else (REPLICATED,)
+    return choices if site.kind == "output" else (REPLICATED,)
 
 
 def _splits_weight(site: Site, weights: list[int], factor: int) -> bool:

@@ -7,7 +7,7 @@ if none of the first tier is legal (a dim is too short, or uneven), the next tie
 from collections.abc import Iterable
 from itertools import product
 
-from autopar.passes.space.choices import WHOLE, AxisChoice
+from autopar.passes.space.choices import REPLICATED, AxisChoice
 from autopar.passes.space.sites import Site
 
 from .axis import linear
@@ -28,11 +28,11 @@ def tensor(context: Context, site: Site, axes: Axes, *, scatters_heads: bool) ->
         return _tensor_op(context, site, axes, scatters_heads)
     choices = [site.choices[context.space.mesh[axis]] for axis in axes]
     if site.kind == "border":
-        every = _joint([(*_stored(context, site, axis, "feature"), WHOLE) for axis in axes])
+        every = _joint([(*_stored(context, site, axis, "feature"), REPLICATED) for axis in axes])
         return [[c for c in every if _splits(c) in _between(axes)], [c for c in every if _splits(c) == 0]]
     if site.kind == "parameter":
         return _parameter(context, site, axes)
-    return [_joint(choices)] if site.kind == "output" else [[(WHOLE,) * len(axes)]]
+    return [_joint(choices)] if site.kind == "output" else [[(REPLICATED,) * len(axes)]]
 
 
 def _between(axes: Axes) -> tuple[int, ...]:
@@ -43,7 +43,8 @@ def _between(axes: Axes) -> tuple[int, ...]:
 def _tensor_op(context: Context, site: Site, axes: Axes, scatters_heads: bool) -> Tiers:
     features = [context.features(site, axis) for axis in axes]
     weighty = _weight_factors(context, site)
-    every = _joint([(*here, *_partial(context, site, axis), WHOLE) for here, axis in zip(features, axes, strict=True)])
+    on_axes = zip(features, axes, strict=True)
+    every = _joint([(*here, *_partial(context, site, axis), REPLICATED) for here, axis in on_axes])
     if weighty is not None:
         return _with_weight(site, [c for c in every if _factors(c) <= weighty], len(axes))
     if not context.is_weighted(site):
@@ -79,21 +80,21 @@ def stationary(context: Context, site: Site, axes: Axes) -> Tiers:
         return [_joint(choices)]
     batches = [_stored(context, site, axis, "batch") for axis in axes]
     if site.kind != "border":
-        return [[c for c in _joint([(*b, WHOLE) for b in batches]) if _splits(c) <= 1]]
+        return [[c for c in _joint([(*b, REPLICATED) for b in batches]) if _splits(c) <= 1]]
     features = [_stored(context, site, axis, "feature") for axis in axes]
-    return _by_both(_joint([(*b, *f, WHOLE) for b, f in zip(batches, features, strict=True)]), batches)
+    return _by_both(_joint([(*b, *f, REPLICATED) for b, f in zip(batches, features, strict=True)]), batches)
 
 
 def _stationary_op(context: Context, site: Site, axes: Axes) -> Tiers:
     batches = [context.digits(axis, "batch").choices(site) for axis in axes]
     if not context.is_weighted(site):
-        return [[c for c in _joint([(*b, WHOLE) for b in batches]) if _splits(c) <= 1]]
+        return [[c for c in _joint([(*b, REPLICATED) for b in batches]) if _splits(c) <= 1]]
     features = [context.features(site, axis) for axis in axes]
     weighty = _weight_factors(context, site)
     if weighty is not None:
         features = [[c for c in here if c.factor in weighty] for here in features]
     per_axis = [
-        (*b, *here, *_partial(context, site, axis), WHOLE)
+        (*b, *here, *_partial(context, site, axis), REPLICATED)
         for b, here, axis in zip(batches, features, axes, strict=True)
     ]
     every = _joint(per_axis)
@@ -110,7 +111,7 @@ def _by_both(every: list[Joint], batches: list[list[AxisChoice]] | list[tuple[Ax
         return by_batch, _splits(choice) - by_batch
 
     once = [c for c in every if max(counts(c)) <= 1]
-    tiers = [[c for c in once if WHOLE not in c and _splits(c)], [c for c in once if _splits(c)]]
+    tiers = [[c for c in once if REPLICATED not in c and _splits(c)], [c for c in once if _splits(c)]]
     return [*tiers, [c for c in once if not _splits(c)]]
 
 
