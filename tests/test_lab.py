@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-from ranks import PRELOADED
 
 from autopar import lab
 from autopar.cli import main
@@ -200,20 +197,20 @@ def test_output_has_the_rank_before_each_line_and_the_exit_status_is_that_of_the
 
 @needs_lab
 def test_a_command_that_is_not_there_is_one_error(tmp_path: Path) -> None:
-    lab = _lab(tmp_path, ["--", "no-such-command"])
-    assert lab.status() == 125
-    assert "autopar lab: cannot run 'no-such-command': No such file" in lab.error()
+    command = _lab(tmp_path, ["--", "no-such-command"])
+    assert command.status() == 125
+    assert "autopar lab: cannot run 'no-such-command': No such file" in command.error
 
 
 @needs_lab
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
     script = "trap 'echo asked; exit 3' INT TERM; echo ready; while :; do sleep 0.1; done"
-    lab = _lab(tmp_path, ["--", "sh", "-c", script])
-    lab.lines_until("ready", 2)
-    lab.send_signal(number)
-    assert lab.status() == 3
-    assert lab.output().count("asked") == 2
+    command = _lab(tmp_path, ["--", "sh", "-c", script])
+    command.lines_until("ready", 2)
+    command.send_signal(number)
+    assert command.status() == 3
+    assert command.output.count("asked") == 2
 
 
 @needs_lab
@@ -226,82 +223,33 @@ def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
         _lab(tmp_path / str(number), ["--nodes", "2", "--ranks", "1", "--", "sh", "-c", script]) for number in range(4)
     ]
     try:
-        lines = [line for lab in labs for line in lab.lines_until("ready", 2)]
+        lines = [line for command in labs for line in command.lines_until("ready", 2)]
         namespaces = {line.split()[-1] for line in lines if "net:[" in line}
         assert len(namespaces) == 8
         assert _soon(lambda: len(_sleeping(token)) == 16)
         assert namespaces <= _network_namespaces()
-        for victim, lab, left in zip(("lab", "supervisor", "rank"), labs, (3, 2, 1), strict=False):
+        for victim, command, left in zip(("lab", "supervisor", "rank"), labs, (3, 2, 1), strict=False):
             if victim == "lab":
-                lab.send_signal(signal.SIGKILL)
+                command.send_signal(signal.SIGKILL)
             else:
-                (supervisor, *_) = _children(lab.pid)
+                (supervisor, *_) = _children(command.pid)
                 killed = supervisor if victim == "supervisor" else _children(_children(supervisor)[0])[0]
                 os.kill(killed, signal.SIGKILL)
-            assert lab.status() in (-signal.SIGKILL, 128 + signal.SIGKILL), victim
+            assert command.status() in (-signal.SIGKILL, 128 + signal.SIGKILL), victim
             assert _soon(lambda left=left: len(_sleeping(token)) == 4 * left), victim
             assert _soon(lambda left=left: len(namespaces & _network_namespaces()) == 2 * left), victim
         labs[-1].send_signal(signal.SIGTERM)
         labs[-1].status()
         assert _soon(lambda: not _sleeping(token) and not namespaces & _network_namespaces())
     finally:
-        for lab in labs:
-            lab.process.kill()
-            lab.process.join()
+        for command in labs:
+            command.process.kill()
+            command.process.join()
 
 
-@dataclass(frozen=True)
-class Lab:
-    """`autopar lab` as a process of its own, forked from one that has imported PyTorch; what it writes is in files."""
-
-    process: BaseProcess
-    folder: Path
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def output(self) -> str:
-        return (self.folder / "output").read_text()
-
-    def error(self) -> str:
-        return (self.folder / "error").read_text()
-
-    def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def status(self) -> int:
-        """Its exit status, once it has ended; minus a signal's number if that ended it."""
-        self.process.join(200)
-        assert self.process.exitcode is not None, f"has not ended: {self.output()}{self.error()}"
-        return self.process.exitcode
-
-    def lines_until(self, text: str, times: int) -> list[str]:
-        def written() -> bool:
-            return self.output().count(f"{text}\n") >= times
-
-        assert _soon(lambda: written() or not self.process.is_alive(), 200.0)
-        assert written(), f"ended before {text!r} came {times} times: {self.output()}{self.error()}"
-        return self.output().splitlines()
-
-
-def _lab(folder: Path, arguments: list[str]) -> Lab:
-    folder.mkdir(exist_ok=True)
-    for name in ("output", "error"):
-        (folder / name).touch()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_as_command, args=(folder, arguments), daemon=True)
-    process.start()
-    return Lab(process, folder)
-
-
-def _as_command(folder: Path, arguments: list[str]) -> None:
-    for descriptor, name in ((1, "output"), (2, "error")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_APPEND), descriptor)
-    sys.argv = ["autopar", "lab", *arguments]
-    main()
+def _lab(folder: Path, arguments: list[str]) -> ranks.Command:
+    """`autopar lab`."""
+    return ranks.start(folder, main, "autopar", "lab", *arguments)
 
 
 def _sleeping(token: str) -> list[str]:
