@@ -52,9 +52,9 @@ class Tally(logging.Handler):
 
 
 LONGEST = (
-    *("test_parity.py", "test_stamp.py", "test_models.py", "test_examples.py", "test_ops.py", "test_golden.py"),
-    *("test_lab.py", "test_generated.py", "test_experts.py", "test_convolution.py", "test_calibration.py"),
-    *("test_random.py", "test_modes.py", "test_ways.py", "test_precision.py", "test_pinned.py", "test_promises.py"),
+    *("test_parity.py", "test_models.py", "test_stamp.py", "test_examples.py", "test_ops.py", "test_golden.py"),
+    *("test_experts.py", "test_convolution.py", "test_generated.py", "test_random.py", "test_modes.py", "test_ways.py"),
+    *("test_precision.py", "test_pinned.py", "test_promises.py", "test_lab.py", "test_calibration.py"),
 )
 """Files that begin first, so that no worker is left with one of them at the end."""
 

@@ -120,9 +120,10 @@ def case(name: str) -> Case:
     return perturbed(CASES[name]())
 
 
+@cache
 def planners(make: Callable[[str], Case]) -> Callable[[str, dict[str, int]], Planner]:
-    """A function from a case's name and a mesh to a planner: each case is captured once in a process, each mesh
-    prepared once."""
+    """A function from a case's name and a mesh to a planner: in a process, whatever files of tests ask, each case is
+    captured once and each mesh prepared once."""
 
     @cache
     def on(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:

@@ -1,4 +1,5 @@
-"""Real ranks for tests: n gloo processes on this machine, each running one function."""
+"""Processes for tests, which start in a tenth of a second: gloo ranks on this machine, each running one function, and
+commands as a shell would start them."""
 
 from __future__ import annotations
 
@@ -6,15 +7,18 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 PRELOADED = ["tests.warm"]
-"""Imported once in the fork server, so that a rank starts in a tenth of a second, not in five."""
+"""Imported once in the fork server, so that a process starts in a tenth of a second, not in five."""
 
 PATIENCE_SECONDS = 250.0
 """Ends ranks that hang. Far above what a test takes, for machines that are busy or slow; a rank that fails ends the
@@ -48,8 +52,7 @@ def outcomes(
 ) -> list[Outcome]:
     """As `run`, with exceptions as values. A rank that does not finish in time, or within 10 s after
     another one failed, is killed and has a TimeoutError."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = _warm()
     found: dict[int, Outcome] = {}
     with tempfile.TemporaryDirectory() as folder:
         processes, connections = [], {}
@@ -80,6 +83,68 @@ def outcomes(
                     process.join()
     late = Outcome(error=TimeoutError(f"not finished after {timeout_seconds} s, or 10 s after another rank failed"))
     return [found.get(rank, late) for rank in range(ranks)]
+
+
+def _warm() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A process of its own; what it writes is in files."""
+
+    process: BaseProcess
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    @property
+    def error(self) -> str:
+        return (self.folder / "error").read_text()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def status(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
+        """Its exit status, once it has ended; minus a signal's number if that ended it."""
+        self.process.join(timeout_seconds)
+        assert self.process.exitcode is not None, f"has not ended: {self.output}{self.error}"
+        return self.process.exitcode
+
+    def lines_until(self, text: str, times: int = 1) -> list[str]:
+        """What it has written once it has written lines that end with `text` so many times."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while (lines := self.output).count(f"{text}\n") < times:
+            running = self.process.is_alive() and time.monotonic() < end
+            assert running, f"{text!r} did not come {times} times: {lines}{self.error}"
+            time.sleep(0.05)
+        return lines.splitlines()
+
+
+def start(folder: Path, function: Callable[[], Any], *argv: str) -> Command:
+    """Runs a top-level function of a module, such as a command's `main`, as a process with these arguments."""
+    folder.mkdir(exist_ok=True)
+    for name in ("output", "error"):
+        (folder / name).touch()
+    process = _warm().Process(target=_as_command, args=(folder, function, argv), daemon=False)
+    process.start()
+    return Command(process=process, folder=folder)
+
+
+def _as_command(folder: Path, function: Callable[[], Any], argv: tuple[str, ...]) -> None:
+    for descriptor, name in ((1, "output"), (2, "error")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_APPEND), descriptor)
+    sys.argv = list(argv)
+    sys.exit(function())
 
 
 def _receive(connection: multiprocessing.connection.Connection) -> Outcome:

@@ -6,12 +6,11 @@ import dataclasses
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import ranks
 from models import case, planners
 
 from autopar.planning import beside as module
@@ -91,20 +90,18 @@ def test_one_that_nobody_asks_is_ended() -> None:
     assert children() == before
 
 
-def test_it_ends_with_its_parent() -> None:
-    code = """
-import os, time
-from autopar.planning.beside import beside
-with beside(lambda: time.sleep(600)):
-    print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read(), flush=True)
-    time.sleep(600)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent.stdout as told:
-        (child,) = map(int, told.readline().split())
-        parent.kill()
-        parent.wait(60)
+def waits_beside() -> None:
+    with beside(lambda: time.sleep(600)):
+        print(*children(), flush=True)
+        print("started", flush=True)
+        time.sleep(600)
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    parent = ranks.start(tmp_path, waits_beside)
+    child = int(parent.lines_until("started")[0])
+    parent.send_signal(signal.SIGKILL)
+    assert parent.status() == -signal.SIGKILL
     for _ in range(100):
         if not Path(f"/proc/{child}/stat").exists() or ") Z " in Path(f"/proc/{child}/stat").read_text():
             return

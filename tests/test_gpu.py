@@ -44,7 +44,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def step_and_train(name: str, mesh: dict[str, int], solver: str) -> dict[str, Any]:
-    """One step, its gradients, and the parameters of 20 AdamW steps, of the parallel module."""
+    """One step, its gradients, and the parameters of `STEPS` AdamW steps, of the parallel module."""
     made = on_cuda(case(name))
     device_mesh = init_device_mesh("cuda", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     module = autopar.parallelize(made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 
 from autopar import lab
+from autopar.cli import main
 from autopar.cluster.library import named_cluster
 from autopar.lab.launch import network
 
@@ -187,73 +189,67 @@ def test_output_has_the_rank_before_each_line_and_the_exit_status_is_that_of_the
     written = tmp_path / "written"
     fails = f"while [ ! -e {written} ]; do sleep 0.1; done; exit 7"
     script = f"echo one; printf two; if [ $RANK = 1 ]; then {fails}; fi; touch {written}; sleep 100"
-    done = _lab(["--", "sh", "-c", script]).communicate(timeout=200)
-    assert sorted(done[0].split("\n")) == ["", "[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
-    assert "autopar lab: rank 1 ended with exit status 7; ending the other 1" in done[1]
+    done = subprocess.run([*COMMAND, "--", "sh", "-c", script], capture_output=True, text=True, timeout=200)
+    assert sorted(done.stdout.split("\n")) == ["", "[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
+    assert "autopar lab: rank 1 ended with exit status 7; ending the other 1" in done.stderr
+    assert done.returncode == 7
 
 
 @needs_lab
-def test_a_command_that_is_not_there_is_one_error() -> None:
-    process = _lab(["--", "no-such-command"])
-    assert "autopar lab: cannot run 'no-such-command': No such file" in process.communicate(timeout=200)[1]
-    assert process.returncode == 125
+def test_a_command_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    command = _lab(tmp_path, ["--", "no-such-command"])
+    assert command.status() == 125
+    assert "autopar lab: cannot run 'no-such-command': No such file" in command.error
 
 
 @needs_lab
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on(number: signal.Signals) -> None:
-    process = _lab(["--", "sh", "-c", "trap 'echo asked; exit 3' INT TERM; echo ready; while :; do sleep 0.1; done"])
-    _read_until(process, "ready", 2)
-    process.send_signal(number)
-    assert process.communicate(timeout=200)[0].count("asked") == 2
-    assert process.returncode == 3
+def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    script = "trap 'echo asked; exit 3' INT TERM; echo ready; while :; do sleep 0.1; done"
+    command = _lab(tmp_path, ["--", "sh", "-c", script])
+    command.lines_until("ready", 2)
+    command.send_signal(number)
+    assert command.status() == 3
+    assert command.output.count("asked") == 2
 
 
 @needs_lab
-def test_nothing_is_left_after_a_kill() -> None:
+def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
     """Of the lab, of its supervisor or of a rank: of ranks, of children that left their rank's session, and of the
     network. Four labs live at once, one is killed after the other, and the last one is ended."""
     token = f"300.{os.getpid()}"  # a number of seconds that no other process sleeps
     script = f"readlink /proc/self/ns/net; setsid sleep {token}1 & sleep {token}2 & echo ready; wait"
-    labs = [_lab(["--nodes", "2", "--ranks", "1", "--", "sh", "-c", script]) for _ in range(4)]
+    labs = [
+        _lab(tmp_path / str(number), ["--nodes", "2", "--ranks", "1", "--", "sh", "-c", script]) for number in range(4)
+    ]
     try:
-        lines = [line for process in labs for line in _read_until(process, "ready", 2)]
+        lines = [line for command in labs for line in command.lines_until("ready", 2)]
         namespaces = {line.split()[-1] for line in lines if "net:[" in line}
         assert len(namespaces) == 8
         assert _soon(lambda: len(_sleeping(token)) == 16)
         assert namespaces <= _network_namespaces()
-        for victim, process, left in zip(("lab", "supervisor", "rank"), labs, (3, 2, 1), strict=False):
+        for victim, command, left in zip(("lab", "supervisor", "rank"), labs, (3, 2, 1), strict=False):
             if victim == "lab":
-                process.kill()
+                command.send_signal(signal.SIGKILL)
             else:
-                (supervisor, *_) = _children(process.pid)
+                (supervisor, *_) = _children(command.pid)
                 killed = supervisor if victim == "supervisor" else _children(_children(supervisor)[0])[0]
                 os.kill(killed, signal.SIGKILL)
-            process.wait(timeout=200)
-            assert process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), victim
+            assert command.status() in (-signal.SIGKILL, 128 + signal.SIGKILL), victim
             assert _soon(lambda left=left: len(_sleeping(token)) == 4 * left), victim
             assert _soon(lambda left=left: len(namespaces & _network_namespaces()) == 2 * left), victim
-        labs[-1].terminate()
-        labs[-1].wait(timeout=200)
+        labs[-1].send_signal(signal.SIGTERM)
+        labs[-1].status()
         assert _soon(lambda: not _sleeping(token) and not namespaces & _network_namespaces())
     finally:
-        for process in labs:
-            process.kill()
-            process.communicate()
+        for command in labs:
+            command.process.kill()
+            command.process.join()
 
 
-def _lab(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _read_until(process: subprocess.Popen[str], text: str, times: int) -> list[str]:
-    assert process.stdout is not None
-    lines: list[str] = []
-    while sum(text in line for line in lines) < times:
-        line = process.stdout.readline()
-        assert line, f"ended before {text!r} came {times} times: {lines}"
-        lines.append(line)
-    return lines
+def _lab(folder: Path, arguments: list[str]) -> ranks.Command:
+    """`autopar lab`."""
+    return ranks.start(folder, main, "autopar", "lab", *arguments)
 
 
 def _sleeping(token: str) -> list[str]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from conftest import Tally
 from hypothesis import HealthCheck, given, settings
@@ -1267,11 +1266,13 @@ def test_a_rule_whose_results_want_different_padding(monkeypatch: pytest.MonkeyP
         check_rule("aten.max.dim", torch.arange(7.0), 0, compare_values=False)
 
 
-def test_the_suite_says_what_the_oracle_tried() -> None:
+def test_the_suite_says_what_the_oracle_tried(tmp_path: Path) -> None:
     rules = [f"{__file__}::test_rule_of_every_op[aten.{name}.default]" for name in ("neg", "mv")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *rules]
-    output = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
-    assert re.search(r"^oracle: 2 rules, [1-9]\d+ instances, 0 bad$", output, re.MULTILINE), output
+    suite = ranks.start(
+        tmp_path, pytest.console_main, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *rules
+    )
+    assert suite.status() == 0, suite.output
+    assert re.search(r"^oracle: 2 rules, [1-9]\d+ instances, 0 bad$", suite.output, re.MULTILINE), suite.output
 
 
 def test_what_the_oracle_tried_is_that_of_all_workers_together() -> None:

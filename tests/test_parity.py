@@ -157,7 +157,7 @@ def test_bfloat16_loosely() -> None:
 # ---------------------------------------------------------------------------------------- real ranks
 
 
-STEPS = range(20)
+STEPS = range(10)
 
 
 def axes(mesh: dict[str, int]) -> DeviceMesh:
@@ -169,7 +169,7 @@ def parallel(made: models.Case, mesh: dict[str, int], solver: str = "ddp") -> Pa
 
 
 def step_and_train(name: str, mesh: dict[str, int], solver: str, clip: float | None) -> dict[str, Any]:
-    """One step's outputs and gradients, and the losses and parameters of 20 AdamW steps."""
+    """One step's outputs and gradients, and the losses and parameters of `STEPS` AdamW steps."""
     made = case(name)
     module = parallel(made, mesh, solver)
     step = on_ranks(module, made)
