@@ -259,9 +259,9 @@ def _copy(
     """Copies that share nothing with the model and the loss, nor with each other's originals, in this dtype
     (None: as they are), on the CPU."""
     holder = nn.Module()
-    vars(holder).update(model=model, loss_fn=loss_fn)
-    made = copied(holder, {})
-    model, loss_fn = vars(made)["model"], vars(made)["loss_fn"]
+    holder.model, holder.loss_fn = model, loss_fn  # as submodules, of which what cannot be copied is shared one by one
+    made: Any = copied(holder, {})
+    model, loss_fn = made.model, made.loss_fn
     modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
     seen: set[int] = set()
     for module in modules:

@@ -17,6 +17,7 @@ import contextvars
 import enum
 import functools
 import logging
+import os
 import random
 import sys
 import types
@@ -74,7 +75,7 @@ _STATE = (
 _CACHE = type(functools.lru_cache(len))
 
 _CALLED = "call getattr setattr getitem setitem contains iter next len bool enter exit add mul torch_function"
-_ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward"}
+_ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward", "backward"}
 """Methods that code calls without naming them."""
 
 
@@ -89,6 +90,7 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
             walk.module(path, module)
         for name, value in roots.items():
             walk.value(name, value)
+    walk.settings()
     return walk.look
 
 
@@ -169,6 +171,15 @@ class _Walk(Streams):
             for wait in self.waiting.pop(name, ()):
                 wait()
 
+    def settings(self) -> None:
+        """What the process is set to, as far as operators or reached code ask for it."""
+        for name, ask in compat.SETTINGS.items():
+            if name in self.look.names | compat.SETTINGS_AT_WORK:
+                self.look.facts[f"torch.{name}()"] = set_to = ask()
+                self.look.others.append((ask, set_to))
+        if self.look.names & {"environ", "getenv"}:
+            self.value("os.environ", vars(os.environ)["_data"])
+
     # ---- values
 
     def value(self, path: str, value: Any) -> None:
@@ -229,8 +240,13 @@ class _Walk(Streams):
         facts = self.look.facts
         if isinstance(value, types.FunctionType):
             facts[path] = Same(value)
-            if not is_library(value.__code__.co_filename):
+            if is_library(value.__code__.co_filename):
+                self._calls({value.__name__})  # whatever the model calls it
+            else:
                 self._function_state(value)
+        elif isinstance(value, types.BuiltinFunctionType) and is_library_module(value.__module__ or ""):
+            facts[path] = Same(value)
+            self._calls({value.__name__})
         elif isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (type, types.ModuleType)):
             facts[path] = ("method", value.__name__)
             self.value(f"{path}.__self__", value.__self__)
@@ -286,7 +302,7 @@ class _Walk(Streams):
         if isinstance(held, type):
             if not is_library_module(held.__module__) and not issubclass(held, enum.Enum):
                 self.class_of(held)
-        elif _is_data(held) or isinstance(held, (types.FunctionType, functools.partial)):
+        elif _is_data(held) or isinstance(held, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
             self.look.undo.append(lambda: namespace.__setitem__(name, held))
             self.look.entries.append((namespace, name, held))
             self.value(path, held)
@@ -295,7 +311,11 @@ class _Walk(Streams):
 
     def _object(self, path: str, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, nn.Module) or not (
+        if isinstance(value, type) and not (is_library_module(value.__module__) or issubclass(value, enum.Enum)):
+            self.look.facts[path] = Same(value)
+            del self.seen[id(value)]  # its methods are still to be looked at
+            self.class_of(value)
+        elif isinstance(value, nn.Module) or not (
             is_library_module(kind.__module__) and kind is not types.SimpleNamespace
         ):
             self.look.facts[path] = ("an object", kind)

@@ -86,6 +86,9 @@ class Witness:
             self.after = self._look()
             return
         self.before, tensors = self._look(), self._tensors()
+        kept = [p for p, fact in self.before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
+        if kept:  # called by another name than that in torch, which is watched
+            raise Beside(_ASKING.format(line=f" as {kept[0]}"))
         try:
             with (
                 self._observed(self.before.classes),
@@ -131,6 +134,21 @@ class Witness:
             "output to see it)",
             _listed(shown or changed),
         )
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Around the backward passes that a model writes. Raises Beside where one keeps something for the next."""
+        before = self._look()
+        try:
+            yield
+            changed = before.differs(self._look())
+        finally:
+            before.restore()
+        if changed:
+            raise Beside(
+                f"the backward of an autograd function keeps {_listed(changed)} from one call for the next: a program "
+                f"would keep what the first call saw. Compute it from ctx and the gradient, with tensors"
+            )
 
     @property
     def seen(self) -> Look:
@@ -258,6 +276,10 @@ class _Functions(TorchFunctionMode):
                 f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
                 f"which a program would not run: {_HOOKS[name]}"
             )
+        asked = name == "is_inference" or (func == _GRAD.__get__ and args[0].is_leaf and args[0].requires_grad)
+        if asked and not is_library(sys._getframe(1).f_code.co_filename):
+            told = _ASKING if name == "is_inference" else _READING_GRADIENTS
+            raise Beside(told.format(line=line_of_model()))
         if name == "_pack_padded_sequence":
             raise Beside(
                 f"forward packs sequences by their lengths{line_of_model()}, and the shapes of a program do not depend "
@@ -269,6 +291,7 @@ class _Functions(TorchFunctionMode):
 
 
 _VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
+_GRAD: Any = torch.Tensor.grad
 _HOOKS = {
     "register_hook": "change a gradient with a torch.autograd.Function, or hook the parallel module's parameters",
     "register_post_accumulate_grad_hook": "register it on the parallel module's parameters",
@@ -292,6 +315,10 @@ _SEEDING = "forward seeds torch's generator{line}: a program's random operators 
 _ASKING = (
     "forward asks torch.is_inference_mode_enabled(){line}, and a program is the same within inference mode and "
     "outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"
+)
+_READING_GRADIENTS = (
+    "forward reads .grad of a leaf{line}, which holds what earlier steps left there, and a program would keep what the "
+    "first call saw: pass it in as an input, or leave it out of forward"
 )
 _DIFFERENTIATING = (
     "forward differentiates by torch.func{line}: a step is differentiated once, as a whole. Write that derivative out "
