@@ -258,7 +258,7 @@ def _copy(
 ) -> tuple[nn.Module, Callable[[Any], torch.Tensor] | None]:
     """Copies that share nothing with the model and the loss, nor with each other's originals, in this dtype
     (None: as they are), on the CPU."""
-    holder = nn.Module()
+    holder: Any = nn.Module()
     holder.model, holder.loss_fn = model, loss_fn  # as submodules, of which what cannot be copied is shared one by one
     made: Any = copied(holder, {})
     model, loss_fn = made.model, made.loss_fn

@@ -306,7 +306,7 @@ def multilabel_margin_loss(
 ) -> Tensor:
     """Labels of a row end at the first -1. (Torch's decomposition counts what follows as label 0.)"""
     if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     given = (target >= 0).to(torch.int64).cumprod(-1).to(torch.bool)
     labels = target.clamp(min=0)
     classes = torch.arange(input.shape[-1], device=input.device)
@@ -327,4 +327,4 @@ TRACED: Mapping[Any, Callable[..., Tensor]] = {
     F.multilabel_margin_loss: multilabel_margin_loss,
 }
 """Functions of torch -> what is traced in their place: torch's own look at data on the way, to warn or to size the
-result, or are traced as something else."""
+result, or decompose into something else."""
