@@ -17,7 +17,6 @@ import contextvars
 import enum
 import functools
 import logging
-import os
 import random
 import sys
 import types
@@ -44,7 +43,6 @@ from .looks import (
     put_back_cell,
     put_back_class,
     put_back_mapping,
-    put_back_sequence,
 )
 
 logger = logging.getLogger(__name__)
@@ -112,7 +110,7 @@ class _Walk(Streams):
         self.look.kept.append(module)
         names = self.names.get(path, set())
         if self.reads is None or "__dict__" in names:
-            self._whole(attributes)
+            _note_size(self.look, attributes)
             names = {*names, *attributes}
         for name in sorted(names - (REGISTRIES if self.reads is None else _OTHERWISE)):
             if name in attributes:
@@ -171,15 +169,6 @@ class _Walk(Streams):
             for wait in self.waiting.pop(name, ()):
                 wait()
 
-    def settings(self) -> None:
-        """What the process is set to, as far as operators or reached code ask for it."""
-        for name, ask in compat.SETTINGS.items():
-            if name in self.look.names | compat.SETTINGS_AT_WORK:
-                self.look.facts[f"torch.{name}()"] = set_to = ask()
-                self.look.others.append((ask, set_to))
-        if self.look.names & {"environ", "getenv"}:
-            self.value("os.environ", vars(os.environ)["_data"])
-
     # ---- values
 
     def value(self, path: str, value: Any) -> None:
@@ -214,20 +203,20 @@ class _Walk(Streams):
         facts = self.look.facts
         if isinstance(value, dict):
             facts[path] = (type(value), tuple(map(_key, dict.keys(value))))
-            self._whole(value)
+            _note_size(self.look, value)
             for key, item in _items(value).items():
                 self.look.entries.append((value, key, item))
                 self.value(f"{path}[{key!r}]", item)
         elif isinstance(value, (list, collections.deque, tuple)):
             facts[path] = (type(value), len(value))
             if not isinstance(value, tuple):
-                self._sequence(value)
+                self.sequence(value)
             for i, item in enumerate(tuple(value)):
                 self.value(f"{path}[{i}]", item)
         elif isinstance(value, (set, frozenset)):
             facts[path] = (type(value), frozenset(map(_key, value)))
             if isinstance(value, set):
-                self._sequence(value)
+                self.sequence(value)
         elif isinstance(value, (bytearray, memoryview)):
             facts[path] = (type(value), bytes(value))
         else:
@@ -331,7 +320,7 @@ class _Walk(Streams):
         fields = getattr(value, "__dict__", None)
         if isinstance(fields, dict):
             if wanted is None:
-                self._whole(fields)
+                _note_size(self.look, fields)
             for name in [name for name in fields if wanted is None or name in wanted]:
                 if isinstance(value, nn.Module) and name in REGISTRIES:
                     for key, item in fields[name].items():
@@ -350,15 +339,11 @@ class _Walk(Streams):
                     self.look.others.append((functools.partial(getattr, value, name, None), item))
                     self.look.undo.append(functools.partial(put_back_attribute, value, name, item))
 
-    def _whole(self, value: dict[Any, Any]) -> None:
-        kept = _items(value)
-        self.look.sized.append(value)
-        self.look.undo.append(lambda: put_back_mapping(value, kept))
 
-    def _sequence(self, value: Any) -> None:
-        kept = tuple(value)
-        self.look.sequences.append((value, kept))
-        self.look.undo.append(lambda: put_back_sequence(value, kept))
+def _note_size(look: Look, value: dict[Any, Any]) -> None:
+    kept = _items(value)
+    look.sized.append(value)
+    look.undo.append(lambda: put_back_mapping(value, kept))
 
 
 def _key(key: Any) -> Any:

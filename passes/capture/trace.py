@@ -19,6 +19,7 @@ from autopar.ir.garbage import uncollected
 from autopar.ir.graph import JointGraph
 from autopar.ir.tree import flatten
 
+from .asked import Beside
 from .captured import Captured, CaptureError, NothingTrainedError, input_names, leaf_of
 from .conversion import Conversion
 from .cut import cut
@@ -26,7 +27,7 @@ from .fakes import Fakes, canonical_names
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
 from .stamp import Unfit, stamped
 from .step import Replaced, TracedStep
-from .witness import Beside, check_constants, check_hooks, check_memory
+from .witness import check_constants, check_hooks, check_memory
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
-from .looks import Drawn, Look, Reads, Same, is_library, line_of_model
+from .asked import ASKING, DIFFERENTIATING, SAVING, SEEDING, Beside, Functions, refusing
+from .looks import Drawn, Look, Reads, Same, is_library
 from .repeat import Numbering
 from .state import look
 
@@ -40,10 +40,6 @@ class WitnessedStep(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def buffers(self) -> Iterator[torch.Tensor]: ...
-
-
-class Beside(ValueError):
-    """Python does what a graph cannot hold; the message says what to change."""
 
 
 class Witness:
@@ -88,15 +84,15 @@ class Witness:
         self.before, tensors = self._look(), self._tensors()
         kept = [p for p, fact in self.before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
         if kept:  # called by another name than that in torch, which is watched
-            raise Beside(_ASKING.format(line=f" as {kept[0]}"))
+            raise Beside(ASKING.format(line=f" as {kept[0]}"))
         try:
             with (
                 self._observed(self.before.classes),
-                _Functions(self.valued),
-                compat.saving(_refusing(_SAVING)),
-                compat.seeding(_refusing(_SEEDING)),
-                compat.asking_for_inference(_refusing(_ASKING)),
-                compat.differentiating(_refusing(_DIFFERENTIATING)),
+                Functions(self.valued),
+                compat.saving(refusing(SAVING)),
+                compat.seeding(refusing(SEEDING)),
+                compat.asking_for_inference(refusing(ASKING)),
+                compat.differentiating(refusing(DIFFERENTIATING)),
             ):
                 yield
             _check_tensors(tensors, self._tensors())
@@ -257,73 +253,6 @@ def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
         return known(value, name)
 
     return read
-
-
-class _Functions(TorchFunctionMode):
-    """Refuses what acts on gradients outside of the graph, and takes note of the storages of real tensors whose numbers
-    Python asks for."""
-
-    def __init__(self, valued: set[int]) -> None:
-        super().__init__()
-        self.valued = valued
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _HOOKS and (name != "retain_grad" or not args[0].is_leaf):
-            raise Beside(
-                f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
-                f"which a program would not run: {_HOOKS[name]}"
-            )
-        asked = name == "is_inference" or (func == _GRAD.__get__ and args[0].is_leaf and args[0].requires_grad)
-        if asked and not is_library(sys._getframe(1).f_code.co_filename):
-            told = _ASKING if name == "is_inference" else _READING_GRADIENTS
-            raise Beside(told.format(line=line_of_model()))
-        if name == "_pack_padded_sequence":
-            raise Beside(
-                f"forward packs sequences by their lengths{line_of_model()}, and the shapes of a program do not depend "
-                f"on data: run the layer on the padded sequences, and mask what it makes of the padding"
-            )
-        if name in _VALUES and compat.is_real(args[0]):
-            self.valued.add(compat.storage_span(args[0])[0])
-        return func(*args, **(kwargs or {}))
-
-
-_VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
-_GRAD: Any = torch.Tensor.grad
-_HOOKS = {
-    "register_hook": "change a gradient with a torch.autograd.Function, or hook the parallel module's parameters",
-    "register_post_accumulate_grad_hook": "register it on the parallel module's parameters",
-    "retain_grad": "return the tensor as an output, or take its gradient outside",
-}
-
-
-def _refusing(told: str) -> Callable[[], None]:
-    """What refuses a call, naming the line of the model that makes it."""
-
-    def refuse() -> None:
-        raise Beside(told.format(line=line_of_model()))
-
-    return refuse
-
-
-_SAVING = (
-    "forward sets saved_tensors_hooks{line}, which a program would not run: it saves what its plan says. Leave them out"
-)
-_SEEDING = "forward seeds torch's generator{line}: a program's random operators draw by the step's seed. Seed outside"
-_ASKING = (
-    "forward asks torch.is_inference_mode_enabled(){line}, and a program is the same within inference mode and "
-    "outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"
-)
-_READING_GRADIENTS = (
-    "forward reads .grad of a leaf{line}, which holds what earlier steps left there, and a program would keep what the "
-    "first call saw: pass it in as an input, or leave it out of forward"
-)
-_DIFFERENTIATING = (
-    "forward differentiates by torch.func{line}: a step is differentiated once, as a whole. Write that derivative out "
-    "as operators, or by torch.func.jvp, or compute it outside of the model"
-)
 
 
 def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> None:
