@@ -4,12 +4,14 @@ what it would not do."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import copy
 import dataclasses
 import functools
 import gc
 import itertools
+import os
 import random
 import time
 import types
@@ -526,6 +528,112 @@ def test_asking_for_inference_mode_is_refused_and_for_gradients_is_not(mesh: Dev
     message = refusal(AsksForInference())
     assert "forward asks torch.is_inference_mode_enabled()" in message and "test_state.py" in message
     assert_equal(Asks(torch.is_grad_enabled), mesh)
+    assert "is_inference_mode_enabled() as ask" in refusal(Asks(torch.is_inference_mode_enabled))
+
+
+@pytest.mark.parametrize("ask", [torch.is_inference, torch.Tensor.is_inference])
+def test_asking_a_tensor_for_inference_mode_is_refused(ask: Callable[[torch.Tensor], bool]) -> None:
+    class Asks(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h if ask(h) else 2 * h
+
+    message = refusal(Asks())
+    assert "forward asks torch.is_inference_mode_enabled()" in message and "test_state.py" in message
+
+
+def test_gradients_of_earlier_steps_are_refused() -> None:
+    class Reads(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h if self.layer.weight.grad is None else 2 * h
+
+    assert "forward reads .grad of a leaf" in refusal(Reads())
+
+
+asks_under_another_name = torch.is_anomaly_enabled
+
+ASKED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "dtype": (lambda: torch.get_default_dtype() is torch.float64, lambda: defaulted(torch.float64)),
+    "dtype of what is made": (lambda: (torch.ones(1) / 3).double(), lambda: defaulted(torch.float64)),
+    "device": (lambda: torch.get_default_device().type == "meta", lambda: torch.device("meta")),
+    "another name": (lambda: asks_under_another_name(), torch.autograd.detect_anomaly),
+    "environment": (lambda: os.environ.get("AUTOPAR_TEST") == "1", lambda: variable("AUTOPAR_TEST")),
+}
+"""What a forward asks of the process, and where the answer is another one."""
+
+
+@contextlib.contextmanager
+def defaulted(dtype: torch.dtype) -> Iterator[None]:
+    known = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(known)
+
+
+@contextlib.contextmanager
+def variable(name: str) -> Iterator[None]:
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("what", ASKED)
+def test_what_the_process_is_set_to_is_what_runs(mesh: DeviceMesh, what: str) -> None:
+    """Before the change, within it and after it."""
+    ask, other = ASKED[what]
+
+    class Asks(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * (1 + ask())
+
+    model, x = Asks(), batch()
+    alone = copy.deepcopy(model)
+    parallel = autopar.parallelize(model, mesh, (x,))
+    found = []
+    for context in (contextlib.nullcontext, other, contextlib.nullcontext):
+        with context():
+            pair = [step(x).detach().clone() for step in (alone, parallel)]
+        torch.testing.assert_close(*pair, rtol=1e-12, atol=0)
+        found.append(pair[0])
+    assert found[0] == found[2] != found[1]
+
+
+def test_what_a_backward_keeps_is_refused_by_name() -> None:
+    calls = [0]
+
+    class Counts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return gradient * calls[0]
+
+    class Model(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return Counts.apply(h)  # type: ignore[no-any-return]
+
+    message = refusal(Model())
+    assert "the backward of an autograd function keeps" in message and "calls[0]" in message
+    assert calls == [0]
+
+
+def test_state_of_a_class_that_is_closed_over_is_refused_by_name() -> None:
+    class Kept:
+        calls = 0
+
+    class Model(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            Kept.calls += 1
+            return h * Kept.calls
+
+    assert "Kept.calls" in refusal(Model())
 
 
 BY_FUNC = (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f)))

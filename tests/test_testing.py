@@ -186,3 +186,44 @@ class UnreadDraws(nn.Module):
 def test_draws_that_nobody_reads_do_not_shift_those_after_them() -> None:
     found = check(UnreadDraws(), {"a": 2, "b": 2}, (torch.randn(4, 6),), plans=2, steps=2)
     assert found.equal, found
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_model_with_an_attribute_that_cannot_be_copied_is_as_before() -> None:
+    """The weight of `torch.nn.utils.weight_norm` is no leaf, which `deepcopy` refuses."""
+    model = torch.nn.utils.weight_norm(nn.Linear(4, 4, dtype=torch.float64))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = check(model, {"a": 2}, (torch.ones(6, 4),), loss_fn=lambda h: h.square().sum(), steps=2)
+    assert found.equal, str(found)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("rows", [None, 6])
+def test_labels_of_a_multilabel_margin_end_at_the_first_that_is_none(reduction: str, rows: int | None) -> None:
+    given = [[0, 1, -1, 0], [3, -1, 3, 2], [-1, 0, 1, 2], [0, 1, 2, 3], [2, 2, -1, -1], [1, 0, 2, -1]]
+    labels = torch.tensor(given if rows else given[0])
+    model = nn.Linear(4, 4)
+
+    def loss(h: torch.Tensor) -> torch.Tensor:
+        return nn.functional.multilabel_margin_loss(h, labels, reduction=reduction).square().sum()
+
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    found = check(model, {"a": 3}, (x if rows else x[0],), loss_fn=loss, plans=1)
+    assert found.equal, str(found)
+
+
+def test_an_operator_that_makes_a_shape_of_data_is_refused_even_if_nobody_reads_it() -> None:
+    places = torch.tensor([5, 0, 2, 2, 1, 4])
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[torch.unique(places, return_inverse=True)[1]].square().sum()
+
+    with pytest.raises(ValueError, match=r"_unique2.* makes a tensor whose shape depends on the data.*test_testing"):
+        check(Picks(), {"a": 2}, (torch.ones(6, 4),))

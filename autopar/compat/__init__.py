@@ -60,6 +60,8 @@ from .watching import hook_registries as hook_registries
 from .watching import hooks_gradient as hooks_gradient
 from .watching import hooks_gradients as hooks_gradients
 from .watching import leaves_numbers as leaves_numbers
+from .watching import SETTINGS as SETTINGS
+from .watching import SETTINGS_AT_WORK as SETTINGS_AT_WORK
 from .watching import asking_for_inference as asking_for_inference
 from .watching import saving as saving
 from .watching import seeding as seeding

@@ -171,7 +171,7 @@ def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def is_torchs(name: str) -> bool:
     """Whether torch itself sets such an attribute on tensors that it traces."""
-    return name.endswith("_memo") or name.startswith("_dynamo_")
+    return name.endswith(("_memo", "_memo_vc", "_memo_epoch")) or name.startswith("_dynamo_")
 
 
 @cache

@@ -209,3 +209,25 @@ def differentiating(asked: Callable[[], None]) -> contextlib.AbstractContextMana
         return original()
 
     return patched(eager_transforms, "grad_increment_nesting", nest)
+
+
+def _device() -> str:
+    return sys.intern(str(torch.get_default_device()))
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "get_default_dtype": torch.get_default_dtype,
+    "get_default_device": _device,
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "is_deterministic_algorithms_warn_only_enabled": torch.is_deterministic_algorithms_warn_only_enabled,
+    "get_deterministic_debug_mode": torch.get_deterministic_debug_mode,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "is_anomaly_check_nan_enabled": torch.is_anomaly_check_nan_enabled,
+    "get_float32_matmul_precision": lambda: sys.intern(torch.get_float32_matmul_precision()),
+    "get_num_threads": torch.get_num_threads,
+    "initial_seed": torch.initial_seed,
+}
+"""What torch answers for the whole process, by the name of the function that Python asks. The first two decide what
+operators make without being asked."""
+
+SETTINGS_AT_WORK = frozenset({"get_default_dtype", "get_default_device"})

@@ -258,10 +258,10 @@ def _copy(
 ) -> tuple[nn.Module, Callable[[Any], torch.Tensor] | None]:
     """Copies that share nothing with the model and the loss, nor with each other's originals, in this dtype
     (None: as they are), on the CPU."""
-    holder = nn.Module()
-    vars(holder).update(model=model, loss_fn=loss_fn)
-    copies = copied(holder, {})
-    model, loss_fn = vars(copies)["model"], vars(copies)["loss_fn"]
+    holder: Any = nn.Module()
+    holder.model, holder.loss_fn = model, loss_fn  # as submodules, of which what cannot be copied is shared one by one
+    copies: Any = copied(holder, {})
+    model, loss_fn = copies.model, copies.loss_fn
     modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
     seen: set[int] = set()
     for module in modules:

@@ -108,6 +108,14 @@ class Conversion(Drafts):
             return
         value = node.meta["val"]
         if isinstance(value, (tuple, list)):
+            sizes = [size for part in value if isinstance(part, torch.Tensor) for size in part.shape]
+            if any(type(size) is not int for size in sizes):  # even where nobody reads that part: it runs all the same
+                if not self.lines:
+                    raise Unlocated(node.name)
+                raise OfData(
+                    f"{target} makes a tensor whose shape depends on the data{line_of_node(node)}: a graph has static "
+                    f"shapes (compute it outside of the model, or select with torch.where or a mask)"
+                )
             self.emit(node, outputs=[""] * len(value))
             return
         if not isinstance(value, torch.Tensor):

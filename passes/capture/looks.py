@@ -8,6 +8,7 @@ import collections
 import contextvars
 import functools
 import itertools
+import os
 import random
 import sys
 import sysconfig
@@ -196,7 +197,8 @@ ARRAY_BYTES_MOST = 1 << 16
 
 
 class Streams:
-    """What gives another value each time it is asked, in a look: generators of random numbers, iterators, arrays."""
+    """What gives another value each time it is asked, in a look: generators of random numbers, iterators, arrays,
+    settings of the process."""
 
     look: Look
     seen: dict[int, str]
@@ -216,6 +218,20 @@ class Streams:
         self.look.facts["torch.get_rng_state()"] = Drawn((_bytes(torch.get_rng_state()),))
         state = torch.get_rng_state()
         self.look.undo.append(lambda: torch.set_rng_state(state))
+
+    def settings(self) -> None:
+        """What the process is set to, as far as operators or reached code ask for it."""
+        for name, ask in compat.SETTINGS.items():
+            if name in self.look.names | compat.SETTINGS_AT_WORK:
+                self.look.facts[f"torch.{name}()"] = set_to = ask()
+                self.look.others.append((ask, set_to))
+        if self.look.names & {"environ", "getenv"}:
+            self.value("os.environ", vars(os.environ)["_data"])
+
+    def sequence(self, value: Any) -> None:
+        kept = tuple(value)
+        self.look.sequences.append((value, kept))
+        self.look.undo.append(lambda: put_back_sequence(value, kept))
 
     def _generator(self, path: str, generator: Any) -> None:
         state = generator.getstate()

@@ -42,7 +42,6 @@ from .looks import (
     put_back_attribute,
     put_back_class,
     put_back_mapping,
-    put_back_sequence,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ _STATE = (
 _CACHE = type(functools.lru_cache(len))
 
 _CALLED = "call getattr setattr getitem setitem contains iter next len bool enter exit add mul torch_function"
-_ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward"}
+_ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward", "backward"}
 """Methods that code calls without naming them."""
 
 
@@ -88,6 +87,7 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
             walk.module(path, module)
         for name, value in roots.items():
             walk.value(name, value)
+    walk.settings()
     return walk.look
 
 
@@ -109,7 +109,7 @@ class _Walk(Streams):
         self.look.kept.append(module)
         names = self.names.get(path, set())
         if self.reads is None or "__dict__" in names:
-            self._mapping(attributes)
+            _note_size(self.look, attributes)
             names = {*names, *attributes}
         for name in sorted(names - (REGISTRIES if self.reads is None else _OTHERWISE)):
             if name in attributes:
@@ -202,20 +202,20 @@ class _Walk(Streams):
         facts = self.look.facts
         if isinstance(value, dict):
             facts[path] = (type(value), tuple(map(_key, dict.keys(value))))
-            self._mapping(value)
+            _note_size(self.look, value)
             for key, item in _items(value).items():
                 self.look.entries.append((value, key, item))
                 self.value(f"{path}[{key!r}]", item)
         elif isinstance(value, (list, collections.deque, tuple)):
             facts[path] = (type(value), len(value))
             if not isinstance(value, tuple):
-                self._sequence(value)
+                self.sequence(value)
             for i, item in enumerate(tuple(value)):
                 self.value(f"{path}[{i}]", item)
         elif isinstance(value, (set, frozenset)):
             facts[path] = (type(value), frozenset(map(_key, value)))
             if isinstance(value, set):
-                self._sequence(value)
+                self.sequence(value)
         elif isinstance(value, (bytearray, memoryview)):
             facts[path] = (type(value), bytes(value))
         else:
@@ -228,8 +228,13 @@ class _Walk(Streams):
         facts = self.look.facts
         if isinstance(value, types.FunctionType):
             facts[path] = Same(value)
-            if not is_library(value.__code__.co_filename):
+            if is_library(value.__code__.co_filename):
+                self._calls({value.__name__})  # whatever the model calls it
+            else:
                 self._function_state(value)
+        elif isinstance(value, types.BuiltinFunctionType) and is_library_module(value.__module__ or ""):
+            facts[path] = Same(value)
+            self._calls({value.__name__})
         elif isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (type, types.ModuleType)):
             facts[path] = ("method", value.__name__)
             self.value(f"{path}.__self__", value.__self__)
@@ -285,7 +290,7 @@ class _Walk(Streams):
         if isinstance(held, type):
             if not is_library_module(held.__module__) and not issubclass(held, enum.Enum):
                 self.class_of(held)
-        elif _is_data(held) or isinstance(held, (types.FunctionType, functools.partial)):
+        elif _is_data(held) or isinstance(held, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
             self.look.undo.append(lambda: namespace.__setitem__(name, held))
             self.look.entries.append((namespace, name, held))
             self.value(path, held)
@@ -294,7 +299,11 @@ class _Walk(Streams):
 
     def _object(self, path: str, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, nn.Module) or not (
+        if isinstance(value, type) and not (is_library_module(value.__module__) or issubclass(value, enum.Enum)):
+            self.look.facts[path] = Same(value)
+            del self.seen[id(value)]  # its methods are still to be looked at
+            self.class_of(value)
+        elif isinstance(value, nn.Module) or not (
             is_library_module(kind.__module__) and kind is not types.SimpleNamespace
         ):
             self.look.facts[path] = ("an object", kind)
@@ -310,7 +319,7 @@ class _Walk(Streams):
         fields = getattr(value, "__dict__", None)
         if isinstance(fields, dict):
             if wanted is None:
-                self._mapping(fields)
+                _note_size(self.look, fields)
             for name in [name for name in fields if wanted is None or name in wanted]:
                 if isinstance(value, nn.Module) and name in REGISTRIES:
                     for key, item in fields[name].items():
@@ -329,15 +338,11 @@ class _Walk(Streams):
                     self.look.others.append((functools.partial(getattr, value, name, None), item))
                     self.look.undo.append(functools.partial(put_back_attribute, value, name, item))
 
-    def _mapping(self, value: dict[Any, Any]) -> None:
-        kept = _items(value)
-        self.look.sized.append(value)
-        self.look.undo.append(lambda: put_back_mapping(value, kept))
 
-    def _sequence(self, value: Any) -> None:
-        kept = tuple(value)
-        self.look.sequences.append((value, kept))
-        self.look.undo.append(lambda: put_back_sequence(value, kept))
+def _note_size(look: Look, value: dict[Any, Any]) -> None:
+    kept = _items(value)
+    look.sized.append(value)
+    look.undo.append(lambda: put_back_mapping(value, kept))
 
 
 def _key(key: Any) -> Any:

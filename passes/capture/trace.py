@@ -113,7 +113,9 @@ def _capture(
 
             with mode:
                 step.witness.settle(step, inputs)
-            graph, constants = _joint_graph(record, converted, stamp)
+            own = any(map(compat.is_recorded_function, record.graph.nodes))
+            with step.witness.differentiating() if own else contextlib.nullcontext():
+                graph, constants = _joint_graph(record, converted, stamp)
             if grad:
                 check_constants(constants, step.witness.seen)
             check_memory(constants, step.witness.seen, model)

@@ -301,8 +301,25 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     return ones.new_zeros(minlength).scatter_add(0, input.long(), ones)
 
 
+def multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
+) -> Tensor:
+    """Labels of a row end at the first -1. (Torch's decomposition counts what follows as label 0.)"""
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    given = (target >= 0).to(torch.int64).cumprod(-1).to(torch.bool)
+    labels = target.clamp(min=0)
+    classes = torch.arange(input.shape[-1], device=input.device)
+    is_label = ((labels.unsqueeze(-1) == classes) & given.unsqueeze(-1)).any(-2)
+    margins = (1 - input.gather(-1, labels).unsqueeze(-1) + input.unsqueeze(-2)).clamp(min=0)
+    counted = given.unsqueeze(-1) & ~is_label.unsqueeze(-2)
+    losses = torch.where(counted, margins, 0.0).sum((-2, -1)) / input.shape[-1]
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
 TRACED: Mapping[Any, Callable[..., Tensor]] = {
-    getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)
+    **{getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)},
+    F.multilabel_margin_loss: multilabel_margin_loss,
 }
-"""Functions of torch -> what is traced in their place, with static shapes: torch's own look at data on the way, to warn
-or to size the result."""
+"""Functions of torch -> what is traced in their place: torch's own look at data on the way, to warn or to size the
+result, or decompose into something else."""

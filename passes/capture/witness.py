@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
+from .asked import ASKING, DIFFERENTIATING, SAVING, SEEDING, Functions, refusing
 from .captured import CaptureError
-from .looks import Drawn, Look, Reads, Same, is_library, line_of_model, listed
+from .looks import Drawn, Look, Reads, Same, is_library, listed
 from .repeat import Numbering
 from .state import look
 
@@ -81,14 +81,17 @@ class Witness:
             self.after = self._look()
             return
         self.before, tensors = self._look(), self._tensors()
+        kept = [p for p, fact in self.before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
+        if kept:  # called by another name than that in torch, which is watched
+            raise CaptureError(ASKING.format(line=f" as {kept[0]}"))
         try:
             with (
                 self._observed(self.before.classes),
-                _Functions(self.valued),
-                compat.saving(_refusing(_SAVING)),
-                compat.seeding(_refusing(_SEEDING)),
-                compat.asking_for_inference(_refusing(_ASKING)),
-                compat.differentiating(_refusing(_DIFFERENTIATING)),
+                Functions(self.valued),
+                compat.saving(refusing(SAVING)),
+                compat.seeding(refusing(SEEDING)),
+                compat.asking_for_inference(refusing(ASKING)),
+                compat.differentiating(refusing(DIFFERENTIATING)),
             ):
                 yield
             _check_tensors(tensors, self._tensors())
@@ -126,6 +129,21 @@ class Witness:
             "output to see it)",
             listed(shown or changed),
         )
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Around the backward passes that a model writes. Raises CaptureError where one keeps something."""
+        before = self._look()
+        try:
+            yield
+            changed = before.differs(self._look())
+        finally:
+            before.restore()
+        if changed:
+            raise CaptureError(
+                f"the backward of an autograd function keeps {listed(changed)} from one call for the next: a program "
+                f"would keep what the first call saw. Compute it from ctx and the gradient, with tensors"
+            )
 
     @property
     def seen(self) -> Look:
@@ -234,64 +252,6 @@ def _noting(cls: Any, noted: set[str]) -> Callable[[Any, str], Any]:
         return getattribute(value, name)
 
     return read
-
-
-class _Functions(TorchFunctionMode):
-    """Refuses what acts on gradients outside of the graph, and takes note of the storages of real tensors whose numbers
-    Python asks for."""
-
-    def __init__(self, valued: set[int]) -> None:
-        super().__init__()
-        self.valued = valued
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _HOOKS and (name != "retain_grad" or not args[0].is_leaf):
-            raise CaptureError(
-                f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
-                f"which a program would not run: {_HOOKS[name]}"
-            )
-        if name == "_pack_padded_sequence":
-            raise CaptureError(
-                f"forward packs sequences by their lengths{line_of_model()}, and the shapes of a program do not depend "
-                f"on data: run the layer on the padded sequences, and mask what it makes of the padding"
-            )
-        if name in _VALUES and compat.is_real(args[0]):
-            self.valued.add(compat.memory_of(args[0]))
-        return func(*args, **(kwargs or {}))
-
-
-_VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
-_HOOKS = {
-    "register_hook": "change a gradient with a torch.autograd.Function, or hook the parallel module's parameters",
-    "register_post_accumulate_grad_hook": "register it on the parallel module's parameters",
-    "retain_grad": "return the tensor as an output, or take its gradient outside",
-}
-
-
-def _refusing(message: str) -> Callable[[], None]:
-    """What refuses a call, naming the line of the model that makes it."""
-
-    def refuse() -> None:
-        raise CaptureError(message.format(line=line_of_model()))
-
-    return refuse
-
-
-_SAVING = (
-    "forward sets saved_tensors_hooks{line}, which a program would not run: it saves what its plan says. Leave them out"
-)
-_SEEDING = "forward seeds torch's generator{line}: a program's random operators draw by the step's seed. Seed outside"
-_ASKING = (
-    "forward asks torch.is_inference_mode_enabled(){line}, and a program is the same within inference mode and "
-    "outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"
-)
-_DIFFERENTIATING = (
-    "forward differentiates by torch.func{line}: a step is differentiated once, as a whole. Write that derivative out "
-    "as operators, or by torch.func.jvp, or compute it outside of the model"
-)
 
 
 def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> None:
