@@ -13,8 +13,8 @@ def write(file: str, name: str, text: str) -> None:
     Raises ValueError for a file that has no such place.
     """
     path = DOCS / file
-    text, begin, end = path.read_text(), f"<!-- {name} -->\n", "<!-- end -->"
-    before, marker, rest = text.partition(begin)
+    page, begin, end = path.read_text(), f"<!-- {name} -->\n", "<!-- end -->"
+    before, marker, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not (marker and closed):
         raise ValueError(f"{path} has no lines {begin.strip()} and, after it, {end}: write them where the table goes")

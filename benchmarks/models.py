@@ -138,13 +138,13 @@ def _random(planner: Any, seed: int, plans: dict[str, Any]) -> Row:
 
     from autopar.planning.account import account
     from autopar.planning.request import Request
-    from autopar.planning.search import Found
+    from autopar.planning.search import SearchResult
     from autopar.solve.problem import Score
 
     assignment = plans.random_assignment(planner.space, seed)
     priced = account(planner.space, assignment)
     score = Score(seconds=priced.seconds, bytes=priced.bytes)
-    solution = Found(assignment=assignment, score=score, lower_bound=0.0, seconds=0.0)
+    solution = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=0.0)
     plans[f"random {seed}"] = planner.describe(solution, Request())
     return {}
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import test_ops
 
 from autopar.ir.graph import overload, parameters
-from autopar.ops.contract import given
+from autopar.ops.contract import prepared_arguments
 from autopar.ops.oracle import LAYOUTS, laid_out
 from autopar.ops.table import TABLE
 
@@ -127,7 +127,7 @@ def sweep(op: str, draws: int, contract: bool) -> Sweep:
 
     def run(args: list[Any], kwargs: dict[str, Any], kept: bool) -> Any:
         if kept:
-            args, kwargs = given(op, args, kwargs)
+            args, kwargs = prepared_arguments(op, args, kwargs)
         results = function(*args, **kwargs)
         return results if isinstance(results, (list, tuple)) else [results]
 

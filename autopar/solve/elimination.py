@@ -98,7 +98,7 @@ def greedy_order(
         if weight(node) > math.log2(most):
             continue
         order.append(node)
-        size = round(2 ** weight(node))
+        size = round(2 ** min(weight(node), 1000.0))
         entries += size
         if size > table or entries > total:
             return entries, None

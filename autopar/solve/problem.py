@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -95,11 +95,12 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold."""
         return {
-            "variables": [asdict(variable) for variable in self.variables],
+            "variables": [_fields(Variable, variable) for variable in self.variables],
             "tensors": [
-                {**asdict(t), "costs": [[*state, *cost] for state, cost in t.costs.items()]} for t in self.tensors
+                {**_fields(Tensor, t), "costs": [[*state, *cost] for state, cost in t.costs.items()]}
+                for t in self.tensors
             ],
-            "repeats": [{**asdict(repeat), "body": repeat.body.to_json()} for repeat in self.repeats],
+            "repeats": [{**_fields(Repeat, repeat), "body": repeat.body.to_json()} for repeat in self.repeats],
         }
 
     @staticmethod
@@ -115,6 +116,10 @@ class Problem:
 
     def dumps(self) -> str:
         return json.dumps(self.to_json())
+
+
+def _fields(kind: type, value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(kind)}
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

@@ -111,20 +111,20 @@ class JointOptions:
         before = [live.index(tensor) if tensor in live else None for tensor in touched]
         untouched = [position for position, tensor in enumerate(live) if tensor not in touched]
         moves: dict[State, list[tuple[State, float, float, int]]] = {}
-        partials: dict[State, list[_Partial]] = {}
+        following: dict[State, list[_Partial]] = {}
         for state, partials in states.items():
             here = tuple((None, 0) if position is None else state[position] for position in before)
             if here not in moves:
                 moves[here] = list(self._moves(here, touched, own, closed, options, members, variable))
             rest = tuple(state[position] for position in untouched)
             for there, seconds, size, option in moves[here]:
-                best = partials.setdefault((*rest, *there), [])
+                best = following.setdefault((*rest, *there), [])
                 for partial in partials:
                     more = _Partial(partial.seconds + seconds, partial.bytes + size, (partial.history, option))
                     self._insert(best, more)
         after = [live[position] for position in untouched]
         after += [tensor for tensor, gone in zip(touched, closed, strict=True) if not gone]
-        return after, partials
+        return after, following
 
     def _undominated(
         self, live: Sequence[int], states: Mapping[State, list[_Partial]], members: Sequence[int], taken: int

@@ -10,7 +10,7 @@ from autopar.passes.blocks.partition import blocks
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.space import Space
 from autopar.planning.options import axis_choices, joint, unique_sites
-from autopar.planning.search import Found
+from autopar.planning.search import SearchResult
 from autopar.solve import solve
 from autopar.solve.problem import Problem, evaluate, in_runs
 
@@ -47,14 +47,14 @@ def at_level(space: Space, problem: Problem, level: Level, *, limited: bool) -> 
     return group(problem, groups[0], groups[1:], limited=limited)
 
 
-def best(space: Space, level: Level) -> Found:
+def best(space: Space, level: Level) -> SearchResult:
     """The optimum of a space at a level, for meshes whose whole space is one problem."""
     started = time.perf_counter()
     problem, decoder = FreeBuilder(space).build(everything(space))
     grouped = at_level(space, problem, level, limited=False)
     solution = solve(problem if grouped is None else grouped.problem, "dp")
     choice = in_runs(problem, solution.choice if grouped is None else grouped.expand(solution.choice))
-    return Found(
+    return SearchResult(
         assignment=decoder.decode(choice),
         score=evaluate(problem, choice),
         lower_bound=0.0,
