@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from autopar.planning.options import joint
@@ -15,7 +18,8 @@ from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.search import Search
 from autopar.solve.effort import EFFORT, Effort, Meter, Purse
-from autopar.solve.problem import Infeasible
+from autopar.solve.elimination import FILL_WEIGHTS, greedy_order, schedule
+from autopar.solve.problem import Infeasible, TooWide
 
 
 def planner(mesh: dict[str, int] | None = None, effort: Effort = EFFORT) -> Planner:
@@ -107,6 +111,50 @@ def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds() -> No
     assert not full[1]
     assert none[1]
     assert found(math.inf, 0.0, math.inf) == [full, none, full]
+
+
+def naive_order(sizes: list[int], scopes: list[tuple[int, int]]) -> list[int]:
+    """Min-fill as its definition says: every node's fill is computed again after each elimination."""
+    near = {
+        node: {other for scope in scopes if node in scope for other in scope} - {node} for node in range(len(sizes))
+    }
+    logs = [math.log2(size) for size in sizes]
+    order = []
+    while near:
+
+        def key(node: int) -> tuple[float, int]:
+            pairs = itertools.combinations(sorted(near[node]), 2)
+            fill = sum(logs[a] * logs[b] for a, b in pairs if b not in near[a])
+            return round(fill + FILL_WEIGHTS[0] * (logs[node] + sum(logs[a] for a in near[node])), 6), node
+
+        node = min(near, key=key)
+        order.append(node)
+        neighbours = near.pop(node)
+        for other in neighbours:
+            near[other] = (near[other] | neighbours) - {node, other}
+    return order
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_an_order_of_elimination_takes_the_least_fill_each_time(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 12))
+    sizes = data.draw(st.lists(st.sampled_from([2, 3, 4, 8]), min_size=count, max_size=count))
+    pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)).filter(lambda pair: pair[0] != pair[1])
+    scopes = data.draw(st.lists(pairs, max_size=3 * count))
+    _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * count)
+    assert order == naive_order(sizes, scopes)
+
+
+def test_an_order_whose_tables_are_too_large_is_given_up_and_its_work_is_counted() -> None:
+    sizes, scopes = (10,) * 8, tuple(itertools.combinations(range(8), 2))
+    meter = Meter()
+    with pytest.raises(TooWide, match="a table of more than 1000 entries"):
+        schedule(sizes, scopes, (), meter, table_entries=1000)
+    assert meter.done > 0
+    assert schedule(sizes, scopes, (), Meter(), table_entries=10**8).largest == 10**8
+    with pytest.raises(TooWide, match="no work is left"):
+        schedule(sizes, scopes, (), Meter(most=0.0))
 
 
 def test_a_meter_takes_what_is_left_and_remembers_what_it_refused() -> None:

@@ -48,6 +48,15 @@ def test_what_failed_once(spec: Spec) -> None:
     assert not failures(spec, 0, meshes=1)
 
 
+def test_layers_that_repeat_in_forward_alone() -> None:
+    """Their gradients are additions that belong to no layer, and a step is estimated from few layers."""
+    spec = Spec(family="layers", shape=(1, 1, 4), parts=(("dropout", 3),), copies=(6,), odd="no_grad", at=(0,))
+    built = build(spec)
+    trial = Trial(built.model, built.args, loss_fn=built.loss_fn, steps=spec.steps)
+    row = named(trial, {"a": 2, "b": 3}, "dp")
+    assert row is not None and row.equal
+
+
 def test_a_preset_where_one_run_ends_and_the_next_begins() -> None:
     """The border is one decision, and legal in both."""
     parts, others = (("writes", 7), ("norm", 0), ("linear", 2)), (("softmax", 1),)
