@@ -22,7 +22,7 @@ from autopar.cost.liveness import lifetimes
 from autopar.ir import randomness, variates
 from autopar.ir.graph import WAIT, Node, Ref, overload, parameters, schema
 from autopar.ir.program import Program, RankIndex, names_no_device
-from autopar.ops import bounds, experts
+from autopar.ops import bounds, experts, sdpa
 from autopar.ops.contract import needed_by
 from autopar.ops.strides import Preparation, contiguous
 
@@ -50,7 +50,7 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "aten.view.default": torch.Tensor.view,
     **{
         f"autopar.{function.__name__}.default": function
-        for module in (randomness, variates, bounds, experts)
+        for module in (randomness, variates, bounds, experts, sdpa)
         for function in module.OPERATORS
     },
 }

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from autopar.ops import rule_of
+from autopar.ops import sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
-
-FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
-
 
 def tensors(heads: int, key_heads: int, queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Any]:
     torch.manual_seed(heads + queries)
@@ -20,13 +17,24 @@ def tensors(heads: int, key_heads: int, queries: int, keys: int, dtype: torch.dt
     return [torch.randn(2, *size, dtype=dtype) for size in sizes]
 
 
-def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, **named: Any) -> list[Report]:
+def check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    attn_mask: torch.Tensor | None = None,
+    dropout_mask: torch.Tensor | None = None,
+    scale: float = 0.5,
+) -> list[Report]:
     """Both ops, on what the forward op makes."""
-    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, **named
-    )
-    back = (torch.randn_like(output), query, key, value, output, logsumexp, 0.0, causal)
-    return [check_rule(FLASH, query, key, value, 0.0, causal, **named), check_rule(BACKWARD, *back, **named)]
+    masks, named = (attn_mask, dropout_mask), {"scale": scale, "is_causal": causal}
+    named |= {} if dropout_mask is None else {"dropout_p": 0.25}
+    results = sdpa.attention(query, key, value, *masks, **named)
+    back = (torch.randn_like(results[0]), query, key, value, *results)
+    return [
+        check_rule(sdpa.ATTENTION, query, key, value, *masks, **named),
+        check_rule(sdpa.ATTENTION_BACKWARD, *back, *masks, **named),
+    ]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -71,12 +79,23 @@ def test_a_causal_mask_beside_another_keeps_queries_and_keys_whole() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_weights_that_dropout_keeps_are_split_with_the_scores(key_heads: int, causal: bool) -> None:
+    kept = torch.rand(2, 4, 6, 7) > 0.25
+    for report in check(*tensors(4, key_heads, 6, 7), causal, dropout_mask=kept):
+        assert set(report.factors) == {"b", "h", "q", "k"}
+    mask = torch.randn(2, 1, 6, 7, dtype=torch.float64)
+    mask[..., -1, :] = -torch.inf
+    check(*tensors(4, key_heads, 6, 7), False, mask, kept)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_half_precision(causal: bool) -> None:
     check(*tensors(2, 2, 6, 6, torch.bfloat16), causal)
 
 
 def test_the_products_of_attention_are_counted() -> None:
-    call, _ = make_call(FLASH, tuple(tensors(4, 4, 6, 12)), {})
+    call, _ = make_call(sdpa.ATTENTION, tuple(tensors(4, 4, 6, 12)), {"scale": 0.5})
     rule = rule_of(call)
     assert rule is not None and rule.flops == 2 * 2 * 2 * 4 * 6 * 12 * 4
 

@@ -30,6 +30,8 @@ from .recording import is_recorded_function as is_recorded_function
 from .recording import place_of as place_of
 from .recording import recorded as recorded
 from .recording import set_place as set_place
+from .devices import devices_of as devices_of
+from .tensors import attention_kernel as attention_kernel
 from .tensors import by_tensor as by_tensor
 from .tensors import fake_mode as fake_mode
 from .tensors import is_fake as is_fake

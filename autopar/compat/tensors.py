@@ -189,3 +189,21 @@ def by_tensor() -> MutableMapping[torch.Tensor, Any]:
 
 control_flow()
 meta_kernels()
+
+
+def attention_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> str:
+    """The fused kernel of attention that torch would choose where gradients will be asked for, by dtype, shape and
+    mask, by what the machine has, and by what the user allows (`torch.nn.attention.sdpa_kernel`); "composed" for
+    none."""
+    with torch.enable_grad():
+        asked = query.detach().requires_grad_()
+        grouped = query.shape[1] != key.shape[1]
+        choice = torch._fused_sdp_choice(asked, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+    return {1: "flash", 2: "efficient", 3: "cudnn"}.get(choice, "composed")

@@ -2,7 +2,7 @@
 
 A stateful generator gives every rank numbers of its own, or the same numbers at other places. Here a number is a hash
 of (key, index): every rank that holds an element of a tensor draws the same number for it, on a CPU and on a GPU,
-whatever else it holds. The operators `autopar::dropout`, `autopar::uniform`, `autopar::normal` and
+whatever else it holds. The operators `autopar::bernoulli`, `autopar::dropout`, `autopar::uniform`, `autopar::normal` and
 `autopar::integers` use this "counter-based" generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
 SC 2011).
 
@@ -143,18 +143,25 @@ def _indices(counter: torch.Tensor, box: Sequence[int], strides: Sequence[int]) 
     return indices
 
 
+def bernoulli(
+    key: torch.Tensor, size: Sequence[int], p: float, box: Loops = None, strides: Loops = None, base: int = 0
+) -> torch.Tensor:
+    """Truth values, each true with probability p."""
+    hits = torch.empty(tuple(size), dtype=torch.bool, device=key.device)
+    if p in (0.0, 1.0):
+        return hits.fill_(p == 1.0)
+    largest = round(p * 2**_BITS) - 2 ** (_BITS - 1) - 1
+    flat = hits.view(-1)
+    for start, stop, bits in _chunks(key, part_of(size, box, strides, base), 0):
+        torch.le(bits, largest, out=flat[start:stop])
+    return hits
+
+
 def dropout(
     key: torch.Tensor, x: torch.Tensor, p: float, box: Loops = None, strides: Loops = None, base: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x with each element zeroed with probability p and the others divided by 1 - p, and the mask of those kept."""
-    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    largest = round((1.0 - p) * 2**_BITS) - 2 ** (_BITS - 1) - 1
-    if p in (0.0, 1.0):
-        kept.fill_(p == 0.0)
-    else:
-        flat = kept.view(-1)
-        for start, stop, bits in _chunks(key, part_of(x.shape, box, strides, base), 0):
-            torch.le(bits, largest, out=flat[start:stop])
+    kept = bernoulli(key, x.shape, 1.0 - p, box, strides, base)
     return x.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
 
 
@@ -222,6 +229,7 @@ def integers(
 
 FORM = "SymInt[]? box=None, SymInt[]? strides=None, SymInt base=0"
 OPERATORS: Mapping[Callable[..., Any], str] = {
+    bernoulli: f"(Tensor key, SymInt[] size, float p, {FORM}) -> Tensor",
     dropout: f"(Tensor key, Tensor x, float p, {FORM}) -> (Tensor, Tensor)",
     uniform: f"(Tensor key, SymInt[] size, ScalarType dtype, {FORM}) -> Tensor",
     normal: f"(Tensor key, SymInt[] size, ScalarType dtype, {FORM}) -> Tensor",

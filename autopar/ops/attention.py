@@ -8,6 +8,7 @@ parts are weighted by their sums of exponentials.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import padded_shape
@@ -15,44 +16,36 @@ from autopar.ir.layout import padded_shape
 from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
 from .rule import Call, Emitter, OpRule
-from .template import Linear, Name, Named, assemble, parse, roles
+from .template import Linear, Name, Named, assemble, parse, roles, tensor_arguments
 
 
-def attention(
+def attended(
     text: str,
     *,
     products: int,
     linear: Linear = (),
     reductions: Mapping[str, tuple[str, ...]] | None = None,
-    expands: tuple[str, ...] = (),
-    masked: tuple[str, ...] = (),
 ) -> Rule:
-    """Attention without dropout (which draws random numbers: no rule), by a template.
+    """Attention by a template, forward or backward. Split keys expand always, since those that are padding are to be
+    hidden, and split queries under a causal mask, which would mask a shard as if it came first.
 
-    `products`: the matrix products of [queries, keys, width]; two forward, five backward. `expands` names
-    the factors that expand always (keys, since those that are padding are to be hidden), `masked` those that do under
-    a causal mask, which would mask a shard as if it came first; where nothing is `masked`, queries and keys are
-    not split under it.
+    `products`: the matrix products of [queries, keys, width]; two forward, five backward.
     """
     template = parse(text)
 
-    def rule(call: Call) -> OpRule | None:
-        if call.argument("dropout_p"):
-            return None
+    def rule(call: Call) -> OpRule:
         metas = dict(zip(roles(call), call.inputs, strict=True))
         causal = call.argument("is_causal")
-        unsplit: tuple[str, ...] = ("q", "k") if causal and ("attn_mask" in metas or not masked) else ()
+        unsplit: tuple[str, ...] = ("q", "k") if causal and "attn_mask" in metas else ()
         inputs, outputs = template.bind(call)
         heads = metas["key"].shape[1]
-        # what a forward op makes beside its output (for random numbers) is the same on all ranks
-        free = {} if products > 2 else dict.fromkeys("bhq", ("",) * len(call.outputs))
         return assemble(
             call,
             [_named(names, meta, heads, unsplit) for names, meta in zip(inputs, call.inputs, strict=True)],
             [_named(names, meta, heads, unsplit) for names, meta in zip(outputs, call.outputs, strict=True)],
             linear=template.positions(call, linear),
-            reductions={**free, **(reductions or {})},
-            expands=(*expands, *masked) if causal else expands,
+            reductions=reductions,
+            expands=("k", "q") if causal else ("k",),
             uneven=("q", "k"),
             padding={(i, "k"): -math.inf for i, role in enumerate(roles(call)) if role == "attn_mask"},
             flops=2.0 * products * metas["query"].numel * metas["key"].shape[-2],
@@ -94,22 +87,27 @@ def _mask(emitter: Emitter, local: LocalCall, causal: bool, given: Ref | None) -
     return mask if given is None else emitter.op("aten.add.Tensor", given, mask)
 
 
-def flash(emitter: Emitter, local: LocalCall) -> Results:
-    """Flash attention on CPU with queries split under a causal mask, or with keys split: two all-reduces of
-    [batch, heads, queries], of the largest logsumexp and of the sum of what stands behind them."""
-    query, key, value, dropout, causal = (*local.args, 0.0, False)[: max(5, len(local.args))]
-    named = dict(local.kwargs)
-    named["attn_mask"] = _mask(emitter, local, causal, named.get("attn_mask"))
-    output, logsumexp = emitter.ops(local.call.node.op, query, key, value, dropout, False, **named)
+def _with_mask(emitter: Emitter, local: LocalCall) -> tuple[tuple[Any, ...], Ref | None, dict[str, Any]]:
+    """The tensors of a call in their order, among them the mask that shards need, the mask, and the other arguments."""
+    tensors = tensor_arguments(local.call.node.op)
+    given = dict(zip(tensors, local.args, strict=False))
+    mask = _mask(emitter, local, local.call.argument("is_causal"), given.get("attn_mask"))
+    given = {**given, "attn_mask": mask}
+    return tuple(given.get(name) for name in tensors), mask, {**dict(local.kwargs), "is_causal": False}
+
+
+def forward(emitter: Emitter, local: LocalCall) -> Results:
+    """With queries split under a causal mask, or with keys split: two all-reduces of [batch, heads, queries], of the
+    largest logsumexp and of the sum of what stands behind them."""
+    tensors, mask, named = _with_mask(emitter, local)
+    output, logsumexp = emitter.ops(local.call.node.op, *tensors, **named)
     if "k" not in local.splits:
         return output, logsumexp
-    mask = named.get("attn_mask")
     if mask is not None:
         # the op says 0 for queries that see no key
         seen = emitter.op("aten.amax.default", mask, (-1,))
         blind = emitter.op("aten.eq.Scalar", seen, -math.inf)
         logsumexp = emitter.op("aten.masked_fill.Scalar", logsumexp, blind, -math.inf)
-    logsumexp = emitter.op("aten.contiguous.default", logsumexp)
     highest = all_reduce(emitter, logsumexp, "max", local.splits["k"])
     if mask is not None:
         nowhere = emitter.op("aten.eq.Scalar", highest, -math.inf)
@@ -124,10 +122,7 @@ def flash(emitter: Emitter, local: LocalCall) -> Results:
     return part, emitter.op("aten.add.Tensor", highest, emitter.op("aten.log.default", total))
 
 
-def flash_backward(emitter: Emitter, local: LocalCall) -> Results:
-    """Its backward under a causal mask with queries or keys split. The logsumexp is that of all keys, so that
-    each rank finds its own part of the probabilities."""
-    *tensors, dropout, causal = local.args
-    named = dict(local.kwargs)
-    named["attn_mask"] = _mask(emitter, local, causal, named.get("attn_mask"))
-    return emitter.ops(local.call.node.op, *tensors, dropout, False, **named)
+def backward(emitter: Emitter, local: LocalCall) -> Results:
+    """Its backward. The logsumexp is that of all keys, so that each rank finds its own part of the probabilities."""
+    tensors, _, named = _with_mask(emitter, local)
+    return emitter.ops(local.call.node.op, *tensors, **named)

@@ -91,7 +91,3 @@ def repeats(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Sh
     source = (1,) * (len(local_outputs[0]) - len(local_inputs[0])) + local_inputs[0]
     return replaced(call, repeats=tuple(o // s for o, s in zip(local_outputs[0], source, strict=True)))
 
-
-def query_length(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-    """Flash attention's backward takes the number of queries as an argument."""
-    return replaced(call, max_q=local_inputs[0][2]) if isinstance(call.argument("max_q"), int) else replaced(call)

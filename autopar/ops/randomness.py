@@ -104,8 +104,10 @@ def _dropout(emitter: Emitter, call: Call, key: Ref) -> Results:
 
 def _bernoulli(emitter: Emitter, call: Call, key: Ref) -> Results:
     p = call.argument("p" if call.has("p") else "self")
+    if isinstance(p, float):
+        return (cast(emitter, emitter.op("autopar.bernoulli.default", key, call.output.shape, p), call.output.dtype),)
     u = emitter.op("autopar.uniform.default", key, call.output.shape, torch.float32)
-    hit = emitter.op(f"aten.lt.{'Tensor' if isinstance(p, Ref) else 'Scalar'}", u, p)
+    hit = emitter.op("aten.lt.Tensor", u, p)
     return (emitter.op("aten._to_copy.default", hit, dtype=call.output.dtype),)
 
 

@@ -28,10 +28,11 @@ from . import (
     randomness,
     reductions,
     resampling,
+    sdpa,
     views,
     windows,
 )
-from .attention import attention as attended
+from .attention import attended
 from .families import (
     BOTH,
     EACH,
@@ -198,37 +199,15 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("pixel_shuffle", Entry(resampling.shuffled(up=True))),
     **_aten("pixel_unshuffle", Entry(resampling.shuffled(up=False))),
 
-    # attention: query, key, value, mask -> output, logsumexp, and what random numbers need
-    **_aten("_scaled_dot_product_flash_attention_for_cpu", Entry(
-        attended("b h q d!, b h k d!, b h k e!, ...b h q k -> b h q e!, b h q", products=2,
-                 reductions={"k": ("sum", "")}, expands=("k",), masked=("q",)),
-        expand=attention.flash, strides=needs(rows="query key value attn_mask"))),
-    **_aten("_scaled_dot_product_flash_attention_for_cpu_backward", Entry(
-        attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k -> b h q d!, b h k d!, b h k e!",
-                 products=5, linear=FIRST, expands=("k",), masked=("q",)),
-        expand=attention.flash_backward, strides=needs(rows="grad_out query key value out attn_mask"))),
-    **_aten("_scaled_dot_product_flash_attention", Entry(attended(
-        "b h q d!, b h k! d!, b h k! e! -> b h q e!, b h q, *r!, *r!, *r!, *r!, *r!, *r!, *r!", products=2),
-        strides=needs(rows="query key value"))),
-    **_aten("_scaled_dot_product_flash_attention_backward", Entry(attended(
-        "b h q e!, b h q d!, b h k! d!, b h k! e!, b h q e!, b h q, *r!, *r!, *r!, *r!"
-        " -> b h q d!, b h k! d!, b h k! e!", products=5, linear=FIRST), local.query_length,
-        strides=needs("logsumexp", rows="grad_out query key value out"))),
-    # its logsumexp is padded along the queries
-    **_aten("_scaled_dot_product_efficient_attention", Entry(attended(
-        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q!, *r!, *r!", products=2),
-        strides=needs(rows="query key value"))),
-    **_aten("_scaled_dot_product_efficient_attention_backward", Entry(attended(
-        "b h q! e!, b h q! d!, b h k! d!, b h k! e!, ...b h q! k!, b h q! e!, b h q!, *r!, *r!"
-        " -> b h q! d!, b h k! d!, b h k! e!, ...b h q! k!", products=5, linear=FIRST),
-        strides=needs("logsumexp", rows="grad_out_ query key value out"))),
-    **_aten("_scaled_dot_product_cudnn_attention", Entry(attended(
-        "b h q! d!, b h k! d!, b h k! e!, ...b h q! k! -> b h q! e!, b h q! *r!, *r!, *r!, *r!, *r!, *r!, *r!, *r!",
-        products=2), strides=needs(rows="query key value"))),
-    **_aten("_scaled_dot_product_cudnn_attention_backward", Entry(attended(
-        "b h q! e!, b h q! d!, b h k! d!, b h k! e!, b h q! e!, b h q! *r!, *r!, *r!, ...b h q! k!, *r!, *r!"
-        " -> b h q! d!, b h k! d!, b h k! e!", products=5, linear=FIRST),
-        strides=needs("logsumexp", rows="grad_out query key value out"))),
+    # attention: query, key, value, mask, which weights dropout keeps -> output, logsumexp
+    sdpa.ATTENTION: Entry(
+        attended("b h q d!, b h k d!, b h k e!, ...b h q k, b h q k -> b h q e!, b h q", products=2,
+                 reductions={"k": ("sum", "")}),
+        expand=attention.forward, strides=needs(rows="query key value attn_mask")),
+    sdpa.ATTENTION_BACKWARD: Entry(
+        attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k, b h q k"
+                 " -> b h q d!, b h k d!, b h k e!", products=5, linear=FIRST),
+        expand=attention.backward, strides=needs("logsumexp", rows="grad_out query key value out attn_mask")),
 
     # embedding and losses
     **_aten("embedding", Entry(
@@ -360,7 +339,7 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     # random numbers, by key and global index
     **_aten("_standard_gamma_grad _dirichlet_grad zero", Entry(pointwise())),
     **_own("dropout poisson standard_gamma", Entry(randomness.drawn, place=randomness.held)),
-    **_own("uniform normal integers", Entry(
+    **_own("bernoulli uniform normal integers", Entry(
         randomness.drawn, local.shape_of_output("size"), place=randomness.held)),
 
     # pointwise, by the operands that they are linear in

@@ -12,6 +12,7 @@ from torch import nn
 from autopar import compat
 
 from .captured import CaptureError
+from .here import HERE, Here
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +47,15 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 class Fakes:
     """Makes fakes of one mode."""
 
-    def __init__(self, mode: Any, device_type: str | None, grad: bool) -> None:
-        self.mode, self.device_type, self.grad = mode, device_type, grad
+    def __init__(self, mode: Any, here: Here, grad: bool) -> None:
+        self.mode, self.here, self.grad = mode, here, grad
 
     def tensor(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """A fake of the same shape, dtype, stride and device, a leaf of autograd."""
+        """A fake of the same shape, dtype and stride, on the CPU, a leaf of autograd."""
         if not compat.is_plain(source):
             raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
-        own = "cpu" if source.device.type == "meta" else str(source.device)
-        device = torch.device(self.device_type or own)
-        if device.type != "cpu" and not torch.get_device_module(device).is_available():
-            # torch aborts the process when autograd meets a fake on a device that it cannot guard
-            raise CaptureError(f"{name} is to be on {device}, which is not available here: capture for device_type cpu")
         with self.mode:
-            fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+            fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=HERE)
         if isinstance(source, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
             compat.take_notes(fake, source)
@@ -68,7 +64,7 @@ class Fakes:
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
         """The same real tensor, a leaf of autograd."""
-        return source.detach().requires_grad_(source.requires_grad and self.grad)
+        return self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
 
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""

@@ -19,6 +19,7 @@ from autopar.ir.tree import flatten
 
 from .captured import CaptureError, Leaf, is_constant
 from .concrete import ConcreteValues, Pinned
+from .here import Here
 from .ways import Generators, OtherWays
 from .witness import Witness
 
@@ -57,9 +58,10 @@ class TracedStep(nn.Module):
         pairs: Sequence[tuple[str, Any]],
         spec: pytree.TreeSpec,
         loss_fn: Callable[[Any], torch.Tensor] | None,
+        here: Here,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.here = model, here
         self.training = model.training
         # a list, lest nn.Module take a loss that is a module for a part of the model
         self.loss_fn = [loss_fn]
@@ -76,13 +78,13 @@ class TracedStep(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         generators = Generators(self.model)
         given = zip(tensors, self.outcomes.inputs, strict=True)
-        values = ConcreteValues({path: (fake, source) for fake, (path, source) in given})
+        values = ConcreteValues({path: (fake, self.here.tensor(source)) for fake, (path, source) in given})
         self.outcomes.unread, values.valued = values.unread, self.witness.valued
         with (
             self.witness.tracing(),
             writing_buffers(self.model, self.replaced),
             generators.watched(),
-            OtherWays(generators, values),
+            OtherWays(generators, values, self.here),
             values,
             without_checks(self.outcomes.checks),
         ):

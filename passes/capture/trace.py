@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
@@ -23,6 +24,7 @@ from .captured import Captured, CaptureError, NothingTrainedError, input_names, 
 from .conversion import Conversion
 from .cut import cut
 from .fakes import Fakes, canonical_names
+from .here import Here
 from .looks import listed
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
 from .stamp import Unfit, stamped
@@ -54,8 +56,9 @@ def capture(
     An active `torch.autocast` context is recorded: its casts are operators of the graph, and stay in the program
     whatever context that runs in.
 
-    `device_type` is the device that the graph is traced for ("cuda" chooses other attention kernels than
-    "cpu"); without it each tensor keeps its own, and those on `meta` are taken to be on the CPU.
+    The graph is the same for all devices (see `here`). `device_type` is the device that the step will run on, whose
+    autocast context counts, and whose name in the model's code means the device of the trace; without it, that of the
+    model's parameters and of the inputs.
 
     With `stamp`, layers that the record shows to be alike, operator for operator, are differentiated once, and the
     result is repeated (`cut`, `stamp`): what is captured is the same, up to the names of values. The Python of every
@@ -66,12 +69,13 @@ def capture(
     scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
     its own, hook gradients.
     """
+    kind = device_type or _own_device_type(model, args, kwargs)
     with uncollected():
         try:
-            return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=stamp, lines=False)
+            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=stamp, lines=False)
         except Unlocated:
             # traced again, with the line of each operator, which takes twice the time
-            return _capture(model, args, dict(kwargs or {}), loss_fn, device_type, stamp=False, lines=True)
+            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=False, lines=True)
 
 
 def _capture(
@@ -79,7 +83,7 @@ def _capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     loss_fn: Callable[[Any], torch.Tensor] | None,
-    device_type: str | None,
+    device_type: str,
     *,
     stamp: bool,
     lines: bool,
@@ -89,10 +93,11 @@ def _capture(
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
     check_hooks(model)
-    fakes = Fakes(mode, device_type, grad)
+    here = Here(device_type)
+    fakes = Fakes(mode, here, grad)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
-    step = TracedStep(fakes.module(model), pairs, input_spec, loss_fn)
+    step = TracedStep(fakes.module(model), pairs, input_spec, loss_fn, here)
     inputs = tuple(fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor))
     tied = {f"model.{a}": f"model.{b}" for a, b in canonical.items()}
     input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
@@ -116,6 +121,7 @@ def _capture(
             own = any(map(compat.is_recorded_function, record.graph.nodes))
             with step.witness.differentiating() if own else contextlib.nullcontext():
                 graph, constants = _joint_graph(record, converted, stamp)
+            constants = {name: here.source(tensor) for name, tensor in constants.items()}
             if grad:
                 check_constants(constants, step.witness.seen)
             check_memory(constants, step.witness.seen, model)
@@ -157,10 +163,17 @@ def _capture(
         constants=constants,
         training=model.training,
         without_gradient=missing,
-        autocast=compat.autocast_dtype(device_type or "cpu"),
+        autocast=compat.autocast_dtype(device_type),
         reads=step.witness.reads,
         pinned=step.outcomes.pinned,
     )
+
+
+def _own_device_type(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
+    """The device of the model's parameters and of the inputs, where it is not the CPU's."""
+    inputs = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    kinds = (tensor.device.type for tensor in (*model.parameters(), *model.buffers(), *inputs))
+    return next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")
 
 
 def _joint_graph(

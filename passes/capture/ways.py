@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
+from .attention import attended
 from .concrete import ConcreteValues
 from .constants import Constants, Selected, Selections
+from .here import Here
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
@@ -31,28 +33,25 @@ _LISTS: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.Tensor.new_
 
 
 class OtherWays(TorchFunctionMode):
-    """Attention that drops weights out is traced as matrix products and a softmax: fused kernels (on CUDA) drop by a
-    generator of their own, and never show the weights whose index decides. CTC loss, covariances and counts are
+    """Attention is an operator of our own, which is the same on every device: see `attention`. CTC loss, covariances and counts are
     operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
     collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
     `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are
     those of `unfold`. Values are read off constants and inputs: see `Constants`."""
 
-    def __init__(self, generators: Generators, values: ConcreteValues) -> None:
+    def __init__(self, generators: Generators, values: ConcreteValues, here: Here) -> None:
         super().__init__()
-        self.generators = generators
+        self.generators, self.here = generators, here
         self.selections = Selections()
         self.constants = Constants(values)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        func, args, kwargs = self.here.call(func, args, kwargs or {})
         if kwargs.get("generator") is not None:
             self.generators.check(kwargs["generator"])
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
-            return compat.plain_attention(*args, **kwargs)
         selected = self.selections.traced(func, args, kwargs)
         if selected is not NotImplemented:
             return selected
@@ -320,6 +319,7 @@ def multilabel_margin_loss(
 TRACED: Mapping[Any, Callable[..., Tensor]] = {
     **{getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)},
     F.multilabel_margin_loss: multilabel_margin_loss,
+    F.scaled_dot_product_attention: attended,
 }
 """Functions of torch -> what is traced in their place: torch's own look at data on the way, to warn or to size the
 result, or decompose into something else."""

@@ -1,0 +1,116 @@
+"""Attention as products and a softmax, some heads at a time: where no fused kernel computes what is asked.
+
+Backward computes the weights again from the logsumexp, as flash attention does, so that no scores stay in between.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .call import Attending, Kernel, Pair, Triple, gradients, results, wide
+
+_SCORES = {"cpu": 1 << 19}
+"""Scores at a time: on a CPU as many as its caches hold, elsewhere `_SCORES_MOST`."""
+_SCORES_MOST = 1 << 26
+
+
+def _at_a_time(shape: tuple[int, ...], key_heads: int, device_type: str) -> tuple[int, int]:
+    """How many samples, and how many heads of keys, of scores [batch, heads, queries, keys] are computed at a time."""
+    batch, heads, queries, keys = shape
+    of_key_head = max(1, heads // key_heads * queries * keys)
+    most = _SCORES.get(device_type, _SCORES_MOST)
+    chosen = min(key_heads, max(1, most // of_key_head))
+    samples = max(1, most // (of_key_head * chosen)) if chosen == key_heads else 1
+    return min(samples, batch), chosen
+
+
+def scores_at_once(shape: tuple[int, ...], key_heads: int, device_type: str) -> int:
+    """How many scores, of [batch, heads, queries, keys], are in memory at once."""
+    samples, chosen = _at_a_time(shape, key_heads, device_type)
+    return samples * chosen * (shape[1] // key_heads) * shape[2] * shape[3]
+
+
+Part = Callable[[torch.Tensor], torch.Tensor]
+"""From a tensor [batch, heads or key heads, ...] to a view of a part: [samples, key heads, heads that share one, ...].
+Dims of size 1 stay."""
+
+
+def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[Part]:
+    batch, heads, key_heads = query.shape[0], query.shape[1], key.shape[1]
+    samples, chosen = _at_a_time((batch, heads, query.shape[2], key.shape[2]), key_heads, query.device.type)
+
+    def part_at(sample: int, head: int) -> Part:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] > 1:
+                x = x.narrow(0, sample, min(samples, batch - sample))
+            x = x.unflatten(1, (key_heads, -1)) if x.shape[1] == heads > 1 else x.unsqueeze(2)
+            return x.narrow(1, head, min(chosen, key_heads - head)) if x.shape[1] > 1 else x
+
+        return part
+
+    for sample in range(0, batch, samples):
+        for head in range(0, key_heads, chosen):
+            yield part_at(sample, head)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, call: Attending) -> torch.Tensor:
+    """[samples, key heads, group, queries, keys], masked."""
+    scores = torch.matmul(query * call.scale, key.transpose(-1, -2))
+    if mask is not None:
+        scores.add_(mask)
+    if call.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(later, -math.inf)
+    return scores
+
+
+def _of_rank_four(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return None if mask is None else mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+
+def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Pair:
+    out, logsumexp = results(query, value)
+    mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
+    for part in _parts(query, key):
+        scores = _scores(part(query).to(dtype), part(key).to(dtype), None if mask is None else part(mask), call)
+        sums = torch.logsumexp(scores, -1, keepdim=True)
+        sums = sums.masked_fill_(sums == -math.inf, 0.0)
+        weights = scores.sub_(sums).exp_()
+        if call.kept is not None:
+            weights.mul_(part(call.kept))
+        part(out).copy_(torch.matmul(weights, part(value).to(dtype)).mul_(call.kept_scale))
+        part(logsumexp).copy_(sums.squeeze(-1))
+    return out, logsumexp
+
+
+def backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    call: Attending,
+) -> Triple:
+    of_query, of_key, of_value = gradients(query, key, value)
+    mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
+    for part in _parts(query, key):
+        q, k, v, of_out = (part(x).to(dtype) for x in (query, key, value, gradient))
+        weights = _scores(q, k, None if mask is None else part(mask), call)
+        weights.sub_(part(logsumexp).unsqueeze(-1)).exp_()
+        total = (of_out * part(out)).sum(-1, keepdim=True)
+        of_weights = torch.matmul(of_out, v.transpose(-1, -2))
+        kept = weights
+        if call.kept is not None:
+            chosen = part(call.kept)
+            of_weights.mul_(chosen).mul_(call.kept_scale)
+            kept = (weights * chosen).mul_(call.kept_scale)
+        part(of_value).copy_(torch.matmul(kept.transpose(-1, -2), of_out).sum(2, keepdim=True))
+        of_scores = of_weights.sub_(total).mul_(weights).mul_(call.scale)
+        part(of_query).copy_(torch.matmul(of_scores, k))
+        part(of_key).copy_(torch.matmul(of_scores.transpose(-1, -2), q).sum(2, keepdim=True))
+    return of_query, of_key, of_value
+
+
+COMPOSED = Kernel(forward=forward, backward=backward)

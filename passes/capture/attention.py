@@ -1,0 +1,102 @@
+"""`scaled_dot_product_attention`, as models call it, as the operator that graphs hold (see `autopar.ops.sdpa`).
+
+Dropout draws which weights are kept as a tensor of its own, whose elements are functions of the seed and of the global
+index. A mask of truth values becomes one that is added. Dims before the heads are one batch.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autopar import compat
+from autopar.ir.graph import overload
+from autopar.ops.sdpa import ATTENTION
+
+MASKS = (torch.bool, torch.float32)
+"""Dtypes of masks beside the queries' own."""
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`: query [*batch, heads, queries, width], key [*batch, heads,
+    keys, width], value [*batch, heads, keys, value width], the mask broadcast to [*batch, heads, queries, keys].
+
+    Operands that do not fit together raise what torch raises.
+    """
+    tensors = query, key, value
+    batch = _batch(tensors, enable_gqa)
+    learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    if batch is None or learned or not _fits(attn_mask, query, key) or not 0 <= dropout_p <= 1:
+        # a bias that is trained has a gradient of the size of the scores
+        return compat.plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    q, k, v = (_of_rank_four(x, batch) for x in tensors)
+    if q.shape[1] == 1 < k.shape[1]:
+        q = q.expand(-1, k.shape[1], -1, -1)
+    kept = None
+    if dropout_p:
+        kept = torch.empty((*q.shape[:3], k.shape[2]), dtype=torch.bool, device=q.device).bernoulli_(1.0 - dropout_p)
+    out, _ = overload(ATTENTION)(
+        q, k, v, _mask(attn_mask, query.dtype, batch), kept,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
+    )  # fmt: skip
+    heads = out.shape[1:] if max(x.dim() for x in tensors) > 2 else out.shape[2:]
+    return out.reshape(*batch, *heads)
+
+
+def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | None:
+    """The dims before the heads; None where the operator does not compute such a call."""
+    query, key, value = tensors
+    if not query.is_floating_point() or any(x.dtype != query.dtype or x.dim() < 2 or not x.numel() for x in tensors):
+        return None
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        return None
+    heads, *of_keys = (x.shape[-3] if x.dim() > 2 else 1 for x in tensors)
+    shares = heads % of_keys[0] == 0 if grouped else of_keys[0] in (1, heads) or heads == 1
+    if len({*of_keys}) > 1 or not shares:
+        return None
+    try:
+        return tuple(torch.broadcast_shapes(*(x.shape[:-3] for x in tensors)))
+    except RuntimeError:
+        return None
+
+
+def _of_rank_four(x: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
+    x = x.unsqueeze(0) if x.dim() == 2 else x
+    if len(batch) == 1 and x.shape[:-3] == batch:
+        return x
+    return x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:])
+
+
+def _fits(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a mask can be added to the scores."""
+    if mask is None:
+        return True
+    rank = max(query.dim(), key.dim())
+    if mask.dtype not in (*MASKS, query.dtype) or not 2 <= mask.dim() <= max(rank, 2):
+        return False
+    heads = max(query.shape[-3] if query.dim() > 2 else 1, key.shape[-3] if key.dim() > 2 else 1)
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    scores = (*batch, heads, query.shape[-2], key.shape[-2])
+    return all(size in (1, of) for size, of in zip(reversed(mask.shape), reversed(scores), strict=False))
+
+
+def _mask(mask: torch.Tensor | None, dtype: torch.dtype, batch: tuple[int, ...]) -> torch.Tensor | None:
+    """What is added to the scores, of rank 2 or 4."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, -torch.inf).to(dtype)
+    if mask.dim() < 4:
+        return mask if mask.dim() == 2 else mask.unsqueeze(0)
+    if len(batch) == 1:
+        return mask
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(math.prod(batch), *mask.shape[-3:])
