@@ -66,14 +66,21 @@ class Device:
         return None if self.operators is None else self.operators.seconds.get(operator_key(op, inputs, outputs))
 
     def operator_seconds(
-        self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], flops: float
+        self,
+        op: str,
+        inputs: Sequence[TensorMeta],
+        outputs: Sequence[TensorMeta],
+        flops: float,
+        inside_bytes: float = 0.0,
     ) -> float:
-        """Seconds of one operator on local shapes: as measured, or by the roofline of its arithmetic and its bytes."""
+        """Seconds of one operator on local shapes: as measured, or by the roofline of its arithmetic and its bytes,
+        those within it too."""
         if (measured := self.measured_seconds(op, inputs, outputs)) is not None:
             return measured
         tensors = (*inputs, *outputs)
         dtype = tensors[0].dtype if tensors else torch.float32
-        return self.roofline_seconds(flops, sum(tensor.bytes for tensor in tensors), dtype) * self.ratio(op)
+        moved = sum(tensor.bytes for tensor in tensors) + inside_bytes
+        return self.roofline_seconds(flops, moved, dtype) * self.ratio(op)
 
     def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
         """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""

@@ -13,7 +13,6 @@ from .distributed import make_dtensor as make_dtensor
 from .distributed import reduce_scatter_single as reduce_scatter_single
 from .distributed import strided_shard as strided_shard
 from .exporting import as_exported as as_exported
-from .exporting import autocast_dtype as autocast_dtype
 from .exporting import plain_attention as plain_attention
 from .exporting import without_autocast as without_autocast
 from .joint import Joint as Joint
@@ -30,6 +29,9 @@ from .recording import is_recorded_function as is_recorded_function
 from .recording import place_of as place_of
 from .recording import recorded as recorded
 from .recording import set_place as set_place
+from .autocast import autocast_dtype as autocast_dtype
+from .autocast import autocast_of as autocast_of
+from .autocast import cast_by_autocast as cast_by_autocast
 from .devices import devices_of as devices_of
 from .tensors import attention_kernel as attention_kernel
 from .tensors import by_tensor as by_tensor

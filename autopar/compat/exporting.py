@@ -177,11 +177,6 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
     return torch.autocast(device_type, enabled=False)
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What an active autocast context casts to."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
 def plain_attention(
     query: torch.Tensor,
     key: torch.Tensor,

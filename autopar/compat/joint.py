@@ -10,7 +10,8 @@ from torch import fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from .exporting import autocast_dtype, without_autocast
+from .autocast import autocast_dtype
+from .exporting import without_autocast
 from .recording import Recorded, writes
 from .tensors import is_real, memory_of, value_of
 from .watching import Writes, WritesInput

@@ -16,6 +16,8 @@ from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, source_line
 from autopar.ops.experts import DOT, MM, MM_WEIGHT, SUM
+from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
+from autopar.ops.sdpa.workspace import workspace_bytes as attention_bytes
 
 from .liveness import Line, Memory, PlacementCache, lifetimes
 from .optimizers import Optimizer
@@ -220,6 +222,8 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
     MM_WEIGHT: lambda inputs, outputs, _: inputs[0].bytes + inputs[1].bytes,  # rows by expert
     SUM: lambda inputs, outputs, _: inputs[0].bytes,  # rows times their weights
     DOT: lambda inputs, outputs, _: inputs[0].bytes,
+    ATTENTION: lambda inputs, _, device: attention_bytes(inputs, device, backward=False),
+    ATTENTION_BACKWARD: lambda inputs, _, device: attention_bytes(inputs, device, backward=True),
     # the bits of the mask come before the result
     "autopar.dropout.default": lambda _, outputs, device: max(0, _bits(outputs, device) - outputs[0].bytes),
     "autopar.uniform.default": lambda _, outputs, device: _bits(outputs, device),

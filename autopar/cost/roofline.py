@@ -79,11 +79,13 @@ class LocalOperators:
         if not copies or (rule is not None and rule.moves_nothing):
             is_free = not copies and op in FREE and self._measured(instruction) is None
             return Cost(0.0 if is_free else device.view_seconds(op, operands, results), 0.0, size, 0.0)
-        arithmetic = peak = flops = 0.0
+        arithmetic = peak = flops = inside = 0.0
+        if rule is not None:
+            inside = rule.inside_bytes
         if rule is not None and rule.flops and (operands or results):
             flops, dtype = rule.flops, (*operands, *results)[0].dtype
             arithmetic, peak = device.compute_seconds(flops, dtype), flops / device.peak_flops(dtype)
-        moved = device.moving_seconds(size)
+        moved = device.moving_seconds(size + inside)
         longest = max(arithmetic, moved)
-        seconds = device.operator_seconds(op, operands, results, flops)
+        seconds = device.operator_seconds(op, operands, results, flops, inside)
         return Cost(seconds, moved / longest if longest else 0.0, size, peak)

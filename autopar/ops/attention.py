@@ -15,6 +15,7 @@ from autopar.ir.layout import padded_shape
 
 from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
+from .sdpa import composed
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Name, Named, assemble, parse, roles, tensor_arguments
 
@@ -38,7 +39,8 @@ def attended(
         causal = call.argument("is_causal")
         unsplit: tuple[str, ...] = ("q", "k") if causal and "attn_mask" in metas else ()
         inputs, outputs = template.bind(call)
-        heads = metas["key"].shape[1]
+        heads, keys = metas["key"].shape[1:3]
+        rows = math.prod(metas["query"].shape[:3])
         return assemble(
             call,
             [_named(names, meta, heads, unsplit) for names, meta in zip(inputs, call.inputs, strict=True)],
@@ -48,7 +50,8 @@ def attended(
             expands=("k", "q") if causal else ("k",),
             uneven=("q", "k"),
             padding={(i, "k"): -math.inf for i, role in enumerate(roles(call)) if role == "attn_mask"},
-            flops=2.0 * products * metas["query"].numel * metas["key"].shape[-2],
+            flops=2.0 * products * metas["query"].numel * keys,
+            inside_bytes=4.0 * composed.PASSES[products] * rows * keys if "dropout_mask" in metas else 0.0,
         )
 
     return rule

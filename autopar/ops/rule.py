@@ -102,7 +102,8 @@ class OpRule:
     all outputs then Partial(sum): ((0, 1),) for add, ((0,), (1,)) for mul and mm.
 
     `flops` counts multiplications and additions of the unsplit op, for contractions and attention; 0
-    means that the op is bound by memory. `contraction` marks the tensor contractions of CFP
+    means that the op is bound by memory. `inside_bytes` counts what its kernel writes and reads of results of its own
+    on the way, beside operands and results: the scores of attention that is no fused kernel. `contraction` marks the tensor contractions of CFP
     Algorithm 1. `moves_nothing` marks ops that only return a view (slice, expand, ...) and take no time. `routing` is
     for ops that know of experts; others may receive routed rows if they treat rows one by one.
 
@@ -117,6 +118,7 @@ class OpRule:
     outputs: tuple[Dims, ...]
     linear: tuple[tuple[int, ...], ...] = ()
     flops: float = 0.0
+    inside_bytes: float = 0.0
     contraction: bool = False
     moves_nothing: bool = False
     routing: Routing | None = None

@@ -361,6 +361,7 @@ def _operator_rows(program: Program, measurement: Measurement, machine: str) -> 
     for key, same in places.items():
         instruction = same[0][0]
         operands, results = input_and_output_metas(instruction, program.metas)
+        flops, inside = _work(instruction, program.metas)
         yield OperatorRow(
             machine=machine,
             program=of_program,
@@ -368,14 +369,15 @@ def _operator_rows(program: Program, measurement: Measurement, machine: str) -> 
             seconds=statistics.fmean(seconds for _, seconds, _ in same),
             spread=statistics.fmean(spread for _, _, spread in same),
             runs=len(measurement.steps) * len(same) * measurement.ranks,
-            flops=_flops(instruction, program.metas),
-            bytes=sum(meta.bytes for meta in (*operands, *results)),
+            flops=flops,
+            bytes=sum(meta.bytes for meta in (*operands, *results)) + round(inside),
             dtype=str((*operands, *results)[0].dtype).removeprefix("torch.") if operands or results else "float32",
         )
 
 
-def _flops(instruction: Node, metas: Mapping[str, TensorMeta]) -> float:
+def _work(instruction: Node, metas: Mapping[str, TensorMeta]) -> tuple[float, float]:
+    """Flops, and bytes within the operator."""
     if instruction.op.startswith("collective.") or instruction.op in FREE:
-        return 0.0
+        return 0.0, 0.0
     rule = rule_of(call_of(instruction, metas))
-    return 0.0 if rule is None else rule.flops
+    return (0.0, 0.0) if rule is None else (rule.flops, rule.inside_bytes)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
 from autopar import compat
@@ -75,11 +76,31 @@ def _run(instruction: Node, program: Program, values: dict[str, torch.Tensor], d
     if names_no_device(instruction):
         kwargs["device"] = device
     args, kwargs = prepared_arguments(instruction.op, args, kwargs)
-    result = (KERNELS.get(instruction.op) or overload(instruction.op))(*args, **kwargs)
-    for name, tensor in zip(instruction.outputs, result if isinstance(result, (tuple, list)) else (result,), strict=True):
+    result = _result(KERNELS.get(instruction.op) or overload(instruction.op), args, kwargs)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for name, tensor in zip(instruction.outputs, results, strict=True):
         if name:
             _check(tensor, program.metas[name], name in program.uneven, device)
             values[name] = tensor
+
+
+def _result(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Of a call on fakes. Those of some convolutions ask a library of the device how its results would lie; where that
+    is not here, they lie as on `meta`."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        if "is not linked with support for" not in str(error):
+            raise
+    devices = {x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"operands are on {', '.join(sorted(map(str, devices)))}")
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _like(x, torch.device("meta")), (args, kwargs))
+    return pytree.tree_map_only(torch.Tensor, lambda x: _like(x, *devices), function(*args, **kwargs))
+
+
+def _like(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 def _check(tensor: Any, meta: TensorMeta, uneven: bool, device: torch.device) -> None:

@@ -32,6 +32,7 @@ def attended(
 
     Operands that do not fit together raise what torch raises.
     """
+    query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
     tensors = query, key, value
     batch = _batch(tensors, enable_gqa)
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()

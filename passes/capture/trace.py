@@ -70,7 +70,7 @@ def capture(
     its own, hook gradients.
     """
     kind = device_type or _own_device_type(model, args, kwargs)
-    with uncollected():
+    with uncollected(), compat.autocast_of(kind):
         try:
             return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=stamp, lines=False)
         except Unlocated:
@@ -163,7 +163,7 @@ def _capture(
         constants=constants,
         training=model.training,
         without_gradient=missing,
-        autocast=compat.autocast_dtype(device_type),
+        autocast=compat.autocast_dtype("cpu"),
         reads=step.witness.reads,
         pinned=step.outcomes.pinned,
     )

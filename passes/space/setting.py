@@ -80,17 +80,20 @@ def operator_seconds(
     ]
     if rule is not None and rule.moves_nothing:
         return device.view_seconds(call.node.op, local_operands, local_results)
-    flops = _local_flops(setting, rule, choice) if rule is not None else 0.0
-    return device.operator_seconds(call.node.op, local_operands, local_results, flops)
+    if rule is None:
+        return device.operator_seconds(call.node.op, local_operands, local_results, 0.0)
+    share = _share(setting, rule, choice)
+    work = rule.flops * share, rule.inside_bytes * share
+    return device.operator_seconds(call.node.op, local_operands, local_results, *work)
 
 
-def _local_flops(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
-    """Arithmetic of one rank, on padding too."""
-    flops = rule.flops
+def _share(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
+    """The part of an operator's work that one rank does, on padding too."""
+    share = 1.0
     for axis, on_axis in enumerate(choice.axes):
         if on_axis.splits or on_axis.routes:
-            flops *= max(1.0, on_axis.period / rule.factors[on_axis.factor].size) / setting.mesh[axis]
-    return flops
+            share *= max(1.0, on_axis.period / rule.factors[on_axis.factor].size) / setting.mesh[axis]
+    return share
 
 
 def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpRule, choice: SiteChoice) -> float:
@@ -98,7 +101,7 @@ def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpR
     bound by arithmetic; its collectives by links."""
     device = setting.cluster.device
     itself = [instruction for instruction in emission.instructions if instruction.op == call.node.op]
-    flops = _local_flops(setting, rule, choice) / max(1, len(itself))
+    share = _share(setting, rule, choice) / max(1, len(itself))
     seconds = 0.0
     for instruction in emission.instructions:
         operands, results = input_and_output_metas(instruction, emission.metas)
@@ -106,6 +109,7 @@ def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpR
             largest = max(meta.bytes for meta in (*operands, *results))
             seconds += collective_seconds(kind, largest, setting.redistributor.links[instruction.args[-1]])
         elif instruction.op != WAIT:
-            own = flops if instruction.op == call.node.op else 0.0
-            seconds += device.operator_seconds(instruction.op, operands, results, own)
+            own = share if instruction.op == call.node.op else 0.0
+            work = rule.flops * own, rule.inside_bytes * own
+            seconds += device.operator_seconds(instruction.op, operands, results, *work)
     return seconds

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autopar.cluster.measurements import Compute
 from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
+from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD, attention, attention_backward
 
 from .clock import Report, median_seconds
 
@@ -105,16 +106,12 @@ def arithmetic(
     device: torch.device,
 ) -> Iterator[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], float]]:
     """(op, what runs it, its operands, its flops) of what does arithmetic and is no plain product."""
-    if device.type == "cpu":  # which kernel it is on another device depends on more
-        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        for shape in ATTENTIONS:
-            q, k, v = (torch.randn(shape) for _ in range(3))
-            product = 2.0 * q.numel() * shape[-2]
-            out, sums = forward(q, k, v, is_causal=True)
-            yield str(forward.default), partial(forward, is_causal=True), (q, k, v), 2 * product
-            given = out, q, k, v, out, sums
-            yield str(backward.default), partial(backward, dropout_p=0.0, is_causal=True), given, 5 * product
+    for shape in ATTENTIONS:
+        q, k, v = (torch.randn(shape, device=device) for _ in range(3))
+        product, named = 2.0 * q.numel() * shape[-2], {"scale": shape[-1] ** -0.5, "is_causal": True}
+        out, sums = attention(q, k, v, **named)
+        yield ATTENTION, partial(attention, **named), (q, k, v), 2 * product
+        yield ATTENTION_BACKWARD, partial(attention_backward, **named), (out, q, k, v, out, sums), 5 * product
     for rows, features, hidden, experts in EXPERTS:
         x, gradient = torch.randn(rows, features, device=device), torch.randn(rows, hidden, device=device)
         weight = torch.randn(experts, features, hidden, device=device)

@@ -10,6 +10,9 @@ import torch
 
 from .call import Attending, Kernel, Pair, Triple, gradients, results, wide
 
+PASSES = {2: 11, 5: 21}
+"""How often a score is written or read, by the products of the call: two are forward, five backward."""
+
 _SCORES = {"cpu": 1 << 19}
 """Scores at a time: on a CPU as many as its caches hold, elsewhere `_SCORES_MOST`."""
 _SCORES_MOST = 1 << 26
@@ -54,12 +57,12 @@ def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[Part]:
             yield part_at(sample, head)
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, call: Attending) -> torch.Tensor:
-    """[samples, key heads, group, queries, keys], masked."""
-    scores = torch.matmul(query * call.scale, key.transpose(-1, -2))
+def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    """[samples, key heads, group, queries, keys] of queries times the scale, masked."""
+    scores = torch.matmul(query, key.transpose(-1, -2))
     if mask is not None:
         scores.add_(mask)
-    if call.causal:
+    if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(later, -math.inf)
     return scores
@@ -73,14 +76,16 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: A
     out, logsumexp = results(query, value)
     mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
     for part in _parts(query, key):
-        scores = _scores(part(query).to(dtype), part(key).to(dtype), None if mask is None else part(mask), call)
-        sums = torch.logsumexp(scores, -1, keepdim=True)
-        sums = sums.masked_fill_(sums == -math.inf, 0.0)
-        weights = scores.sub_(sums).exp_()
+        q, k = part(query).to(dtype) * call.scale, part(key).to(dtype)
+        weights = _scores(q, k, None if mask is None else part(mask), call.causal)
+        highest = weights.amax(-1, keepdim=True)
+        highest.masked_fill_(highest == -math.inf, 0.0)
+        total = weights.sub_(highest).exp_().sum(-1, keepdim=True)
+        total.masked_fill_(total == 0.0, 1.0)  # of a query that sees no key
         if call.kept is not None:
             weights.mul_(part(call.kept))
-        part(out).copy_(torch.matmul(weights, part(value).to(dtype)).mul_(call.kept_scale))
-        part(logsumexp).copy_(sums.squeeze(-1))
+        part(out).copy_(torch.matmul(weights, part(value).to(dtype)).mul_(call.kept_scale / total))
+        part(logsumexp).copy_(highest.add_(total.log_()).squeeze(-1))
     return out, logsumexp
 
 
@@ -97,18 +102,20 @@ def backward(
     mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
     for part in _parts(query, key):
         q, k, v, of_out = (part(x).to(dtype) for x in (query, key, value, gradient))
-        weights = _scores(q, k, None if mask is None else part(mask), call)
+        q = q * call.scale
+        weights = _scores(q, k, None if mask is None else part(mask), call.causal)
         weights.sub_(part(logsumexp).unsqueeze(-1)).exp_()
         total = (of_out * part(out)).sum(-1, keepdim=True)
-        of_weights = torch.matmul(of_out, v.transpose(-1, -2))
+        of_out = of_out * call.kept_scale
+        of_scores = torch.matmul(of_out, v.transpose(-1, -2))
         kept = weights
         if call.kept is not None:
             chosen = part(call.kept)
-            of_weights.mul_(chosen).mul_(call.kept_scale)
-            kept = (weights * chosen).mul_(call.kept_scale)
+            of_scores.mul_(chosen)
+            kept = weights * chosen
         part(of_value).copy_(torch.matmul(kept.transpose(-1, -2), of_out).sum(2, keepdim=True))
-        of_scores = of_weights.sub_(total).mul_(weights).mul_(call.scale)
-        part(of_query).copy_(torch.matmul(of_scores, k))
+        of_scores.sub_(total).mul_(weights)
+        part(of_query).copy_(torch.matmul(of_scores, k).mul_(call.scale))
         part(of_key).copy_(torch.matmul(of_scores.transpose(-1, -2), q).sum(2, keepdim=True))
     return of_query, of_key, of_value
 
