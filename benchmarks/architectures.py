@@ -57,6 +57,8 @@ OUTCOMES = (
     "no plan",
     "not planned in time",
     "refused",
+    "runs on CUDA",
+    "does not run on CUDA",
     "trains in eager",
     "captured",
     "cannot train in eager",
@@ -64,12 +66,13 @@ OUTCOMES = (
     "died",
 )
 """What can come of an architecture. `refused`: capture says in one sentence why not. `crash`: an error that is no
-ValueError. `trains in eager` and `captured`: no more was asked for (`--until`)."""
+ValueError. `runs on CUDA`: its programs have a kernel for every operator there, tried on fakes. `trains in eager` and
+`captured`: no more was asked for (`--until`)."""
 
-QUIET = ("equal in all three", "trains in eager", "captured", "cannot train in eager")
+QUIET = ("equal in all three", "runs on CUDA", "trains in eager", "captured", "cannot train in eager")
 """Outcomes with nothing to say besides."""
 
-STAGES = ("eager", "capture", "run")
+STAGES = ("eager", "capture", "cuda", "run")
 
 Row = dict[str, Any]
 
@@ -133,10 +136,15 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
         row["outcome"] = "trains in eager"
         return
     entered("capture")
+    if until == "cuda":  # whose kernels are for float32
+        case = models.in_dtype(case, torch.float32)
     try:
         planner = Planner(case.model, MESH, case.args, case.kwargs, loss_fn=case.loss_fn)
     except ValueError as error:
         row |= {"outcome": "refused", "error": steps.described(error), "traceback": traceback.format_exc()[-3000:]}
+        return
+    if until == "cuda":
+        row |= {"nodes": len(planner.captured.graph.nodes), **_on_cuda(planner, entered)}
         return
     row |= {"nodes": len(planner.captured.graph.nodes), "without_rule": dict(planner.space.without_rule)}
     if until == "capture":
@@ -180,6 +188,19 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
         plans[solver]["differ"] = sum(not d <= steps.TOLERANCE for d in differences.values())
     kinds = {plan["outcome"] for plan in plans.values()}
     row["outcome"] = next((o for o in ("wrong", "crash", "no plan") if o in kinds), "equal in all three")
+
+
+def _on_cuda(planner: Any, entered: Any) -> Row:
+    """Whether programs run on fakes of a GPU."""
+    from autopar.testing.devices import run_on_fakes
+
+    for solver in SOLVERS:
+        entered(f"run {solver}")
+        try:
+            run_on_fakes(planner.program(planner.plan(solver=solver)))
+        except ValueError as error:
+            return {"outcome": "does not run on CUDA", "error": f"{solver}: {error}"}
+    return {"outcome": "runs on CUDA"}
 
 
 # ---- the processes ------------------------------------------------------------------------------------
@@ -309,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--outcome", nargs="+", choices=OUTCOMES, help="run again those whose last row says this")
     parser.add_argument("--without-loss", action="store_true", help="model types without a loss, too")
     parser.add_argument("--resume", action="store_true", help="leave out those with a row")
-    parser.add_argument("--until", choices=STAGES, default="run", help="the last thing that is tried")
+    parser.add_argument("--until", choices=STAGES, default="run", help="the last that is tried; cuda: fakes of a GPU")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--timeout", type=int, default=150, help="seconds of a processor for an architecture")
     parser.add_argument("--memory", type=float, default=16.0, help="GiB of addresses for an architecture")

@@ -40,6 +40,17 @@ class Case:
         return self.batch(0)[1]
 
 
+def in_dtype(case: Case, dtype: torch.dtype) -> Case:
+    """The same case with every floating tensor in this dtype; the model is copied."""
+
+    def batch(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        floating = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+        args, kwargs = pytree.tree_map_only(torch.Tensor, floating, case.batch(step))
+        return args, kwargs
+
+    return Case(model=copy.deepcopy(case.model).to(dtype), batch=batch, loss_fn=case.loss_fn)
+
+
 def gpt2(layers: int = 2, **overrides: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 

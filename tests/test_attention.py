@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.ops import rule_of
-from autopar.ops import sdpa
+from autopar.ops import rule_of, sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
+
 
 def tensors(heads: int, key_heads: int, queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Any]:
     torch.manual_seed(heads + queries)

@@ -1,8 +1,8 @@
 """Autocast, as a device that need not be here casts.
 
-`torch.autocast("cuda")` casts operands of tensors on CUDA, by another list of operators than the CPU's. A step is traced
+`torch.autocast("cuda")` casts operands that are on CUDA, by another list of operators than the CPU's. A step is traced
 on the CPU. So while one for CUDA is traced, its regions are those of the CPU, and operators cast there as CUDA's list
-says; a test compares each with what torch does to fakes on CUDA.
+says. A test compares each with what torch does to fakes on CUDA.
 """
 
 import contextlib

@@ -1,19 +1,16 @@
 """Operators of ATen that have a kernel on a CPU or on CUDA and not on the other, by torch's own list of kernels
 (`native_functions.yaml`), from which a test takes them again."""
 
-ON_CPU_ALONE = frozenset(
-    """
+_ON_CPU = """
     _add_relu _add_relu_ _convert_weight_to_int4pack_for_cpu _dyn_quant_matmul_4bit _dyn_quant_pack_4bit_weight
     _empty_affine_quantized _empty_per_channel_affine_quantized _histogramdd_bin_edges _histogramdd_from_bin_cts
     _histogramdd_from_bin_tensors _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward _spdiags _upsample_lanczos2d_aa
     _upsample_lanczos2d_aa_backward _weight_int4pack_mm_for_cpu from_file histogram mkldnn_rnn_layer
     mkldnn_rnn_layer_backward quantize_per_tensor slow_conv3d_forward to_mkldnn
-    """.split()
-)
-
-ON_CUDA_ALONE = frozenset(
     """
+
+_ON_CUDA = """
     _conv_depthwise2d _convert_weight_to_int4pack _cslt_compress _cslt_sparse_mm _cslt_sparse_mm_search
     _cudnn_attention_backward _cudnn_attention_forward _cudnn_ctc_loss _cudnn_init_dropout_state _cudnn_rnn
     _cudnn_rnn_backward _cudnn_rnn_flatten_weight _efficient_attention_backward _efficient_attention_forward
@@ -29,13 +26,14 @@ ON_CUDA_ALONE = frozenset(
     _to_sparse_semi_structured _triton_multi_head_attention _triton_scaled_dot_attention _use_cudnn_ctc_loss
     _use_miopen_ctc_loss _weight_int4pack_mm addmm.dtype baddbmm.dtype batch_norm_backward_elemt
     batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats batch_norm_gather_stats_with_counts
-    batch_norm_stats bmm.dtype conv_depthwise3d cudnn_affine_grid_generator cudnn_affine_grid_generator_backward
+    batch_norm_stats bmm.dtype conv_depthwise3d record_stream
+    cudnn_affine_grid_generator cudnn_affine_grid_generator_backward
     cudnn_batch_norm cudnn_batch_norm_backward cudnn_convolution cudnn_convolution_add_relu cudnn_convolution_relu
     cudnn_convolution_transpose cudnn_grid_sampler cudnn_grid_sampler_backward miopen_batch_norm
     miopen_batch_norm_backward miopen_convolution miopen_convolution_add_relu miopen_convolution_relu
     miopen_convolution_transpose miopen_ctc_loss miopen_depthwise_convolution miopen_rnn miopen_rnn_backward mm.dtype
-    """.split()
-)
+    """
+ON_CPU_ALONE, ON_CUDA_ALONE = frozenset(_ON_CPU.split()), frozenset(_ON_CUDA.split())
 
 
 def devices_of(op: str) -> frozenset[str]:

@@ -2,8 +2,8 @@
 
 A stateful generator gives every rank numbers of its own, or the same numbers at other places. Here a number is a hash
 of (key, index): every rank that holds an element of a tensor draws the same number for it, on a CPU and on a GPU,
-whatever else it holds. The operators `autopar::bernoulli`, `autopar::dropout`, `autopar::uniform`, `autopar::normal` and
-`autopar::integers` use this "counter-based" generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+whatever else it holds. The operators `autopar::bernoulli`, `autopar::dropout`, `autopar::uniform`, `autopar::normal`
+and `autopar::integers` use this "counter-based" generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
 SC 2011).
 
 A key is int32 [2]; `keys` derives one for each random operator of a program from the seed of a step. `box`, `strides`

@@ -15,8 +15,8 @@ from autopar.ir.layout import padded_shape
 
 from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
-from .sdpa import composed
 from .rule import Call, Emitter, OpRule
+from .sdpa import composed
 from .template import Linear, Name, Named, assemble, parse, roles, tensor_arguments
 
 

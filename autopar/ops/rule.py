@@ -102,10 +102,11 @@ class OpRule:
     all outputs then Partial(sum): ((0, 1),) for add, ((0,), (1,)) for mul and mm.
 
     `flops` counts multiplications and additions of the unsplit op, for contractions and attention; 0
-    means that the op is bound by memory. `inside_bytes` counts what its kernel writes and reads of results of its own
-    on the way, beside operands and results: the scores of attention that is no fused kernel. `contraction` marks the tensor contractions of CFP
-    Algorithm 1. `moves_nothing` marks ops that only return a view (slice, expand, ...) and take no time. `routing` is
-    for ops that know of experts; others may receive routed rows if they treat rows one by one.
+    means that the op is bound by memory. `inside_bytes` counts what its kernel writes and reads of results of its
+    own on the way, beside operands and results: the scores of attention without a fused kernel. `contraction` marks
+    the tensor contractions of CFP Algorithm 1. `moves_nothing` marks ops that only return a view (slice, expand, ...)
+    and take no time. `routing` is for ops that know of experts; others may receive routed rows if they treat rows one
+    by one.
 
     An op that reduces over an unevenly split factor sees padding filled with a value that changes nothing: 0 for
     a sum, the least or greatest number for a maximum or minimum. `padding` holds (operand, factor, value)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import compat
+from autopar.ir.graph import JointGraph
 from autopar.solve import SOLVERS
 
 from .presets import PRESETS
@@ -88,6 +90,16 @@ def check_constraints(constraints: Any) -> None:
 def check_profiles(profiles: Any) -> None:
     if profiles is not None and not isinstance(profiles, (str, Path)):
         raise ValueError(f"profiles is {_shown(profiles)}: give the path of a profile database, or None")
+
+
+def check_kernels(graph: JointGraph, device_type: str) -> None:
+    """Raises ValueError for an operator that the device has no kernel for: eager would not run there either."""
+    missing = {node.op: node.module for node in graph.nodes if device_type not in compat.devices_of(node.op)}
+    if missing:
+        shown = "; ".join(f"{op} in {module or 'the model'}" for op, module in missing.items())
+        raise ValueError(
+            f"torch has no kernel on {device_type} for {shown}: replace it in the model, or plan for another device"
+        )
 
 
 def _shown(value: Any) -> str:

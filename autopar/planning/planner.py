@@ -41,7 +41,7 @@ from .choice import Choice
 from .constraints import Constraints
 from .costs import COSTS
 from .description import Subject
-from .given import check_mesh, check_model, check_profiles
+from .given import check_kernels, check_mesh, check_model, check_profiles
 from .meshes import best_mesh
 from .plan import Plan
 from .request import Request
@@ -104,8 +104,9 @@ class Planner:
         self.seconds = Flow()
         """The seconds of each step."""
         self.captured: Captured = captured or captured_for_planning(
-            model, args, kwargs, loss_fn=loss_fn, device_type=device_type, flow=self.seconds
+            model, args, kwargs, loss_fn=loss_fn, device_type=self.kind_of_device, flow=self.seconds
         )
+        self.captured_for = self.kind_of_device
         graph = self.captured.graph
         self.example_values = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
         _report_captured(self.captured)
@@ -115,7 +116,13 @@ class Planner:
 
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
-        graph = self.captured.graph
+        graph, kind = self.captured.graph, self.kind_of_device
+        if self.captured.autocast is not None and kind != self.captured_for:
+            raise ValueError(
+                f"the model was captured under autocast for {self.captured_for}, and cluster {self.cluster.name} has "
+                f"{kind}, where autocast casts other operators: plan for that cluster alone"
+            )
+        check_kernels(graph, kind)
         self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators

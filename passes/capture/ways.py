@@ -33,11 +33,12 @@ _LISTS: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.Tensor.new_
 
 
 class OtherWays(TorchFunctionMode):
-    """Attention is an operator of our own, which is the same on every device: see `attention`. CTC loss, covariances and counts are
-    operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
+    """Attention is an operator of our own, the same on every device: see `attention`. CTC loss, covariances and counts
+    are operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
     collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
-    `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are
-    those of `unfold`. Values are read off constants and inputs: see `Constants`."""
+    `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are those of `unfold`. Values
+    are read off constants and inputs: see `Constants`. Devices that the model names are that of the trace: see
+    `Here`."""
 
     def __init__(self, generators: Generators, values: ConcreteValues, here: Here) -> None:
         super().__init__()

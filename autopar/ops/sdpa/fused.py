@@ -1,4 +1,4 @@
-"""The fused kernels of attention that torch has on a CPU and on CUDA, each with the shapes and strides that it wants."""
+"""The fused kernels of attention that torch has on a CPU and on CUDA, each in the shapes and strides that it wants."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ops.strides import contiguous
+
 from .call import Attending, Kernel, Pair, Triple
 
 aten = torch.ops.aten
