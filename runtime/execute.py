@@ -20,10 +20,11 @@ from torch.profiler import record_function
 from autopar.compat import is_profiling
 from autopar.cost.liveness import lifetimes
 from autopar.ir import randomness, variates
-from autopar.ir.graph import WAIT, Node, Ref, overload, parameters, schema
+from autopar.ir.graph import WAIT, Node, Ref, parameters, schema
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import bounds, experts, sdpa
 from autopar.ops.contract import needed_by
+from autopar.ops.kernels import kernel_of
 from autopar.ops.strides import Preparation, contiguous
 
 from .agree import located
@@ -203,7 +204,7 @@ class SourceWriter:
         values += [f"{key}={value(key, argument)}" for key, argument in instruction.kwargs]
         if self.device is not None and names_no_device(instruction):
             values.append(f"device={self.value(self.device)}")
-        function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or overload(op))
+        function = self.bind(op.replace(".", "_"), EQUIVALENTS.get(op) or kernel_of(op))
         return f"{function}({', '.join(values)})"
 
     def collective(self, kind: str, instruction: Node, in_place: bool) -> str:

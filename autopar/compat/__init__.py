@@ -43,10 +43,12 @@ from .tensors import is_profiling as is_profiling
 from .tensors import is_real as is_real
 from .tensors import is_torchs as is_torchs
 from .tensors import memory_of as memory_of
+from .tensors import norm_dtype as norm_dtype
 from .tensors import notes_of as notes_of
 from .tensors import number_of as number_of
 from .tensors import shell as shell
 from .tensors import stand_in as stand_in
+from .tensors import statistics_dtype as statistics_dtype
 from .tensors import storage_span as storage_span
 from .tensors import take_notes as take_notes
 from .tensors import uncompiled as uncompiled

@@ -7,7 +7,7 @@ _ON_CPU = """
     _histogramdd_from_bin_tensors _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward _spdiags _upsample_lanczos2d_aa
     _upsample_lanczos2d_aa_backward _weight_int4pack_mm_for_cpu from_file histogram mkldnn_rnn_layer
-    mkldnn_rnn_layer_backward quantize_per_tensor slow_conv3d_forward to_mkldnn
+    mkldnn_rnn_layer_backward quantize_per_tensor.tensors slow_conv3d_forward to_mkldnn
     """
 
 _ON_CUDA = """

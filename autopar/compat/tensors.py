@@ -23,12 +23,12 @@ def is_profiling() -> bool:
 
 
 class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fakes with the dtypes that CPU kernels give. torch 2.13 has others for norms of a bfloat16 or float16 input
-    beside wider weights, as autocast makes them, and for running statistics in these dtypes."""
+    """Fakes whose norms give the same dtypes on every device, those of `autopar.ops.kernels`. torch's give others for
+    statistics of bfloat16 and float16 on a CPU, beside wider weights, and for running statistics in these dtypes."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = super().dispatch(func, types, args, kwargs)
-        if not isinstance(results, tuple) or not any(isinstance(r, torch.Tensor) and r.is_cpu for r in results):
+        if not isinstance(results, tuple):
             return results
         wanted = _norm_dtypes(str(func), args)
         return tuple(
@@ -48,18 +48,25 @@ def control_flow() -> None:
 
 def _norm_dtypes(op: str, args: Any) -> list[torch.dtype | None]:
     """The dtypes of a norm's results, None where the fakes are right."""
-    if op in ("aten.native_layer_norm.default", "aten.native_group_norm.default"):
-        weight = args[2] if "layer" in op else args[1]
-        return [None, *[_wider(args[0], weight)] * 2]
+    if op == "aten.native_layer_norm.default":
+        return [None, *[statistics_dtype(args[0])] * 2]
+    if op == "aten.native_group_norm.default":
+        return [None, *[norm_dtype(args[0], args[1])] * 2]
     if op.startswith(("aten.native_batch_norm.", "aten._native_batch_norm_legit")) and "no_training" not in op:
         running = args[3:5] if isinstance(args[3], torch.Tensor) else (None, None)
-        return [None, *[_wider(args[0], args[1])] * 2, *(None if r is None else r.dtype for r in running)]
+        return [None, *[statistics_dtype(args[0])] * 2, *(None if r is None else r.dtype for r in running)]
     if op == "aten.native_group_norm_backward.default":
-        return [args[1].dtype, *[_wider(args[1], args[4])] * 2]
+        return [args[1].dtype, *[norm_dtype(args[1], args[4])] * 2]
     return []
 
 
-def _wider(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
+def statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of mean and deviation of a layer or batch norm's input."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def norm_dtype(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
+    """The dtype of what CPU kernels of norms keep beside their output."""
     return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
 
 

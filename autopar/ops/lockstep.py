@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import WAIT, Node, Ref, overload
+from autopar.ir.graph import WAIT, Node, Ref
 from autopar.ir.layout import Shape
 from autopar.ir.program import RankIndex, names_no_device
 
 from . import contract
+from .kernels import kernel_of
 from .strides import contiguous
 
 Values = dict[str, Any]
@@ -45,7 +46,7 @@ def _local(instruction: Node, coordinate: Shape, values: Values) -> None:
     if names_no_device(instruction):
         named["device"] = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
     arguments, named = contract.prepared_arguments(instruction.op, arguments, named)
-    result = overload(instruction.op)(*arguments, **named)
+    result = kernel_of(instruction.op)(*arguments, **named)
     results = result if isinstance(result, tuple | list) else (result,)
     for name, tensor in zip(instruction.outputs, results, strict=True):
         if name:

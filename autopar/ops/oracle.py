@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, meta_of, overload
+from autopar.ir.graph import Node, Ref, meta_of
 from autopar.ir.layout import (
     PARTIAL,
     REPLICATE,
@@ -32,6 +32,7 @@ from autopar.ir.layout import (
 
 from . import rule_of
 from .emit import OPERAND, Emission, local_program, local_shapes
+from .kernels import kernel_of
 from .lockstep import Values, run
 from .registry import qualified
 from .rule import Call, OpRule
@@ -90,7 +91,7 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
     rule = rule_of(call)
     if rule is None:
         raise ValueError(f"{op} has no rule for {', '.join(map(str, call.inputs))}: there is nothing to check")
-    unsplit = _outputs(overload(op)(*args, **kwargs))
+    unsplit = _outputs(kernel_of(op)(*args, **kwargs))
     instances, tried, linear = 0, dict.fromkeys(range(len(rule.factors)), False), 0
     for mesh, cuts in _cuts(rule):
         if not _is_legal(rule, call, mesh, cuts):
@@ -123,7 +124,7 @@ def make_call(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
             return Ref(name)
         return tuple(map(freeze, value)) if isinstance(value, (tuple, list)) else value
 
-    outputs = _outputs(overload(op)(*args, **kwargs))
+    outputs = _outputs(kernel_of(op)(*args, **kwargs))
     node = Node(
         op=op,
         args=freeze(tuple(args)),

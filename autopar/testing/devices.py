@@ -15,11 +15,12 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
 from autopar import compat
-from autopar.ir.graph import WAIT, Node, Ref, TensorMeta, overload
+from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import sdpa
 from autopar.ops.contract import prepared_arguments
+from autopar.ops.kernels import kernel_of
 from autopar.ops.strides import contiguous
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
@@ -76,7 +77,7 @@ def _run(instruction: Node, program: Program, values: dict[str, torch.Tensor], d
     if names_no_device(instruction):
         kwargs["device"] = device
     args, kwargs = prepared_arguments(instruction.op, args, kwargs)
-    result = _result(KERNELS.get(instruction.op) or overload(instruction.op), args, kwargs)
+    result = _result(KERNELS.get(instruction.op) or kernel_of(instruction.op), args, kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
     for name, tensor in zip(instruction.outputs, results, strict=True):
         if name:
