@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
+from autopar import testing
 from autopar.ops import rule_of, sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
+from autopar.passes.capture.attention import attended
+from autopar.planning.planner import Planner
 
 
 def tensors(heads: int, key_heads: int, queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -107,3 +114,106 @@ def test_grouped_heads_are_split_with_the_heads_of_their_keys(key_heads: int) ->
         for report in check(*tensors(8, key_heads, 6, 6), causal):
             assert set(report.factors) == {"b", "h", "q", "k"}
     check(*tensors(8, key_heads, 4, 6), False, attn_mask=torch.randn(2, 8, 4, 6, dtype=torch.float64))
+
+
+# ---- as models call it ---------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Arguments of `scaled_dot_product_attention`: heads shared or broadcast, dims before them, masks of every form."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    batch = draw(st.sampled_from([(2,), (1,), (2, 3), ()]))
+    heads, queries, keys = draw(st.sampled_from([1, 4])), draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    width, value_width = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    grouped = draw(st.booleans()) and heads == 4
+    key_heads = draw(st.sampled_from([1, 2, 4])) if grouped else draw(st.sampled_from([1, heads]))
+    key_batch = draw(st.sampled_from([batch, tuple(1 for _ in batch)]))
+    leads = ((*batch, heads), (*key_batch, key_heads), (*key_batch, key_heads))
+    sizes = ((queries, width), (keys, width), (keys, value_width))
+    tensors = tuple(torch.randn(*lead, *size, dtype=torch.float64) for lead, size in zip(leads, sizes, strict=True))
+    named: dict[str, Any] = {"enable_gqa": grouped, "is_causal": draw(st.booleans())}
+    if draw(st.booleans()):
+        named["scale"] = 0.3
+    if not named["is_causal"] and draw(st.booleans()):
+        shape = (*batch, heads, queries, keys)
+        shape = tuple(size if draw(st.booleans()) else 1 for size in shape)[draw(st.integers(0, len(shape) - 2)) :]
+        mask = torch.randn(shape, dtype=torch.float64)
+        named["attn_mask"] = mask > -0.5 if draw(st.booleans()) else mask
+    return tensors, named
+
+
+@given(calls())
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_the_operator_is_torchs_function(call: tuple[tuple[torch.Tensor, ...], dict[str, Any]]) -> None:
+    """Output and gradients, in float64."""
+    tensors, named = call
+
+    def step(function: Any) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = function(*leaves, **named)
+        return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
+
+    for found, expected in zip(step(attended), step(F.scaled_dot_product_attention), strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("what", ["shapes", "heads", "width", "dtypes", "mask", "causal and mask", "probability"])
+def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
+    q, k, v, mask = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), None
+    named: dict[str, Any] = {}
+    if what == "shapes":
+        q = torch.randn(3, 4, 6, 8)
+    elif what == "heads":
+        k = v = torch.randn(2, 2, 5, 8)
+    elif what == "width":
+        k = torch.randn(2, 4, 5, 7)
+    elif what == "dtypes":
+        k = k.double()
+    elif what == "mask":
+        mask = torch.randn(6, 4)
+    elif what == "causal and mask":
+        mask, named = torch.randn(7, 5), {"is_causal": True}
+    else:
+        named = {"dropout_p": 1.5}
+    for function in (attended, F.scaled_dot_product_attention):
+        with pytest.raises(RuntimeError):
+            function(q, k, v, mask, **named)
+
+
+LONG = 64
+
+
+class Attends(nn.Module):
+    """One attention, with a mask of some form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.qkv, self.out = form, nn.Linear(8, 16), nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.zeros(1, 1, LONG, LONG))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).split((2, 1, 1), 1)
+        places = torch.arange(LONG)
+        masks: dict[str, dict[str, Any]] = {
+            "free": {},
+            "causal": {"is_causal": True},
+            "window": {"attn_mask": (places[:, None] - places).abs() < 4},
+            "padding": {"attn_mask": (places < 50)[None, None, None]},
+            "bias": {"attn_mask": self.bias.detach()},
+            "dropout": {"dropout_p": 0.25},
+        }
+        attended = F.scaled_dot_product_attention(q, k, v, **masks[self.form], enable_gqa=True)
+        return self.out(attended.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("form", ["free", "causal", "window", "padding", "bias", "dropout"])
+def test_a_step_with_every_form_of_mask_holds_no_scores(form: str) -> None:
+    """Equal to eager, and nothing in the graph is of the size of the scores, but the weights that dropout keeps."""
+    torch.manual_seed(0)
+    model, x = Attends(form), torch.randn(2, LONG, 8)
+    planner = Planner(model, {"dp": 2, "tp": 2}, (x,))
+    scores = 2 * 2 * LONG * LONG
+    large = [name for name, meta in planner.captured.graph.metas.items() if meta.numel >= scores]
+    assert [planner.captured.graph.metas[name].dtype for name in large] == [torch.bool] * (form == "dropout")
+    assert testing.check(model, {"dp": 2, "tp": 2}, (x,), plans=3).equal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.ops import sdpa
 
 pytest.importorskip("transformers")
 
@@ -43,11 +45,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def step_and_train(name: str, mesh: dict[str, int], solver: str) -> dict[str, Any]:
+def step_and_train(name: str, mesh: dict[str, int], solver: str, plan: autopar.Plan | None = None) -> dict[str, Any]:
     """One step, its gradients, and the parameters of `STEPS` AdamW steps, of the parallel module."""
     made = on_cuda(case(name))
     device_mesh = init_device_mesh("cuda", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    module = autopar.parallelize(made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)
+    module = autopar.parallelize(
+        made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver, plan=plan
+    )
     args, kwargs = made.batch(0)
     output = module(*args, **kwargs)
     models.loss_of(output).backward()
@@ -87,3 +91,42 @@ def test_one_rank_with_nccl(name: str, tmp_path: Path) -> None:
 def test_four_gloo_ranks_that_share_a_gpu(name: str, solver: str) -> None:
     for found in run(4, step_and_train, name, {"dp": 2, "tp": 2}, solver):
         check(found, name)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "composed"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("masked", ["", "causal", "mask"])
+def test_kernels_of_attention(kind: str, grouped: bool, masked: str) -> None:
+    """Each against products and a softmax in float64, forward and backward, in sizes that no kernel likes."""
+    if kind == "flash" and masked == "mask":
+        pytest.skip("flash attention takes no mask")
+    torch.manual_seed(0)
+    queries = keys = 50
+    dtype = torch.float32 if kind == "composed" else torch.bfloat16
+    shapes = (4, 8, queries, 64), *[(4, 2 if grouped else 8, keys, 64)] * 2
+    query, key, value = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
+    mask = torch.randn(4, 1, queries, keys, device="cuda", dtype=dtype) if masked == "mask" else None
+    call = sdpa.Attending(mask=mask, causal=masked == "causal", scale=0.125)
+    gradient = torch.randn_like(query)
+    wide = [x.double() for x in (query, key, value)]
+    exact = replace(call, mask=None if mask is None else mask.double())
+    kernel = sdpa.KERNELS[kind]
+    results = kernel.forward(query, key, value, call)
+    gradients = kernel.backward(gradient, query, key, value, *results, call)
+    reference = sdpa.COMPOSED.forward(*wide, exact)
+    expected = sdpa.COMPOSED.backward(gradient.double(), *wide, *reference, exact)
+    tolerance = 1e-4 if kind == "composed" else 3e-2
+    for found, wanted in zip((results[0], *gradients), (reference[0], *expected), strict=True):
+        models.assert_close(found.double(), wanted, kind, tolerance)
+
+
+def test_a_laptops_plan_runs_here(tmp_path: Path) -> None:
+    """A plan made for the CPU's trace is accepted, and its step is eager's."""
+    (found,) = run(1, step_of_a_laptops_plan, str(tmp_path))
+    check(found, "gpt2")
+
+
+def step_of_a_laptops_plan(folder: str) -> dict[str, Any]:
+    made = case("gpt2")
+    plan = autopar.plan(made.model, {"dp": 1, "tp": 1}, made.args, made.kwargs, cluster="dgx-h100")
+    return step_and_train("gpt2", {"dp": 1, "tp": 1}, "dp", plan)

@@ -1,7 +1,8 @@
 """The models that people use, unmodified: a step under any plan is the step that PyTorch makes of them.
 
 Two of the usual presets and a random plan run on simulated (2, 2) ranks, the solver's plan on (4,), which is planned
-sooner; some models on real ranks. `benchmarks/models.py` does the same for more models, meshes and
+sooner; some models on real ranks. The graphs hold no operator that one device alone has, and the programs run on fakes
+of a GPU. `benchmarks/models.py` does the same for more models, meshes and
 plans, and makes docs/models.md.
 """
 
@@ -18,10 +19,12 @@ from models import assert_same, eager, on_ranks, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar import compat
 from autopar.ir.program import Program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
+from autopar.testing.devices import run_on_fakes
 
 zoo = pytest.importorskip("zoo")
 
@@ -49,7 +52,9 @@ def test_every_plan(name: str, presets: Sequence[str]) -> None:
     expected = eager(made)
     planner = Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn)
     assert not planner.space.without_rule
+    assert all(len(compat.devices_of(node.op)) == 2 for node in planner.captured.graph.nodes)
     for plan, program in programs(planner, presets):
+        run_on_fakes(program)
         try:
             assert_same(simulated(program, planner.captured, made), expected)
         except AssertionError as error:

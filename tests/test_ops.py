@@ -21,9 +21,9 @@ from conftest import Tally
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, map_references, overload, parameters
+from autopar.ir.graph import JointGraph, map_references, overload, parameters
 from autopar.ir.randomness import keys
-from autopar.ops import Call, Factor, OpRule, emit, needs_no_rule, oracle, rule_of
+from autopar.ops import Call, Factor, OpRule, emit, needs_no_rule, oracle, rule_of, sdpa
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
 from autopar.ops.table import TABLE
 
@@ -86,6 +86,7 @@ def _key(draw: Draw) -> torch.Tensor:
     return keys(torch.tensor(draw.one_of(0, 1, 2)), 1)[0]
 
 
+EXAMPLES["autopar.bernoulli.default"] = lambda draw: ((_key(draw), draw.sizes(3), 0.3), {})
 EXAMPLES["autopar.dropout.default"] = lambda draw: ((_key(draw), draw.floats(*draw.sizes(3)), 0.3), {})
 for _op in ("uniform", "normal"):
     EXAMPLES[f"autopar.{_op}.default"] = lambda draw: ((_key(draw), draw.sizes(3), torch.float64), {})
@@ -362,26 +363,27 @@ def _pixel_unshuffle(draw: Draw) -> Arguments:
 # attention
 
 
-def _attended(draw: Draw) -> tuple[list[torch.Tensor], bool, dict[str, Any]]:
+def _attended(draw: Draw) -> tuple[tuple[Any, ...], dict[str, Any]]:
     b, h, q, k, d = draw.one_of(2, 4), draw.one_of(6, 4, 1), draw.one_of(6, 4), draw.one_of(6, 5), 4
     causal = draw.one_of(False, True)
     k = q if causal else k
     mask = None if causal else draw.one_of(None, [q, k], [b, 1, q, k], [1, h, 1, k], [b, h, q, k])
-    tensors = [draw.floats(b, h, q, d), draw.floats(b, h, k, d), draw.floats(b, h, k, d)]
-    return tensors, causal, {"attn_mask": draw.floats(*mask)} if mask else {}
+    tensors = [draw.floats(b, h, q, d), draw.floats(b, h, k, d), draw.floats(b, h, k, draw.one_of(d, 3))]
+    kept = draw.one_of(None, draw.floats(b, h, q, k) > 0)
+    masks = (draw.floats(*mask) if mask else None, kept)
+    return (*tensors, *masks), {"scale": 0.5, "is_causal": causal} | ({} if kept is None else {"dropout_p": 0.5})
 
 
-@example("_scaled_dot_product_flash_attention_for_cpu")
-def _attention(draw: Draw) -> Arguments:
-    tensors, causal, mask = _attended(draw)
-    return (*tensors, 0.0, causal), mask
+EXAMPLES[sdpa.ATTENTION] = _attended
 
 
-@example("_scaled_dot_product_flash_attention_for_cpu_backward")
 def _attention_backward(draw: Draw) -> Arguments:
-    tensors, causal, mask = _attended(draw)
-    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, **mask)
-    return (torch.randn_like(output), *tensors, output, logsumexp, 0.0, causal), mask
+    args, named = _attended(draw)
+    results = sdpa.attention(*args, **named)
+    return (torch.randn_like(results[0]), *args[:3], *results, *args[3:]), named
+
+
+EXAMPLES[sdpa.ATTENTION_BACKWARD] = _attention_backward
 
 
 # embedding and losses
@@ -476,19 +478,6 @@ def _layer_norm_backward(draw: Draw) -> Arguments:
     output, mean, scale = torch.native_layer_norm(source, shape, weight, bias, epsilon)
     mask = [True, weight is not None, bias is not None]
     return (torch.randn_like(output), source, shape, mean, scale, weight, bias, mask), {}
-
-
-@example("_fused_rms_norm")
-def _rms_norm(draw: Draw) -> Arguments:
-    batch, shape = draw.sizes(2), draw.sizes(1)
-    return (draw.floats(*batch, *shape), shape, draw.one_of(draw.floats(*shape), None), 1e-5), {}
-
-
-@example("_fused_rms_norm_backward")
-def _rms_norm_backward(draw: Draw) -> Arguments:
-    (source, shape, weight, epsilon), _ = _rms_norm(draw)
-    output, scale = torch.ops.aten._fused_rms_norm(source, shape, weight, epsilon)
-    return (torch.randn_like(output), source, shape, scale, weight, [True, weight is not None]), {}
 
 
 def _batch(draw: Draw) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -998,19 +987,7 @@ def _pointwise(op: str) -> Example:
     return draw_arguments
 
 
-NEEDS_CUDA = {
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_flash_attention_backward.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_efficient_attention_backward.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-    "aten._scaled_dot_product_cudnn_attention_backward.default",
-    "aten._fused_rms_norm_backward.default",
-}
-"""Ops without a CPU kernel: their rules are checked below by hand, and on a device where there is one."""
-
-
-@pytest.mark.parametrize("op", sorted(TABLE.keys() - NEEDS_CUDA))
+@pytest.mark.parametrize("op", sorted(TABLE))
 def test_rule_of_every_op(op: str) -> None:
     """Whatever the rule allows is right, and it was tried: each factor and each linear set, in some
     example of the op."""
@@ -1102,64 +1079,6 @@ def test_random_ops_have_no_rule_and_factories_need_none() -> None:
         assert not needs_no_rule(op)
     assert not needs_no_rule("aten.randn.default")
     assert needs_no_rule("aten.arange.default") and needs_no_rule("aten._assert_tensor_metadata.default")
-
-
-def test_attention_with_dropout_has_no_rule() -> None:
-    metas = (TensorMeta((2, 4, 6, 8), torch.float32),) * 3
-    outputs = (metas[0], TensorMeta((2, 4, 6), torch.float32), None, None, None, None, None, None, None)
-    for dropout, known in ((0.1, False), (0.0, True)):
-        arguments = (Ref("q"), Ref("k"), Ref("v"), dropout)
-        names = ("o", "l", *[""] * 7)
-        node = Node(op="aten._scaled_dot_product_flash_attention.default", args=arguments, outputs=names)
-        assert (rule_of(Call(node, metas, outputs)) is not None) == known
-
-
-def test_grouped_heads_of_attention_are_split_with_those_of_keys() -> None:
-    query, key = TensorMeta((2, 8, 6, 4), torch.float32), TensorMeta((2, 4, 6, 4), torch.float32)
-    node = Node(
-        op="aten._scaled_dot_product_flash_attention.default",
-        args=(Ref("q"), Ref("k"), Ref("k")),
-        outputs=("o", "l", *[""] * 7),
-    )
-    rule = rule_of(Call(node, (query, key, key), (query, TensorMeta((2, 8, 6), torch.float32), *[None] * 7)))
-    assert rule is not None
-    assert {f.name: f.size for f in rule.factors} == {"b": 2, "h": 4, "q": 6}
-    assert rule.input_scales == ((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))
-
-
-CUDA_RULES = {
-    "_scaled_dot_product_flash_attention_backward": (
-        ["grad_out", "query", "key", "value", "out", "logsumexp", None, None, 6, 6, 0.0, False, "seed", "seed"],
-        "b h q !, b h q !, b h ! !, b h ! !, b h q !, b h q, (), () -> b h q !, b h ! !, b h ! !",
-    ),
-    "_scaled_dot_product_efficient_attention_backward": (
-        ["grad_out", "query", "key", "value", "bias", "out", "logsumexp", "seed", "seed", 0.0, (True,) * 4],
-        "b h ! !, b h ! !, b h ! !, b h ! !, b ! ! !, b h ! !, b h !, (), () -> b h ! !, b h ! !, b h ! !, b ! ! !",
-    ),
-    "_scaled_dot_product_cudnn_attention_backward": (
-        ["grad_out", "query", "key", "value", "out", "logsumexp", "seed", "seed", "bias", None, None, 6, 6, 0.0, False],
-        "b h ! !, b h ! !, b h ! !, b h ! !, b h ! !, b h !, (), (), b ! ! ! -> b h ! !, b h ! !, b h ! !",
-    ),
-}
-
-
-@pytest.mark.parametrize("op", CUDA_RULES)
-def test_rules_of_attention_on_cuda(op: str) -> None:
-    arguments, expected = CUDA_RULES[op]
-    whole = TensorMeta((2, 4, 6, 8), torch.float32)
-    metas = {
-        "logsumexp": TensorMeta((2, 4, 6), torch.float32),
-        "seed": TensorMeta((), torch.int64),
-        "bias": TensorMeta((2, 1, 6, 6), torch.float32),
-    }
-    outputs = [whole] * 3 + [metas["bias"]] * ("efficient" in op)
-    node = Node(
-        op=f"aten.{op}.default",
-        args=tuple(Ref(a) if isinstance(a, str) else a for a in arguments),
-        outputs=tuple(f"y{i}" for i in range(len(outputs))),
-    )
-    rule = rule_of(Call(node, tuple(metas.get(name, whole) for name in node.inputs), tuple(outputs)))
-    assert str(rule) == expected
 
 
 # the vocabulary split: what is communicated
@@ -1354,57 +1273,3 @@ def test_every_op_of_a_model(name: str) -> None:
 
 def _concrete(value: Any) -> Any:
     return [_concrete(item) for item in value] if isinstance(value, tuple) else value
-
-
-# where there is a device
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_on_cuda(kind: str, causal: bool) -> None:
-    query, key, value, gradient = (torch.randn(4, 4, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    middle: tuple[Any, ...] = (0.0, causal, False) if kind == "flash" else (None, True, 0.0, causal)
-    forward = f"aten._scaled_dot_product_{kind}_attention.default"
-    check_rule(forward, query, key, value, *middle)
-    output, logsumexp, *rest = tuple(overload(forward)(query, key, value, *middle))
-    back: tuple[Any, ...]
-    if kind == "flash":
-        cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
-        back = (output, logsumexp, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset)
-    elif kind == "efficient":
-        back = (None, output, logsumexp, *rest, 0.0, [True, True, True, False], causal)
-    else:
-        cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
-        back = (output, logsumexp, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal)
-    check_rule(forward.replace("attention.", "attention_backward."), gradient, query, key, value, *back)
-
-
-def _rms_norm_gradients(
-    gradient: torch.Tensor, source: torch.Tensor, shape: list[int], scale: torch.Tensor, weight: torch.Tensor, mask: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    normal = source * scale
-    weighted = gradient * weight
-    inner = scale * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
-    return inner, (gradient * normal).sum((0, 1))
-
-
-def test_rms_norm_backward_by_its_formula() -> None:
-    """The op has no CPU kernel: here it has one."""
-    op = "aten._fused_rms_norm_backward.default"
-    for size in (8, 6):
-        source, weight = torch.randn(4, 6, size), torch.randn(size)
-        output, scale = torch.ops.aten._fused_rms_norm(source, [size], weight, 1e-5)
-        with torch.library._scoped_library("aten", "IMPL") as library:
-            library.impl("_fused_rms_norm_backward", _rms_norm_gradients, "CPU")
-            check_rule(op, torch.randn_like(output), source, [size], scale, weight, [True, True])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_rms_norm_backward_on_cuda() -> None:
-    source, weight = torch.randn(4, 6, 64, device="cuda"), torch.randn(64, device="cuda")
-    output, scale = torch.ops.aten._fused_rms_norm(source, [64], weight, 1e-5)
-    gradient = torch.randn_like(output)
-    check_rule("aten._fused_rms_norm_backward.default", gradient, source, [64], scale, weight, [True, True])

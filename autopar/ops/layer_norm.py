@@ -1,12 +1,10 @@
-"""Layer norm and RMS norm with the normalised dims split: statistics over all ranks' elements.
+"""Layer norm with the normalised dims split: statistics over all ranks' elements.
 
-A split of rows costs nothing. A split of normalised dims costs one all-reduce of 2 numbers a row (of RMS norm: 1)
+A split of rows costs nothing. A split of normalised dims costs one all-reduce of 2 numbers a row
 forward, and one backward: what 2D tensor parallelism does between its products.
 """
 
 import math
-
-import torch
 
 from autopar.ir.graph import Ref
 
@@ -24,8 +22,8 @@ def _names(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def normalized(call: Call) -> OpRule:
-    """native_layer_norm and _fused_rms_norm, and their backward ops: statistics have size 1 where the source is
-    normalised; weights have only those dims, and their gradients are sums over rows."""
+    """native_layer_norm and its backward op: statistics have size 1 where the source is normalised. Weights have only
+    those dims, and their gradients are sums over rows."""
     rows, inner = _names(call)
     given = roles(call)
     backward = "grad_out" in given
@@ -80,22 +78,6 @@ def layer_norm(emitter: Emitter, local: LocalCall) -> Results:
     return in_output_dtypes(emitter, local.call, (output, mean, scale))
 
 
-def rms_norm(emitter: Emitter, local: LocalCall) -> Results:
-    """_fused_rms_norm -> output and inverse root mean square."""
-    source, _, weight, epsilon = (*local.args, None)[:4]
-    _, inner, count = _dims(local)
-    exact = wide(emitter, source)
-    squares = emitter.op("aten.sum.dim_IntList", emitter.op("aten.mul.Tensor", exact, exact), inner, True)
-    squares = emitter.op("aten.mul.Scalar", all_reduce(emitter, squares, "sum", _over(local)), 1 / count)
-    if epsilon is None:
-        epsilon = torch.finfo(local.call.inputs[0].dtype).eps
-    scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", squares, epsilon))
-    output = emitter.op("aten.mul.Tensor", exact, scale)
-    if weight is not None:
-        output = emitter.op("aten.mul.Tensor", output, weight)
-    return in_output_dtypes(emitter, local.call, (output, scale))
-
-
 def layer_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     """native_layer_norm_backward -> gradients of source, weight and bias. With sums over a row of N elements:
 
@@ -104,42 +86,18 @@ def layer_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     gradient, source, _, mean, scale, weight, _, mask = local.args
     exact, mean, scale = (wide(emitter, value) for value in (source, mean, scale))
     normal = emitter.op("aten.mul.Tensor", emitter.op("aten.sub.Tensor", exact, mean), scale)
-    return _gradients(emitter, local, gradient, normal, scale, weight, mask, centered=True)
-
-
-def rms_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
-    """_fused_rms_norm_backward -> gradients of source and weight: that of layer norm without its mean."""
-    gradient, source, _, scale, weight, mask = local.args
-    exact, scale = wide(emitter, source), wide(emitter, scale)
-    normal = emitter.op("aten.mul.Tensor", exact, scale)
-    return _gradients(emitter, local, gradient, normal, scale, weight, mask, centered=False)
-
-
-def _gradients(
-    emitter: Emitter,
-    local: LocalCall,
-    gradient: Ref,
-    normal: Ref,
-    scale: Ref,
-    weight: Ref | None,
-    mask: tuple[bool, ...],
-    *,
-    centered: bool,
-) -> Results:
-    """The gradients from x^ and the inverse deviation."""
     rows, inner, count = _dims(local)
     gradient = wide(emitter, gradient)
     gradients: list[Ref | None] = []
     if mask[0]:
         weighted = gradient if weight is None else emitter.op("aten.mul.Tensor", gradient, weight)
-        terms = [emitter.op("aten.mul.Tensor", weighted, normal), *([weighted] if centered else [])]
+        terms = [emitter.op("aten.mul.Tensor", weighted, normal), weighted]
         sums = [emitter.op("aten.sum.dim_IntList", term, inner, True) for term in terms]
         both = all_reduce(emitter, emitter.op("aten.stack.default", tuple(sums)), "sum", _over(local))
         both = emitter.op("aten.mul.Scalar", both, -1 / count)
         across = emitter.op("aten.select.int", both, 0, 0)
         result = emitter.op("aten.addcmul.default", weighted, normal, across)
-        if centered:
-            result = emitter.op("aten.add.Tensor", result, emitter.op("aten.select.int", both, 0, 1))
+        result = emitter.op("aten.add.Tensor", result, emitter.op("aten.select.int", both, 0, 1))
         gradients.append(emitter.op("aten.mul.Tensor", result, scale))
     else:
         gradients.append(None)

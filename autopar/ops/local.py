@@ -90,4 +90,3 @@ def repeats(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Sh
     assert local_outputs[0] is not None
     source = (1,) * (len(local_outputs[0]) - len(local_inputs[0])) + local_inputs[0]
     return replaced(call, repeats=tuple(o // s for o, s in zip(local_outputs[0], source, strict=True)))
-

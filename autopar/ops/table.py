@@ -236,9 +236,6 @@ TABLE: Mapping[str, Entry] = MappingProxyType({
     **_aten("native_layer_norm", Entry(normalized, expand=layer_norm.layer_norm)),
     **_aten("native_layer_norm_backward", Entry(
         normalized, expand=layer_norm.layer_norm_gradients, strides=needs("mean rstd"))),
-    **_aten("_fused_rms_norm", Entry(normalized, expand=layer_norm.rms_norm)),
-    **_aten("_fused_rms_norm_backward", Entry(
-        normalized, expand=layer_norm.rms_norm_gradients, strides=needs("grad_out input rstd weight"))),
     **_aten("_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats "
             "_native_batch_norm_legit_no_training", Entry(
         normalization.batch_norm, expand=normalization.batch_norm_statistics)),
