@@ -95,7 +95,8 @@ def _mask(mask: torch.Tensor | None, dtype: torch.dtype, batch: tuple[int, ...])
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, -torch.inf).to(dtype)
+        hidden, seen = (torch.scalar_tensor(x, dtype=dtype, device=mask.device) for x in (-math.inf, 0.0))
+        mask = torch.where(mask, seen, hidden)
     if mask.dim() < 4:
         return mask if mask.dim() == 2 else mask.unsqueeze(0)
     if len(batch) == 1:
