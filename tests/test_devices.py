@@ -168,14 +168,13 @@ def test_a_model_on_a_gpu_has_the_same_graph() -> None:
 class NamesItsDevice(nn.Module):
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.layer, self.device = nn.Linear(4, 4), device
+        self.layer, self.device = nn.Linear(4, 4, device="cpu"), device
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(4, device=self.device) + torch.zeros(4, device=torch.device(self.device))
         x = self.layer(x.to(self.device)) + places
-        x = x + torch.ones_like(x, device=self.device)
-        if self.device != "cpu":
-            x = x.cuda()
+        x = x + torch.ones_like(x, device=self.device) + torch.arange(4) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        x = x.cuda() if self.device != "cpu" else x
         with torch.device(self.device):
             return (x + torch.full((4,), 2.0)).to(device=self.device).square().sum()
 

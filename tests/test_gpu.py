@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.ops import sdpa
+from autopar.passes.capture.trace import capture
+from autopar.planning.plan import graph_digest
 
 pytest.importorskip("transformers")
 
@@ -130,3 +132,28 @@ def step_of_a_laptops_plan(folder: str) -> dict[str, Any]:
     made = case("gpt2")
     plan = autopar.plan(made.model, {"dp": 1, "tp": 1}, made.args, made.kwargs, cluster="dgx-h100")
     return step_and_train("gpt2", {"dp": 1, "tp": 1}, "dp", plan)
+
+
+class Makes(torch.nn.Module):
+    """Names no device, holds a tensor of its own there, and moves what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.held = torch.nn.Linear(4, 4), torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.arange(4, device=x.device) + torch.ones(4).to(x.device)
+        return (self.layer(x) + made + self.held + SCALES.to(x.device)).square().sum()
+
+
+SCALES = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_what_is_captured_here_is_what_a_laptop_captures() -> None:
+    """Where the model is on the GPU, with the tensors that it holds, and where that is the default device."""
+    expected = graph_digest(capture(Makes(), (torch.randn(2, 4),)).graph)
+    with torch.device("cuda"):
+        model, x = Makes(), torch.randn(2, 4)
+        assert graph_digest(capture(model, (x,)).graph) == expected
+    assert graph_digest(capture(model, (x,), device_type="cuda").graph) == expected
+    assert model.held.is_cuda

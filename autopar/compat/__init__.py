@@ -33,7 +33,6 @@ from .autocast import autocast_dtype as autocast_dtype
 from .autocast import autocast_of as autocast_of
 from .autocast import cast_by_autocast as cast_by_autocast
 from .devices import devices_of as devices_of
-from .devices import makes_tensors as makes_tensors
 from .tensors import attention_kernel as attention_kernel
 from .tensors import by_tensor as by_tensor
 from .tensors import fake_mode as fake_mode

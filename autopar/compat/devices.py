@@ -36,13 +36,6 @@ _ON_CUDA = """
 ON_CPU_ALONE, ON_CUDA_ALONE = frozenset(_ON_CPU.split()), frozenset(_ON_CUDA.split())
 
 
-def makes_tensors(function: object) -> bool:
-    """Whether a function of torch's makes tensors on the default device, unless it is told which."""
-    from torch.utils._device import _device_constructors
-
-    return function in _device_constructors()  # type: ignore[no-untyped-call]
-
-
 def devices_of(op: str) -> frozenset[str]:
     """The devices, of "cpu" and "cuda", on which an operator ("aten.mm.default") has a kernel, as far as torch has it
     on one of them at least."""

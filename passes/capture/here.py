@@ -51,8 +51,6 @@ class Here:
         if func is _CUDA:
             return torch.Tensor.to, (args[0], HERE), {}
         args, kwargs = pytree.tree_map(self._value, (args, dict(kwargs)))
-        if kwargs.get("device") is None and compat.makes_tensors(func):
-            kwargs["device"] = HERE  # whatever the process's default is
         return func, args, kwargs
 
     def _value(self, value: Any) -> Any:

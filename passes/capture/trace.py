@@ -24,7 +24,7 @@ from .captured import Captured, CaptureError, NothingTrainedError, input_names, 
 from .conversion import Conversion
 from .cut import cut
 from .fakes import Fakes, canonical_names
-from .here import Here
+from .here import HERE, Here
 from .looks import listed
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
 from .stamp import Unfit, stamped
@@ -70,7 +70,8 @@ def capture(
     its own, hook gradients.
     """
     kind = device_type or _own_device_type(model, args, kwargs)
-    with uncollected(), compat.autocast_of(kind):
+    is_here = kind == HERE.type or torch.get_default_device().type != kind
+    with uncollected(), compat.autocast_of(kind), contextlib.nullcontext() if is_here else HERE:
         try:
             return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=stamp, lines=False)
         except Unlocated:
