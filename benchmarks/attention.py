@@ -2,8 +2,8 @@
 
 For each form of mask, forward and backward of `autopar::attention` and of what PyTorch runs in eager:
 `scaled_dot_product_attention`, or, where weights are dropped out, products, a softmax and a dropout, as captured before
-there was the operator. Both take turns in one process, on a GPU if there is one. Printed are medians of milliseconds and
-the peak of memory (MB) beside the operands, and the ratios of the operator's to PyTorch's. Drawing the dropout mask is
+there was the operator. Both take turns in one process, on a GPU if there is one. Printed are medians of milliseconds,
+the peak of memory (MB) beside the operands, and ratios of the operator's to PyTorch's. Drawing the dropout mask is
 part of neither, since both draw the same one.
 """
 
