@@ -65,11 +65,9 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def cast_by_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Tensors of the CPU as an operator gets them that computes in the lower precision."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    return tuple(_as(torch.get_autocast_dtype("cpu"), tensors))
+def cast_by_autocast(*values: Any) -> tuple[Any, ...]:
+    """Tensors of the CPU, or None, as an operator gets them that computes in the lower precision."""
+    return _as(torch.get_autocast_dtype("cpu"), values) if torch.is_autocast_enabled("cpu") else values
 
 
 @contextlib.contextmanager

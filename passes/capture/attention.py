@@ -5,7 +5,7 @@ index. A mask of truth values becomes one that is added. Dims before the heads a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from autopar import compat
 from autopar.ir.graph import overload
 from autopar.ops.sdpa import ATTENTION
 
+broadcast: Callable[..., tuple[int, ...]] = torch.broadcast_shapes
 MASKS = (torch.bool, torch.float32)
 """Dtypes of masks beside the queries' own."""
 
@@ -50,7 +51,8 @@ def attended(
         scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
     )  # fmt: skip
     heads = out.shape[1:] if max(x.dim() for x in tensors) > 2 else out.shape[2:]
-    return out.reshape(*batch, *heads)
+    result: torch.Tensor = out.reshape(*batch, *heads)
+    return result
 
 
 def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | None:
@@ -65,7 +67,7 @@ def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | 
     if len({*of_keys}) > 1 or not shares:
         return None
     try:
-        return tuple(torch.broadcast_shapes(*(x.shape[:-3] for x in tensors)))
+        return broadcast(*(x.shape[:-3] for x in tensors))
     except RuntimeError:
         return None
 
@@ -85,7 +87,7 @@ def _fits(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
     if mask.dtype not in (*MASKS, query.dtype) or not 2 <= mask.dim() <= max(rank, 2):
         return False
     heads = max(query.shape[-3] if query.dim() > 2 else 1, key.shape[-3] if key.dim() > 2 else 1)
-    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    batch = broadcast(query.shape[:-3], key.shape[:-3])
     scores = (*batch, heads, query.shape[-2], key.shape[-2])
     return all(size in (1, of) for size, of in zip(reversed(mask.shape), reversed(scores), strict=False))
 

@@ -46,12 +46,13 @@ class Here:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """A call of torch's with its devices, and tensors on other ones, here."""
+        named = dict(kwargs)
         if self.device_type == HERE.type:
-            return func, args, dict(kwargs)
+            return func, args, named
         if func is _CUDA:
             return torch.Tensor.to, (args[0], HERE), {}
-        args, kwargs = pytree.tree_map(self._value, (args, dict(kwargs)))
-        return func, args, kwargs
+        args, named = pytree.tree_map(self._value, (args, named))
+        return func, args, named
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, torch.device):

@@ -123,16 +123,18 @@ for _function, _schema in OPERATORS.items():
     torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd", _function)
 
 
-@torch.library.register_fake("autopar::attention")
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **named: object) -> Pair:
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **named: object) -> Pair:
     return rooms.results(query, value)
 
 
-@torch.library.register_fake("autopar::attention_backward")
-def _(
+def _fake_backward(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **named: object
 ) -> Triple:
     return rooms.gradients(query, key, value)
+
+
+torch.library.register_fake("autopar::attention", _fake)
+torch.library.register_fake("autopar::attention_backward", _fake_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Pair) -> None:

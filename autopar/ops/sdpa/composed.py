@@ -47,7 +47,7 @@ def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[Part]:
         def part(x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] > 1:
                 x = x.narrow(0, sample, min(samples, batch - sample))
-            x = x.unflatten(1, (key_heads, -1)) if x.shape[1] == heads > 1 else x.unsqueeze(2)
+            x = x.view(x.shape[0], key_heads, -1, *x.shape[2:]) if x.shape[1] == heads > 1 else x.unsqueeze(2)
             return x.narrow(1, head, min(chosen, key_heads - head)) if x.shape[1] > 1 else x
 
         return part

@@ -119,7 +119,7 @@ def _of_all_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _of_key_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Gradients of keys or values summed over the heads that share them."""
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, x.shape[1] // heads)).sum(2)
+    return x if x.shape[1] == heads else x.view(x.shape[0], heads, -1, *x.shape[2:]).sum(2)
 
 
 def _efficient_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Pair:
