@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,20 @@ def _forking() -> multiprocessing.context.BaseContext:
     """How ranks start. Where torch knows of CUDA, this process may have asked for devices, and could not fork."""
     import torch
 
-    return multiprocessing.get_context("fork") if torch.version.cuda is None else _served()
+    if torch.version.cuda is not None:
+        return _served()
+    _capture_once()
+    return multiprocessing.get_context("fork")
+
+
+@cache
+def _capture_once() -> None:
+    """What PyTorch imports and sets up at its first capture, ranks inherit."""
+    import torch
+
+    from autopar.planning.planner import Planner
+
+    Planner(torch.nn.Linear(2, 2), {"a": 2}, (torch.ones(2, 2),)).plan(solver="ddp")
 
 
 def _served() -> multiprocessing.context.ForkServerContext:
