@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
 bin=$PWD/.venv/bin
 failed=""
+unset PYTHONDONTWRITEBYTECODE  # tests start some thirty interpreters, and each would compile the package again
 
 echo "== ruff"
 "$bin/ruff" check . || failed+=" ruff"

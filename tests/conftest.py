@@ -52,15 +52,17 @@ class Tally(logging.Handler):
 
 
 LONGEST = (
-    *("test_parity.py", "test_models.py", "test_stamp.py", "test_examples.py", "test_ops.py", "test_golden.py"),
-    *("test_experts.py", "test_convolution.py", "test_generated.py", "test_random.py", "test_modes.py", "test_ways.py"),
-    *("test_precision.py", "test_pinned.py", "test_promises.py", "test_lab.py", "test_calibration.py"),
+    *("parity", "stamp", "models", "examples", "ops", "promises", "golden", "experts", "random", "convolution"),
+    *("generated", "state", "trackers", "side_by_side", "ways", "recompute", "modes", "segments", "structures"),
+    *("lab", "bad_input", "precision", "extending", "calibration", "pinned", "capture", "timeline", "papers_program"),
+    *("profiling", "strides", "overlap", "memory", "bucket"),
 )
-"""Files that begin first, so that no worker is left with one of them at the end."""
+"""What the files are of that begin first, the longest before all: the last ones are short, and no worker is left with a
+long one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(LONGEST)}
+    order = {f"test_{subject}.py": place for place, subject in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 

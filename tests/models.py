@@ -138,13 +138,14 @@ def planners(make: Callable[[str], Case]) -> Callable[[str, dict[str, int]], Pla
 
     @cache
     def on(name: str, axes: tuple[tuple[str, int], ...]) -> Planner:
-        return _captured(make, name).on(dict(axes), None)
+        return captured(make, name).on(dict(axes), None)
 
     return lambda name, mesh: on(name, tuple(mesh.items()))
 
 
 @cache
-def _captured(make: Callable[[str], Case], name: str) -> Planner:
+def captured(make: Callable[[str], Case], name: str) -> Planner:
+    """A planner of the case on one device, which others share their capture with."""
     made = make(name)
     return Planner(made.model, {"a": 1}, made.args, made.kwargs, loss_fn=made.loss_fn)
 

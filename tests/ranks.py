@@ -1,24 +1,27 @@
-"""Processes for tests, which start in a tenth of a second: gloo ranks on this machine, each running one function, and
-commands as a shell would start them."""
+"""Processes for tests: gloo ranks on this machine, each running one function, and commands as a shell would start them.
+Both are forked, and start in a tenth of a second."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 PRELOADED = ["tests.warm"]
-"""Imported once in the fork server, so that a process starts in a tenth of a second, not in five."""
+"""Imported once in the server that commands fork from, so that one starts in a tenth of a second, not in five."""
 
 PATIENCE_SECONDS = 250.0
 """Ends ranks that hang. Far above what a test takes, for machines that are busy or slow; a rank that fails ends the
@@ -37,8 +40,9 @@ class Outcome:
 def run(ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = PATIENCE_SECONDS) -> list[Any]:
     """[function(*args) on each rank], in rank order. `function` is a top-level function of a module.
 
-    Inside, `torch.distributed` is initialised with gloo and torch uses one thread. RuntimeError with
-    the tracebacks of the ranks that failed; no process outlives the call.
+    A rank is forked from this process, with what it imported and keeps. Inside, `torch.distributed` is initialised with
+    gloo, torch uses one thread, and random numbers begin anew, the same on every rank. RuntimeError with the tracebacks
+    of the ranks that failed; no process outlives the call.
     """
     found = outcomes(ranks, function, *args, timeout_seconds=timeout_seconds)
     failed = [f"rank {rank}: {o.error!r}\n{o.traceback}" for rank, o in enumerate(found) if o.error is not None]
@@ -52,7 +56,7 @@ def outcomes(
 ) -> list[Outcome]:
     """As `run`, with exceptions as values. A rank that does not finish in time, or within 10 s after
     another one failed, is killed and has a TimeoutError."""
-    context = _warm()
+    context = _forking()
     found: dict[int, Outcome] = {}
     with tempfile.TemporaryDirectory() as folder:
         processes, connections = [], {}
@@ -85,7 +89,27 @@ def outcomes(
     return [found.get(rank, late) for rank in range(ranks)]
 
 
-def _warm() -> multiprocessing.context.ForkServerContext:
+def _forking() -> multiprocessing.context.BaseContext:
+    """How ranks start. Where torch knows of CUDA, this process may have asked for devices, and could not fork."""
+    import torch
+
+    if torch.version.cuda is not None:
+        return _served()
+    _capture_once()
+    return multiprocessing.get_context("fork")
+
+
+@cache
+def _capture_once() -> None:
+    """What PyTorch imports and sets up at its first capture, ranks inherit."""
+    import torch
+
+    from autopar.planning.planner import Planner
+
+    Planner(torch.nn.Linear(2, 2), {"a": 2}, (torch.ones(2, 2),)).plan(solver="ddp")
+
+
+def _served() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -135,7 +159,7 @@ def start(folder: Path, function: Callable[[], Any], *argv: str) -> Command:
     folder.mkdir(exist_ok=True)
     for name in ("output", "error"):
         (folder / name).touch()
-    process = _warm().Process(target=_as_command, args=(folder, function, argv), daemon=False)
+    process = _served().Process(target=_as_command, args=(folder, function, argv), daemon=False)
     process.start()
     return Command(process=process, folder=folder)
 
@@ -160,7 +184,10 @@ def _rank(rank: int, ranks: int, store: str, sender: Any, function: Callable[...
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the parent holds is not looked at, and so not copied
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
         outcome = Outcome(value=function(*args))

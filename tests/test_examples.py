@@ -222,7 +222,7 @@ def test_the_training_example_equals_one_process() -> None:
 SMALL = {"resnet.py": ["--size", "32", "--width", "8", "--blocks", "1", "1"], "unet.py": ["--channels", "8", "16"]}
 
 
-@pytest.mark.parametrize(("name", "start"), [("resnet.py", on_ranks), ("unet.py", torchrun)])
+@pytest.mark.parametrize(("name", "start"), [("resnet.py", torchrun), ("unet.py", on_ranks)])
 def test_the_image_examples_equal_one_process(name: str, start: Callable[..., str]) -> None:
     printed = start(ROOT / "examples" / name, "--steps", "3", "--batch", "8", "--solver", "ddp", *SMALL[name])
     last = printed.splitlines()[-1]

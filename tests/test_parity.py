@@ -6,6 +6,8 @@ Most cases run on simulated ranks, all in this process; some on real gloo ranks,
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +167,29 @@ def axes(mesh: dict[str, int]) -> DeviceMesh:
 
 
 def parallel(made: models.Case, mesh: dict[str, int], solver: str = "ddp") -> ParallelModule:
+    """Captured by every rank."""
     return autopar.parallelize(made.model, axes(mesh), made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)
+
+
+def parallel_as_captured(name: str, made: models.Case, mesh: dict[str, int], solver: str) -> ParallelModule:
+    """Ranks of transformers have the capture of the process that they are forked from, see `on_ranks_of`."""
+    if name.startswith("mlp"):
+        return parallel(made, mesh, solver)
+    given = functools.partial(Planner, captured=models.captured(case, name).captured)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autopar.api, "Planner", given)
+        return parallel(made, mesh, solver)
+
+
+def on_ranks_of(mesh: dict[str, int], function: Callable[..., Any], name: str, *args: Any) -> list[Any]:
+    models.captured(case, name)
+    return run(math.prod(mesh.values()), function, name, *args)
 
 
 def step_and_train(name: str, mesh: dict[str, int], solver: str, clip: float | None) -> dict[str, Any]:
     """One step's outputs and gradients, and the losses and parameters of `STEPS` AdamW steps."""
     made = case(name)
-    module = parallel(made, mesh, solver)
+    module = parallel_as_captured(name, made, mesh, solver)
     step = on_ranks(module, made)
     named = dict(module.named_parameters())
     assert named.keys() == dict(made.model.named_parameters()).keys()
@@ -206,7 +224,7 @@ def test_real_ranks_train_as_one_process(name: str, mesh: dict[str, int], solver
     module = models.Eager(made)
     losses = models.train(module, models.adamw(module), made, STEPS, clip=clip)
 
-    results = run(dist_size(mesh), step_and_train, name, mesh, solver, clip)
+    results = on_ranks_of(mesh, step_and_train, name, mesh, solver, clip)
 
     for found in results:
         assert_same(found["step"], expected)
@@ -215,13 +233,6 @@ def test_real_ranks_train_as_one_process(name: str, mesh: dict[str, int], solver
         for key, parameter in module.named_parameters():
             assert_close(found["parameters"][key], parameter, key, 1e-4)
     assert all(found["losses"] == results[0]["losses"] for found in results)
-
-
-def dist_size(mesh: dict[str, int]) -> int:
-    size = 1
-    for ranks in mesh.values():
-        size *= ranks
-    return size
 
 
 def plain_outputs(mesh: dict[str, int], solver: str) -> dict[str, Any]:
@@ -247,7 +258,7 @@ def test_a_model_without_loss_takes_gradients_into_its_outputs(solver: str) -> N
 def slices_of_a_loader(name: str, mesh: dict[str, int], solver: str) -> dict[str, Any]:
     """Each rank loads what `input_placements` says, no more, and hands it over as a DTensor."""
     made = case(name)
-    module = parallel(made, mesh, solver)
+    module = parallel_as_captured(name, made, mesh, solver)
     wanted = module.input_placements
     program = module.program
     layouts = {i.target: (i.layout, i.meta.shape) for i in program.inputs if i.role == "input"}
@@ -270,7 +281,7 @@ def slices_of_a_loader(name: str, mesh: dict[str, int], solver: str) -> dict[str
 )
 def test_a_loader_hands_over_its_own_slice(name: str, mesh: dict[str, int], solver: str) -> None:
     expected = reference(name)
-    for found in run(dist_size(mesh), slices_of_a_loader, name, mesh, solver):
+    for found in on_ranks_of(mesh, slices_of_a_loader, name, mesh, solver):
         assert_close(found["loss"], next(v for v in expected.outputs.values() if v.dim() == 0), "loss")
         for name, gradient in expected.gradients.items():
             assert_close(found["gradients"][name], gradient, name)
@@ -279,7 +290,7 @@ def test_a_loader_hands_over_its_own_slice(name: str, mesh: dict[str, int], solv
 
 def save_and_train(name: str, folder: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     made = case(name)
-    module = parallel(made, mesh, "fsdp")
+    module = parallel_as_captured(name, made, mesh, "fsdp")
     optimizer = models.adamw(module)
     models.train(module, optimizer, made, range(3))
     state = {"model": module.state_dict(), "optimizer": _optimizer_state(module, optimizer)}
@@ -291,7 +302,7 @@ def save_and_train(name: str, folder: str, mesh: dict[str, int]) -> dict[str, to
 def load_and_train(name: str, folder: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     """On another mesh, with another plan."""
     made = case(name)
-    module = parallel(made, mesh, "megatron")
+    module = parallel_as_captured(name, made, mesh, "megatron")
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
@@ -317,8 +328,9 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def test_a_run_resumes_from_a_checkpoint_on_another_mesh_with_another_plan(tmp_path: Path) -> None:
     name = "gpt2 of odd sizes"
-    before = run(4, save_and_train, name, str(tmp_path), {"dp": 2, "tp": 2})
-    after = run(2, load_and_train, name, str(tmp_path), {"tp": 2})
+    four, two = {"dp": 2, "tp": 2}, {"tp": 2}
+    before = on_ranks_of(four, save_and_train, name, str(tmp_path), four)
+    after = on_ranks_of(two, load_and_train, name, str(tmp_path), two)
     for name, parameter in before[0].items():
         assert_close(after[0][name], parameter, name, 1e-4)
 
@@ -349,9 +361,9 @@ def test_a_model_on_meta_is_materialised_shard_by_shard() -> None:
             assert_close(found[name], gradient, name)
 
 
-def evaluated(mesh: dict[str, int], solver: str) -> dict[str, Any]:
-    made = case("gpt2")
-    module = parallel(made, mesh, solver)
+def evaluated(name: str, mesh: dict[str, int], solver: str) -> dict[str, Any]:
+    made = case(name)
+    module = parallel_as_captured(name, made, mesh, solver)
     module.eval()
     with torch.no_grad():
         silent = module(**made.kwargs).loss
@@ -368,7 +380,7 @@ def evaluated(mesh: dict[str, int], solver: str) -> dict[str, Any]:
 
 def test_evaluation_without_gradients() -> None:
     expected = next(v for v in reference("gpt2").outputs.values() if v.dim() == 0)
-    for found in run(2, evaluated, {"tp": 2}, "megatron"):
+    for found in on_ranks_of({"tp": 2}, evaluated, "gpt2", {"tp": 2}, "megatron"):
         assert_close(found["silent"], expected, "loss in eval()")
         assert_close(found["loud"], expected, "loss in train()")
 
@@ -378,7 +390,8 @@ def test_a_world_of_one_rank(name: str) -> None:
     made = case(name)
     module = models.Eager(made)
     losses = models.train(module, models.adamw(module), made, STEPS)
-    (found,) = run(1, step_and_train, name, {"dp": 1, "tp": 1}, "ilp", None)
+    mesh = {"dp": 1, "tp": 1}
+    (found,) = on_ranks_of(mesh, step_and_train, name, mesh, "ilp", None)
     assert_same(found["step"], reference(name))
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
 

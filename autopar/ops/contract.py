@@ -39,15 +39,15 @@ def prepared_arguments(op: str, args: list[Any], kwargs: dict[str, Any]) -> tupl
         return args, kwargs
 
     def prepared(name: str, value: Any) -> Any:
-        return _apply(needs[name], value) if name in needs else value
+        return laid_out(needs[name], value) if name in needs else value
 
     names = [parameter.name for parameter in parameters(op)[: len(args)]]
     positional = [prepared(name, value) for name, value in zip(names, args, strict=True)]
     return positional, {name: prepared(name, value) for name, value in kwargs.items()}
 
 
-def _apply(make: Preparation, value: Any) -> Any:
+def laid_out(make: Preparation, value: Any) -> Any:
     """An argument with its tensors laid out: a tensor, a list of them, or no tensor at all."""
     if isinstance(value, torch.Tensor):
         return make(value)
-    return [_apply(make, item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [laid_out(make, item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -7,50 +7,68 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import WAIT, Node, Ref
+from autopar.ir.graph import WAIT, Node, Ref, parameters
 from autopar.ir.layout import Shape
 from autopar.ir.program import RankIndex, names_no_device
 
 from . import contract
 from .kernels import kernel_of
-from .strides import contiguous
+from .strides import Preparation, contiguous
 
 Values = dict[str, Any]
+
+
+Read = Callable[[Shape, Values], Any]
+"""What the rank of a coordinate, which holds these values, gives an operator for an argument."""
 
 
 def run(instruction: Node, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:
     """Run one instruction on every rank. `ranks` holds each rank's values by name, and receives the results."""
     if kind := instruction.collective:
         _collective(kind, instruction, mesh, ranks)
-        return
-    for coordinate, values in ranks.items():
-        _local(instruction, coordinate, values)
+    elif instruction.op == WAIT:
+        for values in ranks.values():
+            values[instruction.outputs[0]] = values[instruction.args[0].name]
+    else:
+        _local(instruction, ranks)
 
 
-def _local(instruction: Node, coordinate: Shape, values: Values) -> None:
-    if instruction.op == WAIT:
-        values[instruction.outputs[0]] = values[instruction.args[0].name]
-        return
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return values[argument.name]
-        if isinstance(argument, RankIndex):
-            return argument.at(coordinate)
-        if isinstance(argument, (tuple, list)):
-            return [value(item) for item in argument]
-        return argument
-
-    arguments = [value(argument) for argument in instruction.args]
-    named = {key: value(v) for key, v in instruction.kwargs}
+def _local(instruction: Node, ranks: Mapping[Shape, Values]) -> None:
+    """An operator on every rank. What does not differ by rank is looked up once."""
+    op, needs = kernel_of(instruction.op), contract.needed_by(instruction.op)
+    names = [parameter.name for parameter in parameters(instruction.op)[: len(instruction.args)]]
+    reads = [_read(argument, needs.get(name)) for name, argument in zip(names, instruction.args, strict=True)]
+    named_reads = {key: _read(argument, needs.get(key)) for key, argument in instruction.kwargs}
     if names_no_device(instruction):
-        named["device"] = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
-    arguments, named = contract.prepared_arguments(instruction.op, arguments, named)
-    result = kernel_of(instruction.op)(*arguments, **named)
-    results = result if isinstance(result, tuple | list) else (result,)
-    for name, tensor in zip(instruction.outputs, results, strict=True):
-        if name:
-            values[name] = tensor
+        named_reads["device"] = _device
+    for coordinate, values in ranks.items():
+        arguments = [read(coordinate, values) for read in reads]
+        named = {key: read(coordinate, values) for key, read in named_reads.items()}
+        result = op(*arguments, **named)
+        results = result if isinstance(result, tuple | list) else (result,)
+        for name, tensor in zip(instruction.outputs, results, strict=True):
+            if name:
+                values[name] = tensor
+
+
+def _read(argument: Any, make: Preparation | None) -> Read:
+    """How ranks read an argument, which `make` lays out for the kernel."""
+    if isinstance(argument, Ref):
+        name = argument.name
+        if make is None:
+            return lambda coordinate, values: values[name]
+        return lambda coordinate, values: contract.laid_out(make, values[name])
+    if isinstance(argument, RankIndex):
+        return lambda coordinate, values: argument.at(coordinate)
+    if isinstance(argument, tuple | list):
+        reads = [_read(item, make) for item in argument]
+        return lambda coordinate, values: [read(coordinate, values) for read in reads]
+    return lambda coordinate, values: argument
+
+
+def _device(_: Shape, values: Values) -> torch.device | None:
+    """Where a rank's tensors are."""
+    return next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
 
 
 def _collective(kind: str, instruction: Node, mesh: Shape, ranks: Mapping[Shape, Values]) -> None:

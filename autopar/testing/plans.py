@@ -142,11 +142,13 @@ class _Drawing:
         second: Option | None = None
         for choice in choices:
             option = self.space.option(site, choice)
-            if option is None or not self._is_feasible(site, option):
+            if option is None:
                 continue
-            if not quiet or self._is_quiet(site, option):
-                return option
-            second = second or option
+            taken = not quiet or self._is_quiet(site, option)
+            if (taken or second is None) and self._is_feasible(site, option):
+                if taken:
+                    return option
+                second = option
         return second
 
     def _is_feasible(self, site: Site, option: Option) -> bool:
