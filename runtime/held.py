@@ -58,6 +58,7 @@ class State:
     """What the module knows beside its parameters: the program, its compiled form, and where values live."""
 
     def __init__(self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+        compat.fused_steps_on_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)
