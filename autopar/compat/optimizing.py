@@ -45,8 +45,8 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for shape, x in zip(held, values, strict=bool(values)):
             if x.shape != shape and x.dim():
                 raise RuntimeError(
-                    f"a fused optimizer got a parameter of which this rank holds {list(shape)}, and a gradient or state "
-                    f"of {list(x.shape)}: place them alike, as DTensors on one mesh"
+                    f"this rank holds {list(shape)} of a parameter that a fused optimizer got, and a gradient or "
+                    f"state of {list(x.shape)}: place them alike, as DTensors on one mesh"
                 )
     named = {name: local_tensor(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
     op(*local, **named)
