@@ -243,6 +243,16 @@ def test_data_parallel_gradients_are_one_collective() -> None:
     assert Counter(i.collective for i in sharded.backward if i.collective) == {"all_gather": 1, "reduce_scatter": 1}
 
 
+def test_where_nothing_hides_gradients_travel_in_few_buckets() -> None:
+    """Ranks of one machine copy and add with the processors that compute: each bucket more costs a start more."""
+    wide = Target(cluster=named_cluster("local"), axis_bytes=(3 * 4 * BYTES // 2,))
+    lower = LOWERINGS["bucket"]
+    many, few = (ops(lower.on(reductions(), replace(wide, unhidden=axes)).backward) for axes in ((), (0,)))
+    assert (many.count("all_reduce"), few.count("all_reduce")) == (3, 1)
+    for cluster, axes in (("local", (0,)), ("dgx-h100", ())):
+        assert captured().on({"dp": 4}, cluster).writer._target(2**20).unhidden == axes
+
+
 def test_reductions_over_two_axes_travel_in_buckets_one_stage_behind_the_other() -> None:
     """Shards of bucket n cross the nodes while bucket n + 1 is scattered within; what is gathered comes last."""
     planner = captured().on({"dp": 2, "tp": 2}, LAB)

@@ -77,7 +77,8 @@ class _Tail:
         wanted = {}
         for axis, size in total.items():
             most = self.writer.bucket_bytes[axis]
-            wanted[axis] = min(most, max(most // SMALLER, size // BUCKETS, SMALLEST_BYTES))
+            smaller = min(most, max(most // SMALLER, size // BUCKETS, SMALLEST_BYTES))
+            wanted[axis] = self.writer.limit_bytes if axis in self.writer.unhidden else smaller
         limits: dict[str, int] = {}
         after: dict[str, int] = {}
         for instruction in reversed(instructions):
