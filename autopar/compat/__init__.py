@@ -8,6 +8,7 @@ another torch raises `ImportError`.
 from .versions import SERVED as SERVED
 
 from .distributed import all_gather_single as all_gather_single
+from .distributed import dtensors_of as dtensors_of
 from .distributed import local_tensor as local_tensor
 from .distributed import make_dtensor as make_dtensor
 from .distributed import reduce_scatter_single as reduce_scatter_single
@@ -50,6 +51,7 @@ from .tensors import uncompiled as uncompiled
 from .tensors import unmodified as unmodified
 from .tensors import value_of as value_of
 from .tensors import version as version
+from .tensors import versions as versions
 from .watching import Watching as Watching
 from .watching import WritesInput as WritesInput
 from .watching import WritesReal as WritesReal
