@@ -1,12 +1,13 @@
 """Seconds of a training step: autopar against DDP, FSDP2 and parallelize_module, and against plain eager.
 
     python benchmarks/step_time.py [--quick] [--ranks 1 2 4] [--hidden 256 512 1024] [--json step_time.json]
+    python benchmarks/step_time.py --presets ddp --ranks 2 4 --runs 2    # ddp against DDP, every cell twice
 
-All variants live in the same gloo ranks (one thread each) and take turns, one step each a round, so
-that whatever disturbs the machine disturbs them alike. A step is timed in two parts, each begun
+All variants live in the same gloo ranks (one thread each) and take turns, one step each a round, in one order and the
+other, so that whatever disturbs the machine disturbs them alike. A step is timed in two parts, each begun
 together on all ranks and as long as its slowest rank: forward and backward, and the optimizer
 (AdamW, fused=True for all, with zero_grad). Reported are medians over the rounds, and the median over
-the rounds of autopar's seconds over the competitor's.
+the rounds of autopar's seconds over the competitor's. At the end comes, for each preset, the median over all cells.
 
 The model is a byte-level Hugging Face Llama of 4 layers with grouped-query attention; the global
 batch is the same for all. The competitors are built as their documentation does: DDP as it comes;
@@ -48,6 +49,14 @@ class Settings:
     sequence: int
     rounds: int
     warmup: int
+    presets: tuple[str, ...] = ()
+    """Those that are compared; all that there are for so many ranks if none are named."""
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(autopar's preset, competitor)"""
+        pairs = PAIRS[min(self.ranks, 2)]
+        return tuple(pair for pair in pairs if not self.presets or pair[0] in self.presets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +117,32 @@ def variants(settings: Settings, batch: Mapping[str, Any]) -> dict[str, tuple[An
             "eager": (model(), batch),
         }
     part = {key: value.chunk(settings.ranks)[get_rank()].clone() for key, value in batch.items()}
-    modules = {p: (autopar.parallelize(model(), mesh, kwargs=batch, solver=p), batch) for p, _ in PAIRS[2]}
-    modules["DDP"] = (DistributedDataParallel(model()), part)
-    sharded = model()
-    for layer in sharded.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    modules["FSDP2"] = (sharded, part)
-    tensor_parallel = model()
-    styles: dict[str, Any] = {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        styles[name] = ColwiseParallel
-    for layer in tensor_parallel.model.layers:
-        parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
-    modules["parallelize_module"] = (tensor_parallel, batch)
+
+    def fsdp() -> Any:
+        sharded = model()
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(sharded, mesh=mesh)
+
+    def tensor_parallel() -> Any:
+        split = model()
+        styles: dict[str, Any] = {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            styles[name] = ColwiseParallel
+        for layer in split.model.layers:
+            parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
+        return split
+
+    competitors: dict[str, tuple[Callable[[], Any], Mapping[str, Any]]] = {
+        "DDP": (lambda: DistributedDataParallel(model()), part),
+        "FSDP2": (fsdp, part),
+        "parallelize_module": (tensor_parallel, batch),
+    }
+    modules: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+    for preset, competitor in settings.pairs:
+        modules[preset] = (autopar.parallelize(model(), mesh, kwargs=batch, solver=preset), batch)
+        make, inputs = competitors[competitor]
+        modules[competitor] = (make(), inputs)
     return modules
 
 
@@ -148,7 +169,8 @@ def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], flo
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in modules}
     losses: dict[str, float] = {}
     for number in range(settings.warmup + settings.rounds):
-        for name, (module, inputs) in modules.items():
+        turns = [*modules.items()]
+        for name, (module, inputs) in turns if number % 2 else reversed(turns):
             dist.barrier()
             began = time.perf_counter()
             loss = module(**inputs).loss
@@ -174,7 +196,7 @@ def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
     """Run one group of ranks and compare each pair of variants."""
     ranks = run(settings, timeout_seconds)
     rows = []
-    for preset, competitor in PAIRS[min(settings.ranks, 2)]:
+    for preset, competitor in settings.pairs:
         # a part of a step takes as long as its slowest rank
         ours, theirs = (
             [[max(times) for times in zip(*(rank[name][part] for rank in ranks), strict=True)] for part in (0, 1)]
@@ -200,6 +222,41 @@ def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
             )
         )
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Median:
+    """Ratios of one preset to its competitor, over all cells and runs."""
+
+    preset: str
+    competitor: str
+    cells: int
+    ratio: float
+    optimizer_ratio: float
+    total_ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.preset} against {self.competitor}, median over {self.cells} cells: forward and backward "
+            f"{self.ratio:.3f}, optimizer {self.optimizer_ratio:.3f}, whole step {self.total_ratio:.3f}"
+        )
+
+
+def medians(rows: list[Row]) -> list[Median]:
+    pairs = dict.fromkeys((row.preset, row.competitor) for row in rows)
+    return [
+        Median(
+            preset=preset,
+            competitor=competitor,
+            cells=len(cells),
+            **{
+                name: statistics.median(getattr(row, name) for row in cells)
+                for name in ("ratio", "optimizer_ratio", "total_ratio")
+            },
+        )
+        for preset, competitor in pairs
+        for cells in [[row for row in rows if (row.preset, row.competitor) == (preset, competitor)]]
+    ]
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:
@@ -284,6 +341,8 @@ def main(report: Callable[[str], None] = print) -> None:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--presets", nargs="+", default=[], choices=["autopar", *(preset for preset, _ in PAIRS[2])])
+    parser.add_argument("--runs", type=int, default=1, help="how often each cell is run, in ranks of its own")
     parser.add_argument("--json", default="step_time.json", help="where the numbers are written")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `run` ends its ranks
@@ -301,23 +360,29 @@ def main(report: Callable[[str], None] = print) -> None:
     def write() -> None:
         with open(options.json, "w", encoding="utf-8") as file:
             numbers = [asdict(row) for row in rows]
-            json.dump({"machine": machine, "options": vars(options), "rows": numbers}, file, indent=1)
+            summary = [asdict(median) for median in medians(rows)]
+            content = {"machine": machine, "options": vars(options), "rows": numbers, "medians": summary}
+            json.dump(content, file, indent=1)
 
-    for hidden in options.hidden:
-        for ranks in options.ranks:
-            settings = Settings(
-                ranks=ranks,
-                hidden=hidden,
-                layers=options.layers,
-                batch=options.batch,
-                sequence=options.sequence,
-                rounds=options.rounds,
-                warmup=options.warmup,
-            )
-            for row in compare(settings, TIMEOUT_SECONDS):
-                rows.append(row)
-                report(line(row))
-            write()
+    for _ in range(options.runs):
+        for hidden in options.hidden:
+            for ranks in options.ranks:
+                settings = Settings(
+                    ranks=ranks,
+                    hidden=hidden,
+                    layers=options.layers,
+                    batch=options.batch,
+                    sequence=options.sequence,
+                    rounds=options.rounds,
+                    warmup=options.warmup,
+                    presets=tuple(options.presets),
+                )
+                for row in compare(settings, TIMEOUT_SECONDS):
+                    rows.append(row)
+                    report(line(row))
+                write()
+    for median in medians(rows):
+        report(str(median))
 
 
 if __name__ == "__main__":
