@@ -293,9 +293,7 @@ class State:
             return gradient if placements == form else gradient.redistribute(self.mesh, form)
         return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
 
-    def _form(
-        self, output: ProgramOutput
-    ) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:
+    def _form(self, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:
         """Of a gradient, found once."""
         assert output.meta is not None
         shape, layout, mesh, coordinate = output.meta.shape, output.layout, self.program.mesh, self.coordinate

@@ -249,6 +249,9 @@ def test_where_nothing_hides_gradients_travel_in_few_buckets() -> None:
     lower = LOWERINGS["bucket"]
     many, few = (ops(lower.on(reductions(), replace(wide, unhidden=axes)).backward) for axes in ((), (0,)))
     assert (many.count("all_reduce"), few.count("all_reduce")) == (3, 1)
+    large = replace(reductions(), metas=dict.fromkeys(reductions().metas, TensorMeta((2**18,), torch.float32)))
+    assert ops(bucket(large).backward).count("all_reduce") == 1
+    assert ops(bucket(large, unhidden=(0,)).backward).count("all_reduce") == 3, "each alone, without a copy"
     for cluster, axes in (("local", (0,)), ("dgx-h100", ())):
         assert captured().on({"dp": 4}, cluster).writer._target(2**20).unhidden == axes
 

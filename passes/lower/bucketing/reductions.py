@@ -20,6 +20,11 @@ SMALLEST_BYTES = 2**18
 """Where the reductions of an axis fill fewer buckets than `BUCKETS`, these are smaller, down to a part or to a size."""
 
 
+UNHIDDEN_ALONE_BYTES = 2**20
+"""Where nothing hides, what copies a gradient into a bucket is the processor that starts a collective: `local` starts one
+in the time in which it copies so much, into memory that it has to map first."""
+
+
 def reduce(writer: BucketWriter, instructions: Sequence[Node], gradients: Sequence[str]) -> list[Node]:
     """Reductions that only gradients depend on, in buckets in the order of production."""
     writer.written = []
@@ -104,7 +109,8 @@ class _Tail:
     def add(self, collective: Node) -> None:
         size = self.writer.bytes(collective)
         level = self.levels[collective.outputs[0]]
-        if size >= self.writer.alone_bytes:
+        unhidden = collective.args[-1] in self.writer.unhidden
+        if size >= min(self.writer.alone_bytes, UNHIDDEN_ALONE_BYTES if unhidden else self.writer.limit_bytes):
             self.start(level, Bucket([collective], size))
             return
         key = (level, self.writer.key(collective))
