@@ -324,3 +324,37 @@ def gradients_on_a_rank(preset: str) -> dict[str, float]:
 def test_gradients_that_share_a_bucket_add_up_zero_and_clip_on_their_own(preset: str) -> None:
     for found in run(2, gradients_on_a_rank, preset):
         assert found == {key: pytest.approx(0.0, abs=1e-5) for key in found}
+
+
+def kept_gradients(set_to_none: bool) -> None:
+    """Gradients are views of a bucket, which is no other step's: what is kept of one step stays, and what is written
+    into one gradient stays in it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    inputs = batch()
+    parallel = api.parallelize(llama(), mesh, kwargs=inputs, solver="ddp")
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, fused=True)
+    parallel(**inputs).loss.backward()
+    first, *others = (p.grad.to_local() for p in parallel.parameters())
+    assert first.untyped_storage().nbytes() > first.nbytes, "a view of a bucket"
+    before = [g.clone() for g in others]
+    next(parallel.parameters()).grad.mul_(3)
+    assert all(map(torch.equal, others, before))
+    kept = [g.clone() for g in (first, *others)]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    if not set_to_none:  # zeroed and added to in place, as on one device
+        assert not any(g.any() for g in (first, *others))
+        parallel(**inputs).loss.backward()
+        for g, p in zip((first, *others), parallel.parameters(), strict=True):
+            assert g.any() and torch.equal(g, p.grad.to_local())
+        return
+    parallel(**inputs).loss.backward()
+    optimizer.step()
+    assert all(map(torch.equal, (first, *others), kept))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_somebody_keeps_are_those_of_their_step(set_to_none: bool) -> None:
+    run(2, kept_gradients, set_to_none)

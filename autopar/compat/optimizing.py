@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def fused_steps_on_shards() -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: MutableMapping[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for name in FUSED:
         for overload in ("default", "tensor_lr"):
             handlers.setdefault(getattr(getattr(torch.ops.aten, name), overload), _on_shards)
@@ -32,10 +33,11 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     from torch.distributed.tensor import DTensor
 
     def placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        both = isinstance(gradient, DTensor) and isinstance(parameter, DTensor)
-        if both and gradient.placements != parameter.placements:
-            return gradient.redistribute(parameter.device_mesh, parameter.placements)
-        return gradient
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            return gradient
+        if gradient.placements == parameter.placements:
+            return gradient
+        return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
     parameters, gradients, *states = args
     lists = [parameters, list(map(placed, gradients, parameters)), *states]

@@ -45,7 +45,8 @@ def bucket(
     A bucket on mesh axis `a` holds at most `bucket_bytes[a]` (of the larger of what goes in and comes out), and
     `limit_bytes` in any case; a collective of `alone_bytes` or more is in no bucket, but starts and ends as one would.
     Gathers that are started and not yet read have at most `ahead_bytes` (`limit_bytes` if not given), or are two.
-    On the axes `unhidden` nothing is gained by starting early, and reductions of gradients are as few as may be.
+    On the axes `unhidden` nothing is gained by starting early: a bucket of gradients is as large as may be, and holds
+    none that travel faster alone (`UNHIDDEN_ALONE_BYTES`).
     """
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     results = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]

@@ -21,8 +21,8 @@ SMALLEST_BYTES = 2**18
 
 
 UNHIDDEN_ALONE_BYTES = 2**20
-"""Where nothing hides, what copies a gradient into a bucket is the processor that starts a collective: `local` starts one
-in the time in which it copies so much, into memory that it has to map first."""
+"""Where nothing hides, a copy into a bucket keeps the processor from computing as a start does, and so many bytes, in
+memory that is mapped first, keep it longer on `local`."""
 
 
 def reduce(writer: BucketWriter, instructions: Sequence[Node], gradients: Sequence[str]) -> list[Node]:
