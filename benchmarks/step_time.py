@@ -7,7 +7,9 @@ All variants live in the same gloo ranks (one thread each) and take turns, one s
 other, so that whatever disturbs the machine disturbs them alike. A step is timed in two parts, each begun
 together on all ranks and as long as its slowest rank: forward and backward, and the optimizer
 (AdamW, fused=True for all, with zero_grad). Reported are medians over the rounds, and the median over
-the rounds of autopar's seconds over the competitor's. At the end comes, for each preset, the median over all cells.
+the rounds of autopar's seconds over the competitor's; and the same of the seconds that all threads of all ranks spend
+on a processor, which tell more where other work takes the machine. At the end comes, for each preset, the median over
+all cells.
 
 The model is a byte-level Hugging Face Llama of 4 layers with grouped-query attention; the global
 batch is the same for all. The competitors are built as their documentation does: DDP as it comes;
@@ -74,6 +76,7 @@ class Row:
     competitor_optimizer_seconds: float
     optimizer_ratio: float
     total_ratio: float
+    processor_ratio: float
     loss: float
     competitor_loss: float
 
@@ -157,8 +160,9 @@ def adamw(module: Any) -> Any:
     return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, fused=True)
 
 
-def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], float]]:
-    """Name -> seconds of forward and backward on this rank, seconds of the optimizer, and the last loss."""
+def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], list[float], float]]:
+    """Name -> seconds of forward and backward on this rank, seconds of the optimizer, seconds on a processor in both,
+    and the last loss."""
     import torch
     import torch.distributed as dist
 
@@ -166,24 +170,25 @@ def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], flo
     ids = torch.randint(0, 256, (settings.batch, settings.sequence), generator=generator)
     modules = variants(settings, {"input_ids": ids, "labels": ids})
     optimizers = {name: adamw(module) for name, (module, _) in modules.items()}
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in modules}
+    seconds: dict[str, tuple[list[float], list[float], list[float]]] = {name: ([], [], []) for name in modules}
     losses: dict[str, float] = {}
     for number in range(settings.warmup + settings.rounds):
         turns = [*modules.items()]
         for name, (module, inputs) in turns if number % 2 else reversed(turns):
             dist.barrier()
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             loss = module(**inputs).loss
             loss.backward()
-            middle = time.perf_counter()
+            middle, spent = time.perf_counter(), time.process_time() - spent
             dist.barrier()
-            resumed = time.perf_counter()
+            resumed, again = time.perf_counter(), time.process_time()
             optimizers[name].step()
             optimizers[name].zero_grad()
-            ended = time.perf_counter()
+            ended, spent = time.perf_counter(), spent + time.process_time() - again
             if number >= settings.warmup:
                 seconds[name][0].append(middle - began)
                 seconds[name][1].append(ended - resumed)
+                seconds[name][2].append(spent)
             global_loss = loss.detach()
             if name in ("DDP", "FSDP2"):  # the loss of this rank's part of the batch
                 dist.all_reduce(global_loss)
@@ -203,6 +208,10 @@ def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
             for name in (preset, competitor)
         )
         ratios = [_ratio(ours[part], theirs[part]) for part in (0, 1)]
+        on_processor = [
+            [sum(times) for times in zip(*(rank[name][2] for rank in ranks), strict=True)]
+            for name in (preset, competitor)
+        ]
         both = [[sum(parts) for parts in zip(*side, strict=True)] for side in (ours, theirs)]
         rows.append(
             Row(
@@ -217,8 +226,9 @@ def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
                 competitor_optimizer_seconds=statistics.median(theirs[1]),
                 optimizer_ratio=ratios[1],
                 total_ratio=_ratio(*both),
-                loss=ranks[0][preset][2],
-                competitor_loss=ranks[0][competitor][2],
+                processor_ratio=_ratio(*on_processor),
+                loss=ranks[0][preset][3],
+                competitor_loss=ranks[0][competitor][3],
             )
         )
     return rows
@@ -234,11 +244,13 @@ class Median:
     ratio: float
     optimizer_ratio: float
     total_ratio: float
+    processor_ratio: float
 
     def __str__(self) -> str:
         return (
             f"{self.preset} against {self.competitor}, median over {self.cells} cells: forward and backward "
-            f"{self.ratio:.3f}, optimizer {self.optimizer_ratio:.3f}, whole step {self.total_ratio:.3f}"
+            f"{self.ratio:.3f}, optimizer {self.optimizer_ratio:.3f}, whole step {self.total_ratio:.3f}, "
+            f"on a processor {self.processor_ratio:.3f}"
         )
 
 
@@ -251,7 +263,7 @@ def medians(rows: list[Row]) -> list[Median]:
             cells=len(cells),
             **{
                 name: statistics.median(getattr(row, name) for row in cells)
-                for name in ("ratio", "optimizer_ratio", "total_ratio")
+                for name in ("ratio", "optimizer_ratio", "total_ratio", "processor_ratio")
             },
         )
         for preset, competitor in pairs
@@ -316,7 +328,7 @@ def _rank(rank: int, settings: Settings, store: str, sender: Any) -> None:
 
 HEADER = (
     f"{'ranks':>5} {'hidden':>6}  {'autopar':<9} {'against':<19}{'ms':>8} {'ms':>8} {'ratio':>6}"
-    f" | {'optimizer ms':>12} {'ms':>7} {'ratio':>6} | {'step ratio':>10}"
+    f" | {'optimizer ms':>12} {'ms':>7} {'ratio':>6} | {'step ratio':>10} {'processor':>9}"
 )
 
 
@@ -325,7 +337,7 @@ def line(row: Row) -> str:
         f"{row.ranks:>5} {row.hidden:>6}  {row.preset:<9} {row.competitor:<19}"
         f"{row.seconds * 1e3:8.1f} {row.competitor_seconds * 1e3:8.1f} {row.ratio:6.2f}"
         f" | {row.optimizer_seconds * 1e3:12.1f} {row.competitor_optimizer_seconds * 1e3:7.1f}"
-        f" {row.optimizer_ratio:6.2f} | {row.total_ratio:10.2f}"
+        f" {row.optimizer_ratio:6.2f} | {row.total_ratio:10.2f} {row.processor_ratio:9.2f}"
     )
 
 
