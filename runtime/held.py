@@ -288,25 +288,23 @@ class State:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
         output = self.gradient_outputs[self.gradients[i.target]]
         if form is not None:
-            placements, wrapped = self.forms.get(i.target) or self._form(output)
+            placements, wrapped = self.forms.get(i.target) or _form(self, output)
             gradient = wrapped(local.contiguous())
             return gradient if placements == form else gradient.redistribute(self.mesh, form)
         return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
 
-    def _form(self, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:
-        """Of a gradient, found once."""
-        assert output.meta is not None
-        shape, layout, mesh, coordinate = output.meta.shape, output.layout, self.program.mesh, self.coordinate
-        placements = self.placements(output)
-        wrapped = compat.dtensors_of(
-            self.mesh, placements, torch.Size(shape), contiguous_stride(shape), output.meta.dtype
-        )
-        uneven = not is_even(shape, layout)
 
-        def trimmed(local: torch.Tensor) -> DTensor:
-            return wrapped(unpadded(local, shape, layout, mesh, coordinate))
+def _form(state: State, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:
+    """Placements of a gradient, and what makes a DTensor of what this rank holds of it: found once."""
+    assert output.meta is not None
+    shape, layout, mesh, coordinate = output.meta.shape, output.layout, state.program.mesh, state.coordinate
+    placements, stride = state.placements(output), contiguous_stride(shape)
+    wrapped = compat.dtensors_of(state.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
 
-        return self.forms.setdefault(output.target, (placements, trimmed if uneven else wrapped))
+    def trimmed(local: torch.Tensor) -> DTensor:
+        return wrapped(unpadded(local, shape, layout, mesh, coordinate))
+
+    return state.forms.setdefault(output.target, (placements, wrapped if is_even(shape, layout) else trimmed))
 
 
 @dataclass(frozen=True, slots=True)
