@@ -1,12 +1,15 @@
 """Seconds of a training step: autopar against DDP, FSDP2 and parallelize_module, and against plain eager.
 
     python benchmarks/step_time.py [--quick] [--ranks 1 2 4] [--hidden 256 512 1024] [--json step_time.json]
+    python benchmarks/step_time.py --presets ddp --ranks 2 4 --runs 2    # ddp against DDP, every cell twice
 
-All variants live in the same gloo ranks (one thread each) and take turns, one step each a round, so
-that whatever disturbs the machine disturbs them alike. A step is timed in two parts, each begun
+All variants live in the same gloo ranks (one thread each) and take turns, one step each a round, in one order and the
+other, so that whatever disturbs the machine disturbs them alike. A step is timed in two parts, each begun
 together on all ranks and as long as its slowest rank: forward and backward, and the optimizer
 (AdamW, fused=True for all, with zero_grad). Reported are medians over the rounds, and the median over
-the rounds of autopar's seconds over the competitor's.
+the rounds of autopar's seconds over the competitor's; and the same of the seconds that all threads of all ranks spend
+on a processor, which tell more where other work takes the machine. At the end comes, for each preset, the median over
+all cells.
 
 The model is a byte-level Hugging Face Llama of 4 layers with grouped-query attention; the global
 batch is the same for all. The competitors are built as their documentation does: DDP as it comes;
@@ -48,6 +51,14 @@ class Settings:
     sequence: int
     rounds: int
     warmup: int
+    presets: tuple[str, ...] = ()
+    """Those that are compared; all that there are for so many ranks if none are named."""
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(autopar's preset, competitor)"""
+        pairs = PAIRS[min(self.ranks, 2)]
+        return tuple(pair for pair in pairs if not self.presets or pair[0] in self.presets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,7 @@ class Row:
     competitor_optimizer_seconds: float
     optimizer_ratio: float
     total_ratio: float
+    processor_ratio: float
     loss: float
     competitor_loss: float
 
@@ -108,20 +120,32 @@ def variants(settings: Settings, batch: Mapping[str, Any]) -> dict[str, tuple[An
             "eager": (model(), batch),
         }
     part = {key: value.chunk(settings.ranks)[get_rank()].clone() for key, value in batch.items()}
-    modules = {p: (autopar.parallelize(model(), mesh, kwargs=batch, solver=p), batch) for p, _ in PAIRS[2]}
-    modules["DDP"] = (DistributedDataParallel(model()), part)
-    sharded = model()
-    for layer in sharded.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    modules["FSDP2"] = (sharded, part)
-    tensor_parallel = model()
-    styles: dict[str, Any] = {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        styles[name] = ColwiseParallel
-    for layer in tensor_parallel.model.layers:
-        parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
-    modules["parallelize_module"] = (tensor_parallel, batch)
+
+    def fsdp() -> Any:
+        sharded = model()
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(sharded, mesh=mesh)
+
+    def tensor_parallel() -> Any:
+        split = model()
+        styles: dict[str, Any] = {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            styles[name] = ColwiseParallel
+        for layer in split.model.layers:
+            parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
+        return split
+
+    competitors: dict[str, tuple[Callable[[], Any], Mapping[str, Any]]] = {
+        "DDP": (lambda: DistributedDataParallel(model()), part),
+        "FSDP2": (fsdp, part),
+        "parallelize_module": (tensor_parallel, batch),
+    }
+    modules: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+    for preset, competitor in settings.pairs:
+        modules[preset] = (autopar.parallelize(model(), mesh, kwargs=batch, solver=preset), batch)
+        make, inputs = competitors[competitor]
+        modules[competitor] = (make(), inputs)
     return modules
 
 
@@ -136,8 +160,9 @@ def adamw(module: Any) -> Any:
     return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, fused=True)
 
 
-def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], float]]:
-    """Name -> seconds of forward and backward on this rank, seconds of the optimizer, and the last loss."""
+def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], list[float], float]]:
+    """Name -> seconds of forward and backward on this rank, seconds of the optimizer, seconds on a processor in both,
+    and the last loss."""
     import torch
     import torch.distributed as dist
 
@@ -145,23 +170,25 @@ def measure(settings: Settings) -> dict[str, tuple[list[float], list[float], flo
     ids = torch.randint(0, 256, (settings.batch, settings.sequence), generator=generator)
     modules = variants(settings, {"input_ids": ids, "labels": ids})
     optimizers = {name: adamw(module) for name, (module, _) in modules.items()}
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in modules}
+    seconds: dict[str, tuple[list[float], list[float], list[float]]] = {name: ([], [], []) for name in modules}
     losses: dict[str, float] = {}
     for number in range(settings.warmup + settings.rounds):
-        for name, (module, inputs) in modules.items():
+        turns = [*modules.items()]
+        for name, (module, inputs) in turns if number % 2 else reversed(turns):
             dist.barrier()
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             loss = module(**inputs).loss
             loss.backward()
-            middle = time.perf_counter()
+            middle, spent = time.perf_counter(), time.process_time() - spent
             dist.barrier()
-            resumed = time.perf_counter()
+            resumed, again = time.perf_counter(), time.process_time()
             optimizers[name].step()
             optimizers[name].zero_grad()
-            ended = time.perf_counter()
+            ended, spent = time.perf_counter(), spent + time.process_time() - again
             if number >= settings.warmup:
                 seconds[name][0].append(middle - began)
                 seconds[name][1].append(ended - resumed)
+                seconds[name][2].append(spent)
             global_loss = loss.detach()
             if name in ("DDP", "FSDP2"):  # the loss of this rank's part of the batch
                 dist.all_reduce(global_loss)
@@ -174,13 +201,17 @@ def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
     """Run one group of ranks and compare each pair of variants."""
     ranks = run(settings, timeout_seconds)
     rows = []
-    for preset, competitor in PAIRS[min(settings.ranks, 2)]:
+    for preset, competitor in settings.pairs:
         # a part of a step takes as long as its slowest rank
         ours, theirs = (
             [[max(times) for times in zip(*(rank[name][part] for rank in ranks), strict=True)] for part in (0, 1)]
             for name in (preset, competitor)
         )
         ratios = [_ratio(ours[part], theirs[part]) for part in (0, 1)]
+        on_processor = [
+            [sum(times) for times in zip(*(rank[name][2] for rank in ranks), strict=True)]
+            for name in (preset, competitor)
+        ]
         both = [[sum(parts) for parts in zip(*side, strict=True)] for side in (ours, theirs)]
         rows.append(
             Row(
@@ -195,11 +226,49 @@ def compare(settings: Settings, timeout_seconds: float) -> list[Row]:
                 competitor_optimizer_seconds=statistics.median(theirs[1]),
                 optimizer_ratio=ratios[1],
                 total_ratio=_ratio(*both),
-                loss=ranks[0][preset][2],
-                competitor_loss=ranks[0][competitor][2],
+                processor_ratio=_ratio(*on_processor),
+                loss=ranks[0][preset][3],
+                competitor_loss=ranks[0][competitor][3],
             )
         )
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Median:
+    """Ratios of one preset to its competitor, over all cells and runs."""
+
+    preset: str
+    competitor: str
+    cells: int
+    ratio: float
+    optimizer_ratio: float
+    total_ratio: float
+    processor_ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.preset} against {self.competitor}, median over {self.cells} cells: forward and backward "
+            f"{self.ratio:.3f}, optimizer {self.optimizer_ratio:.3f}, whole step {self.total_ratio:.3f}, "
+            f"on a processor {self.processor_ratio:.3f}"
+        )
+
+
+def medians(rows: list[Row]) -> list[Median]:
+    pairs = dict.fromkeys((row.preset, row.competitor) for row in rows)
+    return [
+        Median(
+            preset=preset,
+            competitor=competitor,
+            cells=len(cells),
+            **{
+                name: statistics.median(getattr(row, name) for row in cells)
+                for name in ("ratio", "optimizer_ratio", "total_ratio", "processor_ratio")
+            },
+        )
+        for preset, competitor in pairs
+        for cells in [[row for row in rows if (row.preset, row.competitor) == (preset, competitor)]]
+    ]
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:
@@ -259,7 +328,7 @@ def _rank(rank: int, settings: Settings, store: str, sender: Any) -> None:
 
 HEADER = (
     f"{'ranks':>5} {'hidden':>6}  {'autopar':<9} {'against':<19}{'ms':>8} {'ms':>8} {'ratio':>6}"
-    f" | {'optimizer ms':>12} {'ms':>7} {'ratio':>6} | {'step ratio':>10}"
+    f" | {'optimizer ms':>12} {'ms':>7} {'ratio':>6} | {'step ratio':>10} {'processor':>9}"
 )
 
 
@@ -268,7 +337,7 @@ def line(row: Row) -> str:
         f"{row.ranks:>5} {row.hidden:>6}  {row.preset:<9} {row.competitor:<19}"
         f"{row.seconds * 1e3:8.1f} {row.competitor_seconds * 1e3:8.1f} {row.ratio:6.2f}"
         f" | {row.optimizer_seconds * 1e3:12.1f} {row.competitor_optimizer_seconds * 1e3:7.1f}"
-        f" {row.optimizer_ratio:6.2f} | {row.total_ratio:10.2f}"
+        f" {row.optimizer_ratio:6.2f} | {row.total_ratio:10.2f} {row.processor_ratio:9.2f}"
     )
 
 
@@ -284,6 +353,8 @@ def main(report: Callable[[str], None] = print) -> None:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--presets", nargs="+", default=[], choices=["autopar", *(preset for preset, _ in PAIRS[2])])
+    parser.add_argument("--runs", type=int, default=1, help="how often each cell is run, in ranks of its own")
     parser.add_argument("--json", default="step_time.json", help="where the numbers are written")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `run` ends its ranks
@@ -301,23 +372,29 @@ def main(report: Callable[[str], None] = print) -> None:
     def write() -> None:
         with open(options.json, "w", encoding="utf-8") as file:
             numbers = [asdict(row) for row in rows]
-            json.dump({"machine": machine, "options": vars(options), "rows": numbers}, file, indent=1)
+            summary = [asdict(median) for median in medians(rows)]
+            content = {"machine": machine, "options": vars(options), "rows": numbers, "medians": summary}
+            json.dump(content, file, indent=1)
 
-    for hidden in options.hidden:
-        for ranks in options.ranks:
-            settings = Settings(
-                ranks=ranks,
-                hidden=hidden,
-                layers=options.layers,
-                batch=options.batch,
-                sequence=options.sequence,
-                rounds=options.rounds,
-                warmup=options.warmup,
-            )
-            for row in compare(settings, TIMEOUT_SECONDS):
-                rows.append(row)
-                report(line(row))
-            write()
+    for _ in range(options.runs):
+        for hidden in options.hidden:
+            for ranks in options.ranks:
+                settings = Settings(
+                    ranks=ranks,
+                    hidden=hidden,
+                    layers=options.layers,
+                    batch=options.batch,
+                    sequence=options.sequence,
+                    rounds=options.rounds,
+                    warmup=options.warmup,
+                    presets=tuple(options.presets),
+                )
+                for row in compare(settings, TIMEOUT_SECONDS):
+                    rows.append(row)
+                    report(line(row))
+                write()
+    for median in medians(rows):
+        report(str(median))
 
 
 if __name__ == "__main__":

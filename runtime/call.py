@@ -151,8 +151,9 @@ class ProgramStep(torch.autograd.Function):
         ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
         ctx.check = call.check
         assert state.shared is not None
-        read = [(state.inputs[k], call.given[k]) for k in state.shared.kept if k < len(call.given)]
-        ctx.read = [(i, source, compat.version(source)) for i, source in read if isinstance(source, DTensor)]
+        ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
+        ctx.given = [call.given[k] for k in ctx.read]
+        ctx.versions = compat.versions(ctx.given)
         return outputs
 
     @staticmethod
@@ -172,7 +173,8 @@ class ProgramStep(torch.autograd.Function):
         state: State = ctx.state
         by_path = dict(zip(state.output_paths, gradients, strict=True))
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
-        _refuse_written(ctx.read)
+        if compat.versions(ctx.given) != ctx.versions:
+            _refuse_written([state.inputs[k] for k in ctx.read], ctx.given, ctx.versions)
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
@@ -215,9 +217,9 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _refuse_written(read: Sequence[tuple[ProgramInput, torch.Tensor, int]]) -> None:
+def _refuse_written(read: Sequence[ProgramInput], given: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """As autograd does for plain tensors."""
-    for i, source, version in read:
+    for i, source, version in zip(read, given, versions, strict=True):
         if compat.version(source) != version:
             raise ValueError(
                 f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "

@@ -59,7 +59,7 @@ class Guard:
             and not any(map(len, self.backward))
             and list(map(len, self.sized)) == self.sizes
             and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self.sequences)
-            and all(again() is value for again, value in self.others)
+            and all(map(is_, [again() for again in self.others], self.other_values))
             and all(tensor._version == version for tensor, version in self.versions)
             and all(array.tobytes() == kept for array, kept in self.arrays)
         )
@@ -99,7 +99,9 @@ class Guard:
         self.absent_keys = tuple(key for _, key in seen.absent)
         self.sized = (*seen.sized, *self.forward, *registries)
         self.sizes = list(map(len, self.sized))
-        self.sequences, self.others = tuple(seen.sequences), tuple(seen.others)
+        self.sequences = tuple(seen.sequences)
+        self.others = tuple(again for again, _ in seen.others)
+        self.other_values = tuple(value for _, value in seen.others)
         self.versions, self.arrays = tuple(seen.versions), tuple(seen.arrays)
 
 

@@ -4,7 +4,7 @@ of a step."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
 from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
-from autopar.ir.layout import Layout, Replicate, is_chunked, local_shape, pad, valid_shape
+from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
@@ -58,6 +58,7 @@ class State:
     """What the module knows beside its parameters: the program, its compiled form, and where values live."""
 
     def __init__(self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+        compat.fused_steps_on_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)
@@ -96,6 +97,10 @@ class State:
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
         """Which inputs the program writes."""
         self.shared: Shared | None = None
+        self.local_shapes = {i.name: local_shape(i.meta.shape, i.layout, program.mesh) for i in program.inputs}
+        """Of what the program is given, padding included."""
+        self.forms: dict[str, tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]] = {}
+        """Target of a gradient -> its placements, and what makes a DTensor of a local tensor."""
 
     # -- modules and values
 
@@ -223,16 +228,17 @@ class State:
 
     def padded(self, local: torch.Tensor, i: ProgramInput) -> torch.Tensor:
         """What the program is given, from what a DTensor's rank holds."""
-        return pad(local, local_shape(i.meta.shape, i.layout, self.program.mesh))
+        return pad(local, self.local_shapes[i.name])
 
     def refuse_replaced(self, name: str) -> torch.Tensor:
         """The value of this name. DTensor forgets `parameter.data = ...`."""
-        value = self.value(name)
+        registry, key = self.owners[name]
+        value: torch.Tensor = registry[key]
         if isinstance(value, DTensor):
-            seen, shell = self.shells.get(name, (None, 0))
-            if seen is not value:
+            seen = self.shells.get(name)
+            if seen is None or seen[0] is not value:
                 self.shells[name] = value, compat.shell(value)
-            elif shell != compat.shell(value):
+            elif seen[1] != compat.shell(value):
                 raise ValueError(
                     f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
                     f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
@@ -273,8 +279,7 @@ class State:
     def tangent(self, i: ProgramInput, gradient: torch.Tensor | None) -> torch.Tensor:
         """What the backward half reads, from what autograd brings."""
         if gradient is None:
-            shape = local_shape(i.meta.shape, i.layout, self.program.mesh)
-            return torch.zeros(shape, dtype=i.meta.dtype, device=self.device)
+            return torch.zeros(self.local_shapes[i.name], dtype=i.meta.dtype, device=self.device)
         if isinstance(gradient, DTensor):
             return self.padded(self.placed(gradient, i.layout), i)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
@@ -283,9 +288,23 @@ class State:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
         output = self.gradient_outputs[self.gradients[i.target]]
         if form is not None:
-            gradient = self._dtensor(local.contiguous(), output)
-            return gradient if gradient.placements == form else gradient.redistribute(self.mesh, form)
+            placements, wrapped = self.forms.get(i.target) or _form(self, output)
+            gradient = wrapped(local.contiguous())
+            return gradient if placements == form else gradient.redistribute(self.mesh, form)
         return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
+
+
+def _form(state: State, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:
+    """Placements of a gradient, and what makes a DTensor of what this rank holds of it: found once."""
+    assert output.meta is not None
+    shape, layout, mesh, coordinate = output.meta.shape, output.layout, state.program.mesh, state.coordinate
+    placements, stride = state.placements(output), contiguous_stride(shape)
+    wrapped = compat.dtensors_of(state.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
+
+    def trimmed(local: torch.Tensor) -> DTensor:
+        return wrapped(unpadded(local, shape, layout, mesh, coordinate))
+
+    return state.forms.setdefault(output.target, (placements, wrapped if is_even(shape, layout) else trimmed))
 
 
 @dataclass(frozen=True, slots=True)

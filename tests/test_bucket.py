@@ -243,6 +243,19 @@ def test_data_parallel_gradients_are_one_collective() -> None:
     assert Counter(i.collective for i in sharded.backward if i.collective) == {"all_gather": 1, "reduce_scatter": 1}
 
 
+def test_where_nothing_hides_gradients_travel_in_few_buckets() -> None:
+    """Ranks of one machine copy and add with the processors that compute: each bucket more costs a start more."""
+    wide = Target(cluster=named_cluster("local"), axis_bytes=(3 * 4 * BYTES // 2,))
+    lower = LOWERINGS["bucket"]
+    many, few = (ops(lower.on(reductions(), replace(wide, unhidden=axes)).backward) for axes in ((), (0,)))
+    assert (many.count("all_reduce"), few.count("all_reduce")) == (3, 1)
+    large = replace(reductions(), metas=dict.fromkeys(reductions().metas, TensorMeta((2**18,), torch.float32)))
+    assert ops(bucket(large).backward).count("all_reduce") == 1
+    assert ops(bucket(large, unhidden=(0,)).backward).count("all_reduce") == 3, "each alone, without a copy"
+    for cluster, axes in (("local", (0,)), ("dgx-h100", ())):
+        assert captured().on({"dp": 4}, cluster).writer._target(2**20).unhidden == axes
+
+
 def test_reductions_over_two_axes_travel_in_buckets_one_stage_behind_the_other() -> None:
     """Shards of bucket n cross the nodes while bucket n + 1 is scattered within; what is gathered comes last."""
     planner = captured().on({"dp": 2, "tp": 2}, LAB)
@@ -311,3 +324,37 @@ def gradients_on_a_rank(preset: str) -> dict[str, float]:
 def test_gradients_that_share_a_bucket_add_up_zero_and_clip_on_their_own(preset: str) -> None:
     for found in run(2, gradients_on_a_rank, preset):
         assert found == {key: pytest.approx(0.0, abs=1e-5) for key in found}
+
+
+def kept_gradients(set_to_none: bool) -> None:
+    """Gradients are views of a bucket, which is no other step's: what is kept of one step stays, and what is written
+    into one gradient stays in it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    inputs = batch()
+    parallel = api.parallelize(llama(), mesh, kwargs=inputs, solver="ddp")
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, fused=True)
+    parallel(**inputs).loss.backward()
+    first, *others = (p.grad.to_local() for p in parallel.parameters())
+    assert first.untyped_storage().nbytes() > first.nbytes, "a view of a bucket"
+    before = [g.clone() for g in others]
+    next(parallel.parameters()).grad.mul_(3)
+    assert all(map(torch.equal, others, before))
+    kept = [g.clone() for g in (first, *others)]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    if not set_to_none:  # zeroed and added to in place, as on one device
+        assert not any(g.any() for g in (first, *others))
+        parallel(**inputs).loss.backward()
+        for g, p in zip((first, *others), parallel.parameters(), strict=True):
+            assert g.any() and torch.equal(g, p.grad.to_local())
+        return
+    parallel(**inputs).loss.backward()
+    optimizer.step()
+    assert all(map(torch.equal, (first, *others), kept))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_somebody_keeps_are_those_of_their_step(set_to_none: bool) -> None:
+    run(2, kept_gradients, set_to_none)

@@ -8,6 +8,7 @@ another torch raises `ImportError`.
 from .versions import SERVED as SERVED
 
 from .distributed import all_gather_single as all_gather_single
+from .distributed import dtensors_of as dtensors_of
 from .distributed import local_tensor as local_tensor
 from .distributed import make_dtensor as make_dtensor
 from .distributed import reduce_scatter_single as reduce_scatter_single
@@ -23,6 +24,7 @@ from .joint import is_accumulation as is_accumulation
 from .joint import is_backward as is_backward
 from .joint import module_path as module_path
 from .exporting import patched as patched
+from .optimizing import fused_steps_on_shards as fused_steps_on_shards
 from .recording import Recorded as Recorded
 from .recording import RecordedInput as RecordedInput
 from .recording import is_recorded_function as is_recorded_function
@@ -55,6 +57,7 @@ from .tensors import uncompiled as uncompiled
 from .tensors import unmodified as unmodified
 from .tensors import value_of as value_of
 from .tensors import version as version
+from .tensors import versions as versions
 from .watching import Watching as Watching
 from .watching import WritesInput as WritesInput
 from .watching import WritesReal as WritesReal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,20 @@ def make_dtensor(
 
     spec = _spec(mesh, tuple(placements), torch.Size(shape), tuple(stride), local.dtype)
     return DTensor(local.detach(), spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
+
+
+def dtensors_of(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Callable[[torch.Tensor], DTensor]:
+    """`make_dtensor` for local tensors of one form that are nobody else's and require no gradients."""
+    from torch.distributed.tensor import DTensor
+
+    spec = _spec(mesh, tuple(placements), torch.Size(shape), tuple(stride), dtype)
+    return lambda local: DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 @cache

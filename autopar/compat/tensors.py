@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def version(tensor: torch.Tensor) -> int:
     """How often it has been written in place. That of a DTensor counts writes that its local tensor's does not."""
     return tensor._version
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The `version` of each."""
+    return [tensor._version for tensor in tensors]
 
 
 def shell(dtensor: DTensor) -> int:

@@ -24,6 +24,9 @@ LATEST_INSTRUCTIONS = 400_000
 LATEST_CHOICES = 8
 """How many assignments' choices of lowerings are cached."""
 
+HIDING_SHARE = 0.5
+"""The most of its ranks' processors that a collective may take for it to be hidden: by more, ranks gain nothing."""
+
 Key = TypeVar("Key")
 T = TypeVar("T")
 
@@ -97,8 +100,14 @@ class Writer:
         return LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
 
     def _target(self, bucket_bytes: int) -> Target:
-        sizes = tuple(self.space.redistributor.bucket_bytes)
-        return Target(cluster=self.space.cluster, cache=self.operators, axis_bytes=sizes, limit_bytes=bucket_bytes)
+        redistributor = self.space.redistributor
+        return Target(
+            cluster=self.space.cluster,
+            cache=self.operators,
+            axis_bytes=tuple(redistributor.bucket_bytes),
+            limit_bytes=bucket_bytes,
+            unhidden=tuple(axis for axis, link in enumerate(redistributor.links) if link.compute_share > HIDING_SHARE),
+        )
 
     def _first(self, assignment: Assignment, bucket_bytes: int) -> Taken:
         """The adopted lowerings of those that come first, which say, for example, how early to gather parameters."""

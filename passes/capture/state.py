@@ -133,7 +133,7 @@ class _Walk(Streams):
         elif not is_library_module(owner.__module__):
             raw = vars(owner)[name]
             self.look.facts[path] = ("of its class", Same(raw))
-            self.look.others.append((lambda: vars(owner).get(name), raw))
+            self.look.others.append((functools.partial(vars(owner).get, name), raw))
             if _is_data(raw):
                 self.value(f"{owner.__name__}.{name}", raw)
 
@@ -158,7 +158,7 @@ class _Walk(Streams):
         if isinstance(inner, (types.FunctionType, _CACHE)):
             self.value(path, inner)
         elif _is_data(value):
-            self.look.others.append((lambda: vars(cls).get(name), value))
+            self.look.others.append((functools.partial(vars(cls).get, name), value))
             self.value(path, value)
 
     def _calls(self, names: set[str]) -> None:

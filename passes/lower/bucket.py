@@ -17,7 +17,7 @@ There are four kinds of collectives:
 - all others stay where they are, and are waited for just before their first reader.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autopar.ir.program import Program
@@ -37,6 +37,7 @@ def bucket(
     limit_bytes: int = LIMIT_BYTES,
     alone_bytes: int = ALONE_BYTES,
     ahead_bytes: int | None = None,
+    unhidden: Collection[int] = (),
 ) -> Program:
     """The program with its parameter and gradient collectives in buckets, and each wait just before
     the first reader.
@@ -44,6 +45,8 @@ def bucket(
     A bucket on mesh axis `a` holds at most `bucket_bytes[a]` (of the larger of what goes in and comes out), and
     `limit_bytes` in any case; a collective of `alone_bytes` or more is in no bucket, but starts and ends as one would.
     Gathers that are started and not yet read have at most `ahead_bytes` (`limit_bytes` if not given), or are two.
+    On the axes `unhidden` nothing is gained by starting early: a bucket of gradients is as large as may be, and holds
+    none that travel faster alone (`UNHIDDEN_ALONE_BYTES`).
     """
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
     results = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
@@ -56,6 +59,7 @@ def bucket(
         limit_bytes=limit_bytes,
         alone_bytes=min(alone_bytes, limit_bytes),
         ahead_bytes=ahead_bytes or limit_bytes,
+        unhidden=frozenset(unhidden),
     )
     forward = gather(writer, together(writer, program.forward, program.uneven), parameters, [*results, *program.saved])
     backward = gather(writer, program.backward, parameters, gradients)

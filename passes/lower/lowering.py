@@ -25,13 +25,15 @@ When = Literal["first", "where quicker", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a program is lowered for: a cluster, the cache of timelines on it, and the most bytes that a bucket
-    holds, on each mesh axis (none given: no more than) and on any."""
+    """What a program is lowered for: a cluster, the cache of timelines on it, the most bytes that a bucket holds, on
+    each mesh axis (none given: no more than) and on any, and the axes on which no collective hides behind what is
+    computed."""
 
     cluster: Cluster
     cache: TimelineCache = field(default_factory=TimelineCache)
     axis_bytes: tuple[int, ...] = ()
     limit_bytes: int = LIMIT_BYTES
+    unhidden: tuple[int, ...] = ()
 
     def seconds(self, program: Program) -> float:
         """Of a step, by the program's timeline."""

@@ -52,7 +52,13 @@ def _furthest(program: Program, target: Target) -> tuple[int, Program]:
 
 
 def _written(target: Target, ahead_bytes: int, program: Program) -> Program:
-    joined = bucket(program, target.axis_bytes, limit_bytes=target.limit_bytes, ahead_bytes=ahead_bytes)
+    joined = bucket(
+        program,
+        target.axis_bytes,
+        limit_bytes=target.limit_bytes,
+        ahead_bytes=ahead_bytes,
+        unhidden=target.unhidden,
+    )
     return overlap(joined, alone_seconds(joined, target.cluster, target.cache))
 
 

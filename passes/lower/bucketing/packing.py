@@ -43,6 +43,8 @@ class BucketWriter(NodeWriter):
     limit_bytes: int
     alone_bytes: int
     ahead_bytes: int
+    unhidden: frozenset[int] = frozenset()
+    """Mesh axes on which what travels takes the processors from what is computed."""
     count: int = 0
 
     # --- instructions

@@ -20,6 +20,11 @@ SMALLEST_BYTES = 2**18
 """Where the reductions of an axis fill fewer buckets than `BUCKETS`, these are smaller, down to a part or to a size."""
 
 
+UNHIDDEN_ALONE_BYTES = 2**20
+"""Where nothing hides, a copy into a bucket keeps the processor from computing as a start does, and so many bytes, in
+memory that is mapped first, keep it longer on `local`."""
+
+
 def reduce(writer: BucketWriter, instructions: Sequence[Node], gradients: Sequence[str]) -> list[Node]:
     """Reductions that only gradients depend on, in buckets in the order of production."""
     writer.written = []
@@ -77,7 +82,8 @@ class _Tail:
         wanted = {}
         for axis, size in total.items():
             most = self.writer.bucket_bytes[axis]
-            wanted[axis] = min(most, max(most // SMALLER, size // BUCKETS, SMALLEST_BYTES))
+            smaller = min(most, max(most // SMALLER, size // BUCKETS, SMALLEST_BYTES))
+            wanted[axis] = self.writer.limit_bytes if axis in self.writer.unhidden else smaller
         limits: dict[str, int] = {}
         after: dict[str, int] = {}
         for instruction in reversed(instructions):
@@ -103,7 +109,8 @@ class _Tail:
     def add(self, collective: Node) -> None:
         size = self.writer.bytes(collective)
         level = self.levels[collective.outputs[0]]
-        if size >= self.writer.alone_bytes:
+        unhidden = collective.args[-1] in self.writer.unhidden
+        if size >= min(self.writer.alone_bytes, UNHIDDEN_ALONE_BYTES if unhidden else self.writer.limit_bytes):
             self.start(level, Bucket([collective], size))
             return
         key = (level, self.writer.key(collective))
