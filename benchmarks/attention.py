@@ -1,10 +1,10 @@
 """Attention as one operator beside PyTorch's own: `python benchmarks/attention.py [--rounds N] [--json FILE]`.
 
-For each form of mask, forward and backward of `autopar::attention` and of what PyTorch runs in eager:
-`scaled_dot_product_attention`, or, where weights are dropped out, products, a softmax and a dropout, as captured before
-there was the operator. Both take turns in one process, on a GPU if there is one. Printed are medians of milliseconds,
-the peak of memory (MB) beside the operands, and ratios of the operator's to PyTorch's. Drawing the dropout mask is
-part of neither, since both draw the same one.
+For each form of mask, forward and backward of `autopar::attention`, as programs run it, and of what PyTorch runs in
+eager: `scaled_dot_product_attention`, or, where weights are dropped out, products, a softmax and a dropout, as captured
+before there was the operator. Both take turns in one process, on a GPU if there is one. Printed are medians of
+milliseconds, the peak of memory (MB) beside the operands, and ratios to PyTorch's. Drawing the dropout
+mask is part of neither, since both draw the same one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from autopar.ir.graph import meta_of
 from autopar.ops import sdpa
-from autopar.ops.sdpa.workspace import workspace_bytes
-from autopar.passes.capture.attention import attended
 from autopar.runtime.memory import peak_bytes
 
 SHAPES = ((4, 8, 256, 64), (2, 8, 1024, 64))
@@ -56,11 +53,18 @@ def steps(form: str, shape: tuple[int, ...], device: torch.device) -> tuple[dict
     gradient, scale = torch.randn_like(tensors[0]), shape[-1] ** -0.5
     kept = torch.rand(*shape[:3], shape[2], device=device) > DROPPED
 
+    plain = [x.detach() for x in tensors]
+    about = {"scale": scale, "is_causal": named.get("is_causal", False)}
+    about |= {"dropout_p": DROPPED} if form == "dropout" else {}
+
+    @torch.no_grad()
     def ours() -> Any:
-        if form != "dropout":
-            return torch.autograd.grad(attended(*tensors, **named), tensors, gradient)
-        out, _ = torch.ops.autopar.attention(*tensors, None, kept, scale=scale, dropout_p=DROPPED)
-        return torch.autograd.grad(out, tensors, gradient)
+        mask = named.get("attn_mask")
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, -torch.inf)
+        masks = mask, kept if form == "dropout" else None
+        results = sdpa.attention(*plain, *masks, **about)
+        return sdpa.attention_backward(gradient, *plain, *results, *masks, **about)
 
     def torchs() -> Any:
         if form != "dropout":
@@ -79,9 +83,6 @@ def measure(form: str, shape: tuple[int, ...], rounds: int, device: torch.device
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     before = sum(x.untyped_storage().nbytes() for x in held)
     peaks = {name: peak_bytes(way, held, device) - before for name, way in ways.items()}
-    if device.type == "cpu":  # where only tensors between operators are seen
-        metas = [meta_of(x) for x in (*held[:3], *held[:3], *([held[4]] if form == "dropout" else []))]
-        peaks["autopar"] += workspace_bytes(metas, device.type, backward=True)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in [*ways][:: 1 if number % 2 else -1]:

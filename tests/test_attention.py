@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autopar import testing
+from autopar.ir.graph import meta_of
 from autopar.ops import rule_of, sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
+from autopar.ops.sdpa.workspace import workspace_bytes
 from autopar.passes.capture.attention import attended
 from autopar.planning.planner import Planner
+from autopar.runtime.memory import peak_bytes
 
 
 def tensors(heads: int, key_heads: int, queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -105,6 +108,27 @@ def test_the_products_of_attention_are_counted() -> None:
     call, _ = make_call(sdpa.ATTENTION, tuple(tensors(4, 4, 6, 12)), {"scale": 0.5})
     rule = rule_of(call)
     assert rule is not None and rule.flops == 2 * 2 * 2 * 4 * 6 * 12 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [2, 8])
+def test_the_memory_of_a_call_with_dropout_is_what_is_predicted(key_heads: int, dtype: torch.dtype) -> None:
+    """Of several parts, forward and backward."""
+    query = torch.randn(4, 8, 256, 64, dtype=dtype)
+    key, value = (torch.randn(4, key_heads, 256, 64, dtype=dtype) for _ in range(2))
+    kept, named = torch.rand(4, 8, 256, 256) > 0.1, {"scale": 0.1, "dropout_p": 0.1}
+    results = sdpa.attention(query, key, value, None, kept, **named)
+    forward = [query, key, value, kept]
+    backward = [torch.randn_like(query), query, key, value, *results, kept]
+    calls: list[tuple[list[torch.Tensor], Any, int]] = [
+        (forward, lambda: sdpa.attention(*forward[:3], None, kept, **named), sum(x.nbytes for x in results)),
+        (backward, lambda: sdpa.attention_backward(*backward[:6], None, kept, **named),
+         sum(x.nbytes for x in forward[:3])),
+    ]  # fmt: skip
+    for held, call, made in calls:
+        measured = peak_bytes(call, held, query.device) - sum(x.untyped_storage().nbytes() for x in held) - made
+        predicted = workspace_bytes(list(map(meta_of, held)), "cpu", backward=held is backward)
+        assert 0.95 * measured <= predicted <= 1.1 * measured
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])

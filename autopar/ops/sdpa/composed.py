@@ -28,10 +28,32 @@ def _at_a_time(shape: tuple[int, ...], key_heads: int, device_type: str) -> tupl
     return min(samples, batch), chosen
 
 
-def scores_at_once(shape: tuple[int, ...], key_heads: int, device_type: str) -> int:
-    """How many scores, of [batch, heads, queries, keys], are in memory at once."""
+def workspace_bytes(
+    shape: tuple[int, int, int, int],
+    key_heads: int,
+    widths: tuple[int, int],
+    itemsize: int,
+    device_type: str,
+    *,
+    backward: bool,
+) -> int:
+    """Bytes that a call with scores [batch, heads, queries, keys] has in memory at once beside operands and results.
+    `widths` are those of queries and values."""
+    _, heads, queries, keys = shape
     samples, chosen = _at_a_time(shape, key_heads, device_type)
-    return samples * chosen * (shape[1] // key_heads) * shape[2] * shape[3]
+    group, (width, value_width) = heads // key_heads, widths
+    of_queries, of_keys = samples * chosen * group * queries, samples * chosen * keys
+    both, wider = width + value_width, max(widths)
+    elements = of_queries * keys * (2 if backward else 1)  # weights, and in backward those kept, or their gradients
+    if group > 1:
+        elements += of_keys * group * wider  # keys or values, expanded for a product
+    if itemsize < 4:
+        elements += (of_queries * (both if backward else width)) + of_keys * both
+    if backward:  # queries and gradients by the scale, results of this part and of the one before
+        elements += of_queries * (both + width) + of_keys * (both + value_width) + max(of_queries, of_keys) * width
+    else:
+        elements += of_queries * (width + 2 * value_width)
+    return elements * max(4, itemsize)
 
 
 Part = Callable[[torch.Tensor], torch.Tensor]
@@ -76,17 +98,32 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: A
     out, logsumexp = results(query, value)
     mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
     for part in _parts(query, key):
-        q, k = part(query).to(dtype) * call.scale, part(key).to(dtype)
-        weights = _scores(q, k, None if mask is None else part(mask), call.causal)
-        highest = weights.amax(-1, keepdim=True)
-        highest.masked_fill_(highest == -math.inf, 0.0)
-        total = weights.sub_(highest).exp_().sum(-1, keepdim=True)
-        total.masked_fill_(total == 0.0, 1.0)  # of a query that sees no key
-        if call.kept is not None:
-            weights.mul_(part(call.kept))
-        part(out).copy_(torch.matmul(weights, part(value).to(dtype)).mul_(call.kept_scale / total))
-        part(logsumexp).copy_(highest.add_(total.log_()).squeeze(-1))
+        q, k, v = (part(x).to(dtype) for x in (query, key, value))
+        masks = None if mask is None else part(mask), None if call.kept is None else part(call.kept)
+        attended, sums = _forward(q * call.scale, k, v, *masks, call)
+        part(out).copy_(attended)
+        part(logsumexp).copy_(sums)
     return out, logsumexp
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    call: Attending,
+) -> Pair:
+    """Of one part. The scores live no longer than the call."""
+    weights = _scores(q, k, mask, call.causal)
+    highest = weights.amax(-1, keepdim=True)
+    highest.masked_fill_(highest == -math.inf, 0.0)
+    total = weights.sub_(highest).exp_().sum(-1, keepdim=True)
+    total.masked_fill_(total == 0.0, 1.0)  # of a query that sees no key
+    if kept is not None:
+        weights.mul_(kept)
+    attended = torch.matmul(weights, v).mul_(call.kept_scale / total)
+    return attended, highest.add_(total.log_()).squeeze(-1)
 
 
 def backward(
@@ -98,26 +135,42 @@ def backward(
     logsumexp: torch.Tensor,
     call: Attending,
 ) -> Triple:
-    of_query, of_key, of_value = gradients(query, key, value)
+    of_all = gradients(query, key, value)
     mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
     for part in _parts(query, key):
         q, k, v, of_out = (part(x).to(dtype) for x in (query, key, value, gradient))
-        q = q * call.scale
-        weights = _scores(q, k, None if mask is None else part(mask), call.causal)
-        weights.sub_(part(logsumexp).unsqueeze(-1)).exp_()
+        masks = None if mask is None else part(mask), None if call.kept is None else part(call.kept)
         total = (of_out * part(out)).sum(-1, keepdim=True)
-        of_out = of_out * call.kept_scale
-        of_scores = torch.matmul(of_out, v.transpose(-1, -2))
-        kept = weights
-        if call.kept is not None:
-            chosen = part(call.kept)
-            of_scores.mul_(chosen)
-            kept = weights * chosen
-        part(of_value).copy_(torch.matmul(kept.transpose(-1, -2), of_out).sum(2, keepdim=True))
-        of_scores.sub_(total).mul_(weights)
-        part(of_query).copy_(torch.matmul(of_scores, k).mul_(call.scale))
-        part(of_key).copy_(torch.matmul(of_scores.transpose(-1, -2), q).sum(2, keepdim=True))
-    return of_query, of_key, of_value
+        statistics = part(logsumexp).unsqueeze(-1), total
+        computed = _backward(q * call.scale, k, v, of_out * call.kept_scale, *statistics, *masks, call)
+        for of_one, of_part in zip(of_all, computed, strict=True):
+            part(of_one).copy_(of_part)
+    return of_all
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    of_out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    total: torch.Tensor,
+    mask: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    call: Attending,
+) -> Triple:
+    """Of one part. `total` is the sum over a row of the weights times their gradients."""
+    weights = _scores(q, k, mask, call.causal).sub_(logsumexp).exp_()
+    used = weights if kept is None else weights * kept
+    of_value = torch.matmul(used.transpose(-1, -2), of_out).sum(2, keepdim=True)
+    del used
+    of_scores = torch.matmul(of_out, v.transpose(-1, -2))
+    if kept is not None:
+        of_scores.mul_(kept)
+    of_scores.sub_(total).mul_(weights)
+    del weights
+    of_query = torch.matmul(of_scores, k).mul_(call.scale)
+    return of_query, torch.matmul(of_scores.transpose(-1, -2), q).sum(2, keepdim=True), of_value
 
 
 COMPOSED = Kernel(forward=forward, backward=backward)

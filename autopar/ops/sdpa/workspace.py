@@ -7,8 +7,7 @@ import torch
 
 from autopar.ir.graph import TensorMeta
 
-from . import expected_kernel
-from .composed import scores_at_once
+from . import composed, expected_kernel
 
 _ROWS, _WIDTHS = 128, 32
 """Flash attention's backward accumulates the gradient of queries in tiles of this many rows and elements."""
@@ -26,9 +25,9 @@ def workspace_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward
     )
     shared = heads != key_heads
     if kernel == "composed":
-        scores = scores_at_once((batch, heads, queries, keys), key_heads, device_type)
-        # forward has the weights; backward theirs, their gradients, and those that dropout keeps
-        return scores * max(4, query.dtype.itemsize) * ((2 + dropped) if backward else 1)
+        scores, widths = (batch, heads, queries, keys), (width, value_width)
+        itemsize = query.dtype.itemsize
+        return composed.workspace_bytes(scores, key_heads, widths, itemsize, device_type, backward=backward)
     if kernel == "flash on cpu":
         return 0
     expanded = (key.numel + value.numel) // key_heads * heads * query.dtype.itemsize if shared else 0
