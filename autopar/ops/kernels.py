@@ -36,12 +36,12 @@ def _backward(op: str) -> Callable[..., Any]:
     function = overload(op)
     names = [parameter.name for parameter in parameters(op)]
     places = [names.index(name) for name in names if name in ("mean", "rstd", "save_mean", "save_invstd")]
-    of_weight = names.index("weight")
+    wider = [names.index(name) for name in ("weight", "running_mean") if name in names]
 
     def run(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
         args = [gradient, x, *rest]
         if x.device.type == "cpu":
-            narrow = norm_dtype(x, args[of_weight])
+            narrow = norm_dtype(x, next((args[place] for place in wider if args[place] is not None), None))
             for place in places:
                 args[place] = None if args[place] is None else args[place].to(narrow)
         return function(*args)
