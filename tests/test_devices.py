@@ -102,9 +102,9 @@ class Recurrent(nn.Module):
 
 
 def test_what_cuda_would_fuse_is_traced_as_it_is_here() -> None:
-    planner = Planner(Recurrent(), MESH, (torch.randn(4, 6, 8),))
+    planner = Planner(Recurrent(), MESH, (torch.randn(4, 3, 8),))
     check_graph(planner.captured.graph)
-    for solver in ("dp", "fsdp", "ddp"):
+    for solver in ("dp", "fsdp"):
         run_on_fakes(planner.program(planner.planned(Request(solver=solver))))
 
 
@@ -113,7 +113,7 @@ def test_programs_in_bfloat16(name: str) -> None:
     """Whose attention is flash attention there."""
     case = models.in_dtype(models.case(name), torch.bfloat16)
     planner = Planner(case.model, MESH, case.args, case.kwargs, loss_fn=case.loss_fn)
-    for solver in ("dp", "fsdp", "megatron_sp"):
+    for solver in ("fsdp", "megatron_sp"):
         run_on_fakes(planner.program(planner.planned(Request(solver=solver))))
 
 
