@@ -454,7 +454,7 @@ def test_depth_costs_its_logarithm() -> None:
     for count in (2, 30, 1000):
         problem = layered(count=count)
         pricing = Pricing(Library(), np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE]]))
-        objective = float(pricing.eliminated(problem, ()).table[0])
+        objective = float(pricing.table(problem, ())[0])
         assert solve(problem).score.objective == pytest.approx(objective, rel=1e-9)
         products[count] = pricing.powers(problem.repeats[0]).products
         assert len({id(copy) for copy in solve(problem).choice.repeats[0]}) <= 9, "equal copies are one object"
@@ -466,7 +466,7 @@ def test_repeats_of_one_body_share_its_powers() -> None:
     problem = layered(count=8)
     twice = dataclasses.replace(problem, repeats=(repeat, dataclasses.replace(repeat, left=(1,), right=(0,))))
     pricing = Pricing(Library(), np.array([[1.0, 0.0]]))
-    pricing.eliminated(twice, ())
+    pricing.table(twice, ())
     assert pricing.powers(repeat).products == 3
 
 

@@ -85,17 +85,6 @@ def _tally(space: Space, assignment: Assignment) -> _Tally:
     return total
 
 
-def recomputation(space: Space, region: Region, decisions: Decisions) -> tuple[float, float]:
-    """Recomputes a copy of a segment in backward: (seconds that this costs, bytes that it saves)."""
-    accounts = []
-    for again in (False, True):
-        total = _Tally(space)
-        total.region(region, decisions, 1, again)
-        accounts.append(total.account())
-    kept, recomputed = accounts
-    return recomputed.seconds - kept.seconds, float(kept.bytes - recomputed.bytes)
-
-
 class _Tally:
     def __init__(self, space: Space) -> None:
         self.space, self.builder = space, ProblemBuilder(space)
@@ -191,12 +180,18 @@ class _Tally:
             raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
         early = {layout for layout, late in wanted if not late and not (moved.bucketed or site.backward)}
         redistributor = self.space.redistributor
-        for layout, step in ((item.layout, step) for phase in phases for item in phase for step in item.route.steps):
+        steps = (
+            (number, item.layout, step)
+            for number, phase in enumerate(phases)
+            for item in phase
+            for step in item.route.steps
+        )
+        for number, layout, step in steps:
             moving = redistributor.link_seconds(step, moved.bucketed)
             self.copies += count * (redistributor.step_seconds(step, moved.bucketed) - moving)
             if step.kind in COLLECTIVES:
                 self._collective(step.kind, step.axis, count, step.bytes, moving)
-                self.waited += count * moving if layout in early else 0.0
+                self.waited += count * moving if layout in early and number == 0 else 0.0
         self.activations += count * self.builder.held_bytes(moved, produced, policy, wanted)
         if site.kind == "border" and policy == REGATHER and moved.kept:
             self.activations += count * local_meta(moved.meta, produced, self.space.mesh).bytes

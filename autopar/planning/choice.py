@@ -84,7 +84,9 @@ class Choice:
             if name in PRESETS and limit is not None:
                 try:
                     search = self.searches.search(replace(request, solver="dp"), share=self.effort.preset_share)
-                    other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False)
+                    other = self.flow.timed(
+                        "others", search.run, self.searches.preset(name), bounded=False, sure=False
+                    )
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
                     continue

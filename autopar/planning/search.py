@@ -41,8 +41,7 @@ class SearchResult:
 
 
 class Search:
-    """A search over one space. `bytes_limit` bounds the peak of an assignment; without `peaks` (exact and estimated
-    ones), its sum of bytes."""
+    """A search over one space. `bytes_limit` bounds the peak of an assignment; without `peaks`, its sum of bytes."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class Search:
         bytes_limit: float | None,
         log: Callable[[str], None],
         pins: Pins | None = None,
-        peaks: tuple[Peaks, Peaks] | None = None,
+        peaks: Peaks | None = None,
         effort: Effort = EFFORT,
         blocks: Callable[[], Blocks] | None = None,
     ) -> None:
@@ -59,7 +58,8 @@ class Search:
         self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
         self.options = Options(space, pins or {}, bytes_limit)
         self.sites = self.options.sites
-        self.solve = Solves(space, log, effort)
+        recompute = bytes_limit is not None and peaks is not None
+        self.solve = Solves(space, log, effort, recompute=recompute)
         self.descent = Descent(
             self.options,
             self.solve,
@@ -74,6 +74,8 @@ class Search:
         """Whether the space is one problem, so that its bound holds for the space."""
         self.several = False
         """Whether the cheapest is that of descents from several starts."""
+        self.allowed: Allowed | None = None
+        """The options that the solution is restricted to, if it is."""
 
     @property
     def is_large(self) -> bool:
@@ -87,11 +89,12 @@ class Search:
         start: Assignment | None = None,
         bounded: bool = True,
         thorough: bool = True,
+        sure: bool | None = None,
         below: float = math.inf,
     ) -> SearchResult:
         """The best assignment of the space, or of `allowed`; `bounded` asks for a lower bound. A search that is not
-        `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. Its result may
-        then exceed the memory limit, as it does if its peak exceeds the estimate.
+        `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. If it is not `sure`
+        (not given: not thorough), the result may exceed the memory limit, as it does if its peak exceeds the estimate.
 
         Raises `Infeasible` if nothing keeps the memory limit.
         """
@@ -100,7 +103,7 @@ class Search:
         if not best.score.objective < below:
             return self._result(best, started)
         with self.bounding(bounded) as bound:
-            result = self._result(self._limited(self.peaks, sure=thorough), started)
+            result = self._result(self._limited(self.peaks, sure=thorough if sure is None else sure), started)
             result = replace(result, lower_bound=max(result.lower_bound, bound()))
         return replace(result, seconds=time.perf_counter() - started)
 
@@ -123,6 +126,7 @@ class Search:
             everything = self.options.everything()
             allowed = {n: joint(self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
         self.proved, self.several = allowed is not None, allowed is None and thorough
+        self.allowed = allowed
         descent = self.descent
         if allowed is not None:
             options = allowed
@@ -151,16 +155,16 @@ class Search:
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound
 
-    def within(self, peaks: tuple[Peaks, Peaks] | None) -> SearchResult:
+    def within(self, peaks: Peaks | None) -> SearchResult:
         """The best that keeps the limit, if any, by such peaks, after `explore`. Raises `Infeasible` as `run`."""
         started = time.perf_counter()
         return self._result(self._limited(peaks, sure=True), started)
 
-    def _limited(self, peaks: tuple[Peaks, Peaks] | None, *, sure: bool) -> Solved:
+    def _limited(self, peaks: Peaks | None, *, sure: bool) -> Solved:
         assert self.cheapest is not None
         if self.bytes_limit is None:
             return self.cheapest[0]
-        limit = Limit(self.descent, self.bytes_limit, peaks, several=self.several, log=self.log)
+        limit = Limit(self.descent, self.bytes_limit, peaks, several=self.several, allowed=self.allowed, log=self.log)
         return limit.best(*self.cheapest, sure=sure)
 
     def _result(self, best: Solved, started: float) -> SearchResult:

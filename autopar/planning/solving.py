@@ -21,6 +21,8 @@ class Solved:
     assignment: Assignment
     score: Score
     lower_bound: float
+    price: float = 0.0
+    """Seconds a byte that a limit on bytes is worth, if there is one."""
     work: float = 0.0
     """The work that the solve took."""
     cut_at: float | None = None
@@ -38,10 +40,11 @@ compute a bound."""
 
 class Solves:
     """Solves over one space. It builds every problem anew from tables that the builder shares, and caches solutions,
-    since descents from several starts meet."""
+    since descents from several starts meet. Where memory has a price or a limit, copies of segments may be recomputed
+    in backward, if it is said so."""
 
-    def __init__(self, space: Space, log: Callable[[str], None], effort: Effort) -> None:
-        self.space, self.log, self.effort = space, log, effort
+    def __init__(self, space: Space, log: Callable[[str], None], effort: Effort, *, recompute: bool = False) -> None:
+        self.space, self.log, self.effort, self.recompute = space, log, effort, recompute
         self.builder = ProblemBuilder(space)
         self.solved: dict[Question, Solved] = {}
 
@@ -84,11 +87,12 @@ class Solves:
         bounded: bool,
         meter: Meter,
     ) -> Solved:
-        problem, decoder = self.builder.build(allowed)
+        recompute = self.recompute and (price > 0 or bytes_limit is not None)
+        problem, decoder = self.builder.build(allowed, recompute=recompute)
         weighed = priced(problem, price) if price else problem
         solution = self._solution(weighed, solver, bytes_limit, bounded, meter)
         choice = in_runs(problem, solution.choice)
-        return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound)
+        return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound, solution.price)
 
     def _solution(
         self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool, meter: Meter
@@ -115,6 +119,7 @@ class Solves:
 def priced(problem: Problem, price: float) -> Problem:
     """The problem with memory paid for in seconds, `price` a byte."""
     return Problem(
+        branch=problem.branch,
         variables=tuple(
             replace(v, seconds=tuple(s + price * b for s, b in zip(v.seconds, v.bytes, strict=True)))
             for v in problem.variables

@@ -7,6 +7,7 @@ of each segment, with collectives unsplit.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments, peak
@@ -44,11 +45,16 @@ class Steps:
         """Empties the cache of peaks, which hold for one limit."""
         self.peaks = {}
 
-    def peaks_of(self, limit: float | None, buckets: Sequence[int] = BUCKETS) -> tuple[Peaks, Peaks]:
-        """Functions from an assignment to its peak with such buckets: exact, and estimated."""
-        return (
-            lambda assignment: self.peak(assignment, limit, buckets)[1].bytes,
-            lambda assignment: self.writer.flow.timed("estimate", self._estimate, assignment, limit, buckets),
+    def peaks_of(self, limit: float | None, buckets: Sequence[int] = BUCKETS) -> Peaks:
+        """Of an assignment with such buckets."""
+
+        def estimated(assignment: Assignment, *, rough: bool) -> float:
+            return self.writer.flow.timed("estimate", self._estimate, assignment, limit, buckets, rough=rough)
+
+        return Peaks(
+            exact=lambda assignment: self.peak(assignment, limit, buckets)[1].bytes,
+            estimate=partial(estimated, rough=False),
+            rough=partial(estimated, rough=True),
         )
 
     def peak(
@@ -62,18 +68,23 @@ class Steps:
             self.peaks[assignment] = peaks[-1] if fits else min(peaks, key=lambda item: item[1].bytes)
         return self.peaks[assignment]
 
-    def _estimate(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> float:
+    def _estimate(
+        self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
+    ) -> float:
         """An estimate of `peak` from the program of fewer copies with collectives unsplit. Splitting them changes the
-        peak little, and answers are checked with their own programs."""
-        estimates = list(self._estimates(assignment, limit, buckets))
+        peak little, and answers are checked with their own programs. `rough`: with gathers no further ahead than they
+        must be."""
+        estimates = list(self._estimates(assignment, limit, buckets, rough=rough))
         return min(estimates) if estimates else self.peak(assignment, limit, buckets)[1].bytes
 
-    def _estimates(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[float]:
+    def _estimates(
+        self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
+    ) -> Iterator[float]:
         """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
         if (short := shortened(self.writer.space, assignment)) is None:
             return
         for size in buckets:
-            bucketed = self.writer.unsplit(assignment, size, KEPT)
+            bucketed = self.writer.rough(assignment, size, KEPT) if rough else self.writer.unsplit(assignment, size, KEPT)
             during = moments(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
             peak_bytes = short.most(during, bucketed, self.space.optimizer)
             yield peak_bytes
@@ -83,7 +94,7 @@ class Steps:
     def _peaks(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[tuple[int, Peak]]:
         """Peaks with smaller and smaller buckets, up to the first that keep the limit, or to where buckets no longer
         matter. Larger buckets are skipped if their estimates exceed the limit."""
-        tried = [] if limit is None else list(self._estimates(assignment, limit, buckets))
+        tried = [] if limit is None or len(buckets) == 1 else list(self._estimates(assignment, limit, buckets))
         for size in buckets[max(0, len(tried) - 1) :]:
             bucketed = self.writer.written(assignment, size)
             of_rank = peak(bucketed, self.space.optimizer, self.kind_of_device, self.memory)

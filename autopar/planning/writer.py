@@ -1,6 +1,7 @@
 """The writer: writes the programs of assignments, as they run and as they are measured."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, combinations
 from typing import Any, TypeVar
 
@@ -69,6 +70,12 @@ class Writer:
     def unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """As `written`, but with collectives unsplit."""
         return self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes)
+
+    def rough(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
+        """As `unsplit`, but gathers are no further ahead of their readers than they must be."""
+        target = replace(self._target(bucket_bytes), trials=False)
+        program = self._after(lowerings("first"), self.plain(assignment, copies), target)[0]
+        return self._finished(program, bucket_bytes)
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program that measures an assignment: few copies of each of its segments."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,17 +54,22 @@ def solve_dp(
     library = Library(meter)
     try:
         cheapest = priced(problem, library, 0.0)
-        solution, bound, exact = cheapest, cheapest.score.objective, True
+        solution, bound, price, exact = cheapest, cheapest.score.objective, 0.0, True
     except TooWide:
         if bytes_limit is not None:
             raise
         choice, bound = _relaxed(problem, library, bounded)
         solution, exact = Candidate(choice=choice, score=evaluate(problem, choice), price=0.0), False
+        price = 0.0
     if bytes_limit is not None and solution.score.bytes > bytes_limit:
         solution, bound, exact = _limited(problem, library, solution, bytes_limit)
+        price = solution.price
     objective = solution.score.objective
     return Solution(
-        choice=solution.choice, score=solution.score, lower_bound=objective if exact else min(bound, objective)
+        choice=solution.choice,
+        score=solution.score,
+        lower_bound=objective if exact else min(bound, objective),
+        price=price,
     )
 
 
@@ -106,7 +111,7 @@ def _scored(problem: Problem, choice: Choice, price: float, objective: float) ->
 def priced(problem: Problem, library: Library, price: float) -> Candidate:
     """The choice with the least seconds + (tie-break + price) * bytes, or `Infeasible`."""
     pricing = Pricing(library, _weights(price))
-    objective = float(pricing.eliminated(problem, ()).table[0])
+    objective = float(pricing.table(problem, ())[0])
     if math.isinf(objective):
         raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
     return _scored(problem, pricing.choice(problem, (), (), 0), price, objective)
@@ -138,10 +143,10 @@ def _limited(
                 fits = mixed
                 break
         if fronts.exact:
-            return fits, fits.score.objective, True
+            return replace(fits, price=bound.price), fits.score.objective, True
         if not fronts.complete and fits.score.objective - bound.objective <= LIMITED_GAP * fits.score.objective:
             break
-    return fits, bound.objective, False
+    return replace(fits, price=bound.price), bound.objective, False
 
 
 def window(fits: Candidate, bound: Bound, bytes_limit: float, points: int) -> Window:
@@ -187,7 +192,7 @@ def lagrangian(
     candidates = [slope * 2.0 ** (16 * k / steps) for k in range(-steps, steps + 1)]
     for _ in range(3):
         pricing = Pricing(library, _weights(*candidates))
-        values = pricing.eliminated(problem, ()).table
+        values = pricing.table(problem, ())
         tried += candidates
         for price, value in zip(candidates, values, strict=True):
             if value - price * bytes_limit > bound.objective:

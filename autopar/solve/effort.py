@@ -97,19 +97,16 @@ class Effort:
     """Among how many presets the share is divided: one that is registered takes nothing from the others."""
 
     # ---- the memory limit
+    price_first: float = 0.02
+    """Of a byte (seconds of the cheapest plan / its bytes), where nothing of the pool keeps the limit."""
+    price_rise: float = 25.0
+    """From one such price to the next."""
     price_most: float = 1e5
-    """Prices of memory are tried up to this many times (seconds of the cheapest plan / its bytes)."""
-    price_bisections: int = 4
-    """Between the last price that breaks the limit and the first that keeps it."""
+    """The most that is tried."""
+    pool_gain: float = 1e-4
+    """Options that improve the pool by less, at the price that the limit has in it, are the last."""
     limit_rounds: int = 5
     """Times that the options are solved under a limit on the sum of bytes, until the peak keeps that on memory."""
-    recompute_plans: int = 3
-    """Plans under a limit whose copies are tried to be recomputed in backward."""
-    recompute_rounds: int = 4
-    """Numbers of copies that are tried for each."""
-    limit_surely: float = 0.25
-    """A plan of which the sum of bytes, with the excess of another one's peak, is over a limit by this part of it is
-    over the limit: its program need not be written to see that."""
     confirmations: int = 3
     """Answers of which the true peak is looked at, before peaks are no longer estimated."""
     limit_slack: float = 0.001

@@ -21,6 +21,8 @@ ALL_STATES = 20_000
 """A problem with at most this many joint options is tried in full, not by prices."""
 SWEEP_ENTRIES = 10_000_000
 """States x prices x nodes that a sweep may look at."""
+STATES_AT_ONCE = 10_000_000
+"""States of variables whose costs are looked up at once."""
 CHAIN_ENTRIES = 4_000_000
 """Sums of points that a product of two matrices of fronts may look at."""
 
@@ -194,18 +196,17 @@ class ProblemFronts:
 
     def _swept(self) -> tuple[Floats, Floats]:
         """Seconds and bytes [price, state of the wide variables], infinite seconds where there is no choice."""
-        eliminated = self._pricing.eliminated(self._bare, self._wide)
-        compiled = self._pricing.library.compiled(self._bare, self._wide)
+        table = self._pricing.table(self._bare, self._wide)
         prices = 1 if self._every else len(self._pricing.weights)
         count = self._states.shape[1]
-        feasible = np.isfinite(eliminated.table.reshape(len(self._pricing.weights), count)[:prices])
+        feasible = np.isfinite(table.reshape(len(self._pricing.weights), count)[:prices])
         price, state = np.nonzero(feasible)
         seconds = np.full((prices, count), np.inf)
         size = np.full((prices, count), np.inf)
-        block = max(1, 20_000_000 // max(1, len(compiled.network.sizes)))
+        block = max(1, STATES_AT_ONCE // max(1, len(self.problem.variables)))
         for start in range(0, len(price), block):
             at = (price[start : start + block], state[start : start + block])
-            seconds[at], size[at] = compiled.network.cost(eliminated.states(at[0], self._states[:, at[1]]))
+            seconds[at], size[at] = self._pricing.costs(self._bare, self._wide, at[0], self._states[:, at[1]])
         return seconds, size
 
     def _fronts(self) -> list[Front]:

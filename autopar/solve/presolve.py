@@ -63,6 +63,7 @@ def _presolved(problem: Problem, joined: Iterable[int], limited: bool) -> Presol
     )
     bodies = tuple(_presolved(r.body, (*r.body_left, *r.body_right), limited) for r in problem.repeats)
     smaller = Problem(
+        branch=problem.branch,
         variables=tuple(
             replace(
                 variable,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import Eliminated, Schedule, eliminate, schedule
 from .network import Network, network
-from .problem import Choice, Problem, Repeat, TooWide
+from .problem import Choice, Problem, Repeat, TooWide, restricted
 from .rows import Bools, Floats, Ints
 
 _BLOCK_ENTRIES = 4_000_000
@@ -103,8 +104,19 @@ class Library:
         self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
         self._networks: dict[tuple[int, tuple[int, ...]], tuple[Problem, Network]] = {}
         self._bare: dict[int, Problem] = {}
+        self._branches: dict[int, tuple[Problem, tuple[Problem, ...]]] = {}
+
+    def branches(self, problem: Problem) -> tuple[Problem, ...]:
+        """The problem with each option of the variable that it branches on, or by itself."""
+        if problem.branch is None:
+            return (problem,)
+        if id(problem) not in self._branches:
+            options = range(len(problem.variables[problem.branch].options))
+            self._branches[id(problem)] = problem, tuple(restricted(problem, problem.branch, o) for o in options)
+        return self._branches[id(problem)][1]
 
     def compiled(self, problem: Problem, keep: Sequence[int]) -> Compiled:
+        """Of a problem that does not branch."""
         kept = tuple(sorted(set(keep)))
         key = (id(problem), kept)
         if key not in self._compiled:
@@ -132,16 +144,20 @@ class Library:
 
     def largest(self, problem: Problem) -> int:
         """Entries of the largest table for one price, in the problem and in the bodies of its repeats."""
-        own = self.compiled(problem, ()).schedule.largest
-        bodies = (self.compiled(r.body, (*r.body_left, *r.body_right)).schedule.largest for r in problem.repeats)
-        return max(own, *bodies, *(self.largest(r.body) for r in problem.repeats)) if problem.repeats else own
+        bodies = [(repeat.body, (*repeat.body_left, *repeat.body_right)) for repeat in problem.repeats]
+        own = (
+            self.compiled(branch, keep).schedule.largest
+            for part, keep in ((problem, ()), *bodies)
+            for branch in self.branches(part)
+        )
+        return max([*own, *(self.largest(repeat.body) for repeat in problem.repeats)])
 
     def bare(self, problem: Problem) -> Problem:
         """The problem without its repeats, always the same object."""
         if not problem.repeats:
             return problem
         if id(problem) not in self._bare:
-            self._bare[id(problem)] = Problem(variables=problem.variables, tensors=problem.tensors)
+            self._bare[id(problem)] = replace(problem, repeats=())
         return self._bare[id(problem)]
 
 
@@ -202,6 +218,37 @@ def border_pairs(repeat: Repeat, keep: Sequence[int]) -> tuple[dict[int, Ints], 
     return assigned, clash
 
 
+@dataclass(frozen=True, kw_only=True)
+class Branched:
+    """A problem eliminated down to the variables that are kept, branch by branch. `keep` are those but for the variable
+    that it branches on, and `place` is where that one stands among all that are kept, if it does."""
+
+    keep: tuple[int, ...]
+    parts: tuple[tuple[Problem, Eliminated], ...]
+    place: int | None
+
+    @property
+    def others(self) -> list[int]:
+        """Places of `keep` among all that are kept."""
+        count = len(self.keep) + (self.place is not None)
+        return [number for number in range(count) if number != self.place]
+
+    @cached_property
+    def table(self) -> Floats:
+        tables = [eliminated.table for _, eliminated in self.parts]
+        if self.place is not None:
+            return np.stack(tables, axis=1 + self.place)
+        return tables[0] if len(tables) == 1 else np.minimum.reduce(tables)
+
+    def chosen(self, prices: Ints, kept: Ints) -> Ints:
+        """The branch that is cheapest, at prices [sample] and given the options [variable, sample] of those kept."""
+        if self.place is not None:
+            return kept[self.place]
+        if len(self.parts) == 1:
+            return np.zeros(len(prices), dtype=np.int64)
+        return np.stack([eliminated.table[(prices, *kept)] for _, eliminated in self.parts]).argmin(axis=0)
+
+
 class Pricing:
     """Everything eliminated under one batch of prices: `weights[k]` = (per second, per byte).
 
@@ -213,10 +260,37 @@ class Pricing:
         self.library = library
         self.weights = weights
         self._eliminated: dict[tuple[int, tuple[int, ...]], Eliminated] = {}
+        self._branched: dict[tuple[int, tuple[int, ...]], Branched] = {}
         self._powers: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Powers] = {}
         self._copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Choice] = {}
 
-    def eliminated(self, problem: Problem, keep: Sequence[int]) -> Eliminated:
+    def table(self, problem: Problem, keep: Sequence[int]) -> Floats:
+        """[price, *kept variables, in order]: the least cost."""
+        return self._parts(problem, keep).table
+
+    def costs(self, problem: Problem, keep: Sequence[int], prices: Ints, kept: Ints) -> tuple[Floats, Floats]:
+        """Seconds and bytes of the cheapest choices at prices [sample], given the options [variable, sample] of those
+        kept; infinite seconds where there is none."""
+        parts = self._parts(problem, keep)
+        seconds, size = np.empty(len(prices)), np.empty(len(prices))
+        of_part = parts.chosen(prices, kept)
+        for number, (branch, eliminated) in enumerate(parts.parts):
+            at = np.flatnonzero(of_part == number)
+            states = eliminated.states(prices[at], kept[parts.others][:, at])
+            seconds[at], size[at] = self.library.compiled(branch, parts.keep).network.cost(states)
+        return seconds, size
+
+    def _parts(self, problem: Problem, keep: Sequence[int]) -> Branched:
+        kept = tuple(sorted(set(keep)))
+        key = (id(problem), kept)
+        if key not in self._branched:
+            others = tuple(v for v in kept if v != problem.branch)
+            parts = tuple((branch, self._eliminate(branch, others)) for branch in self.library.branches(problem))
+            place = kept.index(problem.branch) if problem.branch in kept else None
+            self._branched[key] = Branched(keep=others, parts=parts, place=place)
+        return self._branched[key]
+
+    def _eliminate(self, problem: Problem, keep: Sequence[int]) -> Eliminated:
         compiled = self.library.compiled(problem, keep)
         key = (id(problem), compiled.schedule.keep)
         if key not in self._eliminated:
@@ -234,11 +308,11 @@ class Pricing:
         """The powers of the body's matrix [price, left, right]."""
         key = (id(repeat.body), repeat.body_left, repeat.body_right)
         if key not in self._powers:
-            body = self.eliminated(repeat.body, (*repeat.body_left, *repeat.body_right))
-            assigned, clash = border_pairs(repeat, body.schedule.keep)
-            shape = [len(repeat.body.variables[v].options) for v in body.schedule.keep]
-            flat = body.table.reshape(len(self.weights), -1)
-            index = ravel([assigned[v] for v in body.schedule.keep], shape)
+            keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
+            assigned, clash = border_pairs(repeat, keep)
+            shape = [len(repeat.body.variables[v].options) for v in keep]
+            flat = self.table(repeat.body, keep).reshape(len(self.weights), -1)
+            index = ravel([assigned[v] for v in keep], shape)
             matrix = flat[:, np.broadcast_to(index, clash.shape)]
             matrix[:, clash] = np.inf
             self._powers[key] = Powers(matrix)
@@ -246,16 +320,17 @@ class Pricing:
 
     def choice(self, problem: Problem, keep: Sequence[int], kept: Sequence[int], price: int) -> Choice:
         """The cheapest choice at a price, given the options of the kept variables. Equal copies are one object."""
-        compiled = self.library.compiled(problem, keep)
-        key = (id(problem), compiled.schedule.keep, (price, *kept))
+        key = (id(problem), tuple(sorted(set(keep))), (price, *kept))
         if key not in self._copies:
-            states = self.eliminated(problem, keep).states(
-                np.array([price]), np.array(kept, dtype=np.int64).reshape(-1, 1)
-            )
-            options = tuple(
-                int(kept_options[state])
-                for kept_options, state in zip(compiled.network.options, states[:, 0], strict=False)
-            )
+            parts = self._parts(problem, keep)
+            at, of_kept = np.array([price]), np.array(kept, dtype=np.int64).reshape(-1, 1)
+            number = int(parts.chosen(at, of_kept)[0])
+            branch, eliminated = parts.parts[number]
+            states = eliminated.states(at, of_kept[parts.others])
+            of_network = self.library.compiled(branch, parts.keep).network.options
+            options = tuple(int(of[state]) for of, state in zip(of_network, states[:, 0], strict=False))
+            if problem.branch is not None:
+                options = (*options[: problem.branch], number, *options[problem.branch + 1 :])
             repeats = tuple(self._chain(problem, repeat, options, price) for repeat in problem.repeats)
             self._copies[key] = Choice(options=options, repeats=repeats)
         return self._copies[key]

@@ -51,6 +51,14 @@ class Tensor:
     costs: dict[tuple[int, int], tuple[float, float]]
     """(produced layout, wanted set) -> (seconds, bytes)"""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it costs nothing, whatever is chosen."""
+        unions = {0}
+        for masks in self.wanted:
+            unions = {union | mask for union in unions for mask in set(masks)}
+        return all(self.costs.get((code, union)) == (0.0, 0.0) for code in set(self.produced) for union in unions)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
@@ -74,6 +82,9 @@ class Problem:
     variables: tuple[Variable, ...]
     tensors: tuple[Tensor, ...] = ()
     repeats: tuple[Repeat, ...] = ()
+    branch: int | None = None
+    """A variable that much depends on: with one of its options, many tensors cost nothing. Solvers may solve the
+    problem with each of its options alone."""
 
     @cached_property
     def option_count(self) -> int:
@@ -101,6 +112,7 @@ class Problem:
                 for t in self.tensors
             ],
             "repeats": [{**_fields(Repeat, repeat), "body": repeat.body.to_json()} for repeat in self.repeats],
+            "branch": self.branch,
         }
 
     @staticmethod
@@ -112,6 +124,7 @@ class Problem:
             variables=tuple(Variable(**_tuples(v)) for v in data["variables"]),
             tensors=tuple(Tensor(**{**_tuples(t), "costs": costs(t["costs"])}) for t in data["tensors"]),
             repeats=tuple(Repeat(**{**_tuples(r), "body": Problem.from_json(r["body"])}) for r in data["repeats"]),
+            branch=data.get("branch"),
         )
 
     def dumps(self) -> str:
@@ -152,11 +165,13 @@ class Score:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """`lower_bound` bounds the objective of every feasible choice from below, so that
-    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `solve` adds the solver and its seconds."""
+    `gap` = (objective - lower_bound) / objective is 0 for a proved optimum. `price`: the seconds a byte that a limit on
+    bytes is worth, of a solver that knows. `solve` adds the solver and its seconds."""
 
     choice: Choice
     score: Score
     lower_bound: float
+    price: float = 0.0
     solver: str = ""
     seconds_to_solve: float = 0.0
 
@@ -211,6 +226,28 @@ def evaluate(problem: Problem, choice: Choice) -> Score:
         if [choice.options[v] for v in repeat.right] != border:
             raise ValueError(f"{repeat.name}: the last copy and what follows it disagree about their border")
     return Score(seconds=seconds, bytes=size)
+
+
+def restricted(problem: Problem, variable: int, option: int) -> Problem:
+    """The problem with one option of a variable, without the tensors that then cost nothing."""
+    only = problem.variables[variable]
+    one = replace(
+        only, options=(only.options[option],), seconds=(only.seconds[option],), bytes=(only.bytes[option],)
+    )
+    tensors = []
+    for tensor in problem.tensors:
+        wanted = tuple(
+            (masks[option],) if consumer == variable else masks
+            for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True)
+        )
+        produced = (tensor.produced[option],) if tensor.producer == variable else tensor.produced
+        if wanted != tensor.wanted or produced != tensor.produced:
+            tensor = replace(tensor, wanted=wanted, produced=produced)
+            if tensor.is_free:
+                continue
+        tensors.append(tensor)
+    variables = (*problem.variables[:variable], one, *problem.variables[variable + 1 :])
+    return Problem(variables=variables, tensors=tuple(tensors), repeats=problem.repeats)
 
 
 def in_runs(problem: Problem, choice: Choice) -> Choice:

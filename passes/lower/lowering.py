@@ -27,13 +27,14 @@ When = Literal["first", "where quicker", "last"]
 class Target:
     """What a program is lowered for: a cluster, the cache of timelines on it, the most bytes that a bucket holds, on
     each mesh axis (none given: no more than) and on any, and the axes on which no collective hides behind what is
-    computed."""
+    computed. Without `trials`, a lowering that is taken in any case takes its first form, and simulates none."""
 
     cluster: Cluster
     cache: TimelineCache = field(default_factory=TimelineCache)
     axis_bytes: tuple[int, ...] = ()
     limit_bytes: int = LIMIT_BYTES
     unhidden: tuple[int, ...] = ()
+    trials: bool = True
 
     def seconds(self, program: Program) -> float:
         """Of a step, by the program's timeline."""

@@ -27,6 +27,8 @@ def prefetch(program: Program, target: Target) -> Adopted:
     usual size, taken to save memory, at most one is ahead."""
     if target.limit_bytes < LIMIT_BYTES:
         return Adopted(given=program, write=partial(_written, target, target.limit_bytes))
+    if not target.trials:
+        return Adopted(given=program, write=partial(_written, target, AHEAD_BYTES[0]))
     bound, lowered = _furthest(program, target)
     what = f"gathers {bound >> 20} MiB ahead"
     return Adopted(given=program, program=lowered, write=partial(_written, target, bound), what=what)

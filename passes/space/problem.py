@@ -8,10 +8,10 @@ in every layout in which backward reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from autopar.cost.redistribute import Acquired
 from autopar.ir.graph import TensorMeta
@@ -19,6 +19,7 @@ from autopar.ir.layout import Layout, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
+from .recompute import reacquired, recomputed
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
 
@@ -72,6 +73,44 @@ def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
     return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
 
 
+Acquisition = Literal["once", "forward", "backward"]
+"""What a tensor is acquired for: all readers, or those of one phase."""
+
+ACQUISITIONS = get_args(Acquisition)
+
+SWITCH = "recompute"
+"""The variable of a body that says whether a copy is recomputed in backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a copy of a region does again where it is recomputed: its `operators`, and the acquisition of `roots`."""
+
+    operators: frozenset[str] = frozenset()
+    roots: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(region: Region) -> Again:
+        return Again(recomputed(region), reacquired(region))
+
+    def phases(self, site: Site, maker: Site, *, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The phases in which a site reads what another one makes: without, and with recomputation."""
+        once = ("backward",) if backward else ("forward",)
+        twice = site.name in self.operators and maker.kind != "shared"
+        return once, ("forward", "backward") if twice else once
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A tensor of a copy that may be recomputed: how it is moved if it is not (`kept`) and if it is (`again`), whether
+    it is reacquired then, and whether it crosses a border, so that it is kept as it crosses."""
+
+    kept: Moved
+    again: Moved
+    reacquired: bool
+    is_border: bool
+
+
 class ProblemBuilder:
     """Builds problems over one space. Tables are remembered by what they depend on, so that layers of
     one structure, and solves that differ on one axis, share them."""
@@ -81,15 +120,18 @@ class ProblemBuilder:
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
         self.joined = joined_sites(space.regions(), space.repeats)
+        self.again = tuple(Again.of(body) for body in space.bodies)
 
-    def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
-        """The problem in which each site takes one of its allowed options.
+    def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, _Decoder]:
+        """The problem in which each site takes one of its allowed options; to `recompute` copies of segments in
+        backward is a choice too, if it is said so.
 
         Raises ValueError if a site has no legal option left.
         """
         legal = self._legal(allowed)
-        bodies = [self._region(body, legal) for body in self.space.bodies]
-        variables, tensors, names = self._region(self.space.rest, legal)
+        again = self.again if recompute else (Again(),) * len(self.again)
+        bodies = [self._region(body, legal, of_body) for body, of_body in zip(self.space.bodies, again, strict=True)]
+        variables, tensors, names = self._region(self.space.rest, legal, Again())
         index = {name: i for i, name in enumerate(names)}
         repeats = []
         for repeat, region, (left, right), (body_variables, body_tensors, body_names) in zip(
@@ -99,7 +141,11 @@ class ProblemBuilder:
             repeats.append(
                 Repeat(
                     name=repeat.name,
-                    body=Problem(variables=body_variables, tensors=body_tensors),
+                    body=Problem(
+                        variables=body_variables,
+                        tensors=body_tensors,
+                        branch=len(body_names) if len(body_variables) > len(body_names) else None,
+                    ),
                     count=len(repeat.copies),
                     left=tuple(index[name] for name in left),
                     right=tuple(index[name] for name in right),
@@ -111,6 +157,7 @@ class ProblemBuilder:
         return problem, _Decoder(
             rest=names,
             bodies=tuple(body_names for _, _, body_names in bodies),
+            switched=tuple(bool(of_body.operators) for of_body in again),
             options={k: list(v) for k, v in legal.items()},
         )
 
@@ -130,8 +177,10 @@ class ProblemBuilder:
         return legal
 
     def _region(
-        self, region: Region, legal: Mapping[str, tuple[Option, ...]]
+        self, region: Region, legal: Mapping[str, tuple[Option, ...]], again: Again
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
+        """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
+        recomputed, a last variable, `SWITCH`, says whether it is."""
         variables = []
         readers: dict[str, list[tuple[int, int]]] = {}
         makers: dict[str, tuple[int, int]] = {}
@@ -157,7 +206,15 @@ class ProblemBuilder:
         tensors = []
         for root, reading in readers.items():
             maker, result = makers[root]
-            tensors.append(self._tensor(root, sites, region_options, maker, result, reading))
+            of_root = root, sites, region_options, maker, result, reading
+            if root in again.roots or any(sites[reader].name in again.operators for reader, _ in reading):
+                tensors += self._switched(*of_root, again)
+            else:
+                tensors.append(self._tensor(*of_root))
+        if again.operators:
+            variables.append(Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0)))
+            numbers = [number for number, site in enumerate(sites) if site.name in again.operators]
+            tensors += [_twice(variables[number], number, len(sites)) for number in numbers]
         return tuple(variables), tuple(tensors), names
 
     def _site_options(self, site: Site, options: tuple[Option, ...]) -> tuple[Option, ...]:
@@ -178,13 +235,9 @@ class ProblemBuilder:
     ) -> Tensor:
         site = sites[maker]
         produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
-        # a forward reader next to its backward twin: solvers take readers in this order, and what
-        # stands together is eliminated together
-        reading = sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
+        reading = _in_order(sites, reading)
         moved = moved_of(self.space.metas[root], site, [(sites[r], sites[r].reads[p].backward) for r, p in reading])
-        positions: dict[int, list[int]] = {}
-        for reader, position in reading:
-            positions.setdefault(reader, []).append(position)
+        positions = _positions(reading)
         wanted = tuple(
             tuple(
                 tuple((o.reads[p], moved.is_parameter and sites[reader].reads[p].backward) for p in at)
@@ -203,25 +256,93 @@ class ProblemBuilder:
         produced: tuple[tuple[Layout, Policy], ...],
         wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
     ) -> Tensor:
-        layouts: dict[tuple[Layout, Policy], int] = {}
-        items: dict[tuple[Layout, bool], int] = {}
-        codes = tuple(layouts.setdefault(p, len(layouts)) for p in produced)
-        masks = tuple(
-            tuple(sum({1 << items.setdefault(item, len(items)) for item in each}) for each in per_option)
-            for per_option in wanted
-        )
-        unions = {0}
-        for per_option in masks:
-            unions = {union | mask for union in unions for mask in set(per_option)}
-        by_bit = list(items)
+        codes, masks, items, unions = _encoded(produced, wanted)
         costs = {}
-        for (layout, policy), code in layouts.items():
+        for (layout, policy), code in dict(zip(produced, codes, strict=True)).items():
             for union in unions:
-                chosen = [by_bit[bit] for bit in range(len(by_bit)) if union >> bit & 1]
-                cost = self.cost(moved, layout, policy, chosen)
+                cost = self.cost(moved, layout, policy, _of_bits(items, union))
                 if cost is not None:
                     costs[code, union] = cost
         return Tensor(name="", producer=0, produced=codes, consumers=(), wanted=masks, costs=costs)
+
+    def _switched(
+        self,
+        root: str,
+        sites: list[Site],
+        options: list[tuple[Option, ...]],
+        maker: int,
+        result: int,
+        reading: list[tuple[int, int]],
+        again: Again,
+    ) -> Iterator[Tensor]:
+        """As `_tensor`, where what a tensor costs depends on whether the copy is recomputed: what is acquired once for
+        all readers, or else for those of forward, and for those of backward, each as a tensor that also the switch,
+        the last of the variables, reads."""
+        site, meta = sites[maker], self.space.metas[root]
+        produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
+        reading = _in_order(sites, reading)
+        phases = {(r, p): again.phases(sites[r], site, backward=sites[r].reads[p].backward) for r, p in reading}
+        kept_or_again = tuple(
+            moved_of(meta, site, [(sites[r], "backward" in phases[r, p][number]) for r, p in reading])
+            for number in (0, 1)
+        )
+        switched = Switched(*kept_or_again, root in again.roots, site.kind == "border")
+        for part in ACQUISITIONS:
+            positions = _positions([at for at in reading if part == "once" or part in phases[at][1]])
+
+            def is_extra(reader: int, position: int, part: Acquisition = part) -> bool:
+                """Whether a parameter that is gathered again is read in this phase only if the copy is recomputed."""
+                return site.kind == "parameter" and part not in ("once", *phases[reader, position][0])
+
+            wanted = tuple(
+                tuple(tuple((o.reads[p], is_extra(reader, p)) for p in at) for o in options[reader])
+                for reader, at in positions.items()
+            )
+            key = (switched, part, produced, wanted)
+            if key not in self.tables:
+                self.tables[key] = self._switched_table(*key)
+            table = self.tables[key]
+            if not table.is_free:
+                yield replace(table, name=f"{root} {part}", producer=maker, consumers=(*positions, len(sites)))
+
+    def _switched_table(
+        self,
+        switched: Switched,
+        part: Acquisition,
+        produced: tuple[tuple[Layout, Policy], ...],
+        wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
+    ) -> Tensor:
+        codes, masks, items, unions = _encoded(produced, wanted)
+        bit = 1 << len(items)
+        costs = {}
+        for (layout, policy), code in dict(zip(produced, codes, strict=True)).items():
+            for union in unions:
+                for is_again in (False, True):
+                    cost = self._acquisition(switched, part, is_again, layout, policy, _of_bits(items, union))
+                    if cost is not None:
+                        costs[code, union | bit * is_again] = cost
+        masks = (*masks, (0, bit))
+        return Tensor(name="", producer=0, produced=codes, consumers=(), wanted=masks, costs=costs)
+
+    def _acquisition(
+        self,
+        switched: Switched,
+        part: Acquisition,
+        is_again: bool,
+        produced: Layout,
+        policy: Policy,
+        wanted: Sequence[tuple[Layout, bool]],
+    ) -> tuple[float, float] | None:
+        """As `cost`, of a part of what is acquired."""
+        moved = switched.again if is_again else switched.kept
+        policy = REGATHER if is_again and switched.reacquired else policy
+        if (policy == REGATHER) == (part == "once"):
+            return 0.0, 0.0
+        readers = [(layout, part == "backward") for layout, is_extra in wanted if is_again or not is_extra]
+        cost = self.cost(moved, produced, policy, readers)
+        if cost is None or not (part == "forward" and switched.is_border and moved.kept):
+            return cost
+        return cost[0], cost[1] + local_meta(moved.meta, produced, self.space.mesh).bytes
 
     def cost(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
@@ -267,16 +388,75 @@ class _Decoder:
 
     rest: tuple[str, ...]
     bodies: tuple[tuple[str, ...], ...]
+    switched: tuple[bool, ...]
+    """Of each body, whether its last variable is `SWITCH`."""
     options: Mapping[str, Sequence[Option]]
 
     def decode(self, choice: Choice) -> Assignment:
         def read(names: tuple[str, ...], indices: tuple[int, ...]) -> dict[str, SiteChoice]:
             return {name: self.options[name][i].choice for name, i in zip(names, indices, strict=True)}
 
+        def again(switched: bool, copies: tuple[Choice, ...]) -> tuple[bool, ...]:
+            return tuple(switched and bool(copy.options[-1]) for copy in copies)
+
+        recompute = tuple(map(again, self.switched, choice.repeats))
         return Assignment(
             rest=read(self.rest, choice.options),
             copies=tuple(
-                tuple(read(names, copy.options) for copy in copies)
+                tuple(read(names, copy.options[: len(names)]) for copy in copies)
                 for names, copies in zip(self.bodies, choice.repeats, strict=True)
             ),
+            recompute=recompute if any(map(any, recompute)) else (),
         )
+
+
+def _twice(variable: Variable, number: int, switch: int) -> Tensor:
+    """What an operator costs once more where the copy is recomputed, as a tensor between it and the switch."""
+    seconds: dict[float, int] = {}
+    codes = tuple(seconds.setdefault(of_option, len(seconds)) for of_option in variable.seconds)
+    costs = {(code, again): (again * one, 0.0) for one, code in seconds.items() for again in (0, 1)}
+    return Tensor(
+        name=f"{variable.name} again",
+        producer=number,
+        produced=codes,
+        consumers=(switch,),
+        wanted=((0, 1),),
+        costs=costs,
+    )
+
+
+Item = TypeVar("Item")
+
+
+def _in_order(sites: Sequence[Site], reading: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(reader, position), a forward reader next to its backward twin: solvers take readers in this order, and what
+    stands together is eliminated together."""
+    return sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
+
+
+def _positions(reading: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    positions: dict[int, list[int]] = {}
+    for reader, position in reading:
+        positions.setdefault(reader, []).append(position)
+    return positions
+
+
+def _encoded(
+    produced: Sequence[tuple[Layout, Policy]], wanted: Sequence[Sequence[Sequence[Item]]]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], list[Item], set[int]]:
+    """What is produced, as numbers; what readers want, as masks; the item of each bit; and all unions of masks."""
+    layouts: dict[tuple[Layout, Policy], int] = {}
+    items: dict[Item, int] = {}
+    codes = tuple(layouts.setdefault(p, len(layouts)) for p in produced)
+    masks = tuple(
+        tuple(sum({1 << items.setdefault(item, len(items)) for item in each}) for each in per_option)
+        for per_option in wanted
+    )
+    unions = {0}
+    for per_option in masks:
+        unions = {union | mask for union in unions for mask in set(per_option)}
+    return codes, masks, list(items), unions
+
+
+def _of_bits(items: Sequence[Item], union: int) -> list[Item]:
+    return [item for bit, item in enumerate(items) if union >> bit & 1]
