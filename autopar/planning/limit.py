@@ -63,7 +63,7 @@ class Limit:
         answer's exact peak is over, the next round aims below the limit by as much; the last round estimates nothing.
         """
         for _ in range(self.effort.confirmations):
-            best = self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
+            best = self._within_limit(cheapest, solve_at, sure=sure) if self._is_over(cheapest) else cheapest
             if not sure or (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
             self.log(f"estimated peak {self._peak(best):.0f} bytes, exact peak {true:.0f}")
@@ -72,9 +72,9 @@ class Limit:
         if self.peaks is not None:
             self.peaks = Peaks(self.peaks.exact, self.peaks.exact, self.peaks.exact)
         self.aim, self.correction, self.estimated = self.bytes_limit, 0.0, {}
-        return self._within_limit(cheapest, solve_at) if self._is_over(cheapest) else cheapest
+        return self._within_limit(cheapest, solve_at, sure=True) if self._is_over(cheapest) else cheapest
 
-    def _within_limit(self, cheapest: Solved, solve_at: SolveAt) -> Solved:
+    def _within_limit(self, cheapest: Solved, solve_at: SolveAt, *, sure: bool) -> Solved:
         """The best that keeps the limit: of a pool of options, solved under a limit on the sum of bytes, where layers
         of one structure mix their options. The peak is that sum and an excess (temporaries, less what is not alive at
         once), and the excess of one solution says which sum to allow the next.
@@ -84,13 +84,13 @@ class Limit:
         """
         purse = self.descent.purse(self.effort.limit)
         pool = _Pool(self.descent, cheapest, self.allowed)
-        excess, bound = self._generate(pool, solve_at, purse)
+        excess, bound = self._generate(pool, solve_at, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
         best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool)
         self.log(f"within {self.aim:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
         return replace(best, lower_bound=min(bound, best.score.objective))
 
-    def _generate(self, pool: "_Pool", solve_at: SolveAt, purse: Purse) -> tuple[float, float]:
+    def _generate(self, pool: "_Pool", solve_at: SolveAt, purse: Purse, *, sure: bool) -> tuple[float, float]:
         """Fills the pool with what is worth having at the price that the limit puts on memory in it (column
         generation), and gives the excess of the last solution, and a lower bound.
 
@@ -124,7 +124,8 @@ class Limit:
                     break
                 if not corrected and self.peaks is not None:
                     # the excess of a plan at this price, and not that of the cheapest one
-                    self._correct(solved)
+                    if sure:
+                        self._correct(solved)
                     excess, corrected = self._excess(solved), True
                 elif is_done:
                     break

@@ -26,6 +26,9 @@ from .writer import Writer
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket; a plan takes the largest that keep the memory limit."""
 
+KEPT_ROUGHLY = 3
+"""Copies of each run in a rough estimate: one in the middle, between two like it."""
+
 
 @dataclass(eq=False)
 class Steps:
@@ -81,10 +84,11 @@ class Steps:
         self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
     ) -> Iterator[float]:
         """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
-        if (short := shortened(self.writer.space, assignment)) is None:
+        kept = KEPT_ROUGHLY if rough else KEPT
+        if (short := shortened(self.writer.space, assignment, kept)) is None:
             return
         for size in buckets:
-            bucketed = self.writer.rough(assignment, size, KEPT) if rough else self.writer.unsplit(assignment, size, KEPT)
+            bucketed = (self.writer.rough if rough else self.writer.unsplit)(assignment, size, kept)
             during = moments(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
             peak_bytes = short.most(during, bucketed, self.space.optimizer)
             yield peak_bytes

@@ -89,8 +89,8 @@ class _Lazy:
                     first -= 1
                 time = need[id(joints[first])] if first >= 0 else 0
                 if number and any(map(self._upstream, joint.members)):
-                    # to start it is to wait for another gather: not before what can be computed meanwhile
-                    time = max(time, (need[id(joints[number - 1])] + need[id(joint)]) // 2)
+                    # to start it is to wait for another gather, which then passes while the reader is computed
+                    time = min(need[id(joints[max(first, 0)])] + 1, need[id(joint)])
                 starts.append((time, -level, joint))
                 for member in joint.members:
                     self.buckets[member.outputs[0]] = joint
