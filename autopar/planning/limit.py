@@ -86,7 +86,7 @@ class Limit:
         pool = _Pool(self.descent, cheapest, self.allowed)
         excess, bound = self._generate(pool, solve_at, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
-        best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool)
+        best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool, sure=sure)
         self.log(f"within {self.aim:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
         return replace(best, lower_bound=min(bound, best.score.objective))
 
@@ -140,8 +140,9 @@ class Limit:
     def _correct(self, solved: Solved) -> None:
         """Learns from a solution what rough estimates leave out."""
         assert self.peaks is not None
-        rough, near = (peaks(solved.assignment) for peaks in (self.peaks.rough, self.peaks.estimate))
-        self.correction, self.estimated = near - rough, {solved.assignment: (solved, near)}
+        missing = self.peaks.estimate(solved.assignment) - self._peak(solved)
+        self.correction += missing
+        self.estimated = {key: (of, peak + missing) for key, (of, peak) in self.estimated.items()}
 
     def _mixed(self, pool: "_Pool", excess: float, purse: Purse) -> list[Solved]:
         """The best mixtures of the pool's options, under limits on their sum, whose peak keeps the limit."""
@@ -167,10 +168,10 @@ class Limit:
                 break
         return kept
 
-    def _smallest(self, pool: "_Pool") -> Solved:
+    def _smallest(self, pool: "_Pool", *, sure: bool) -> Solved:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
         smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions], key=self._peak)
-        true = self._true_peak(smallest)
+        true = self._true_peak(smallest) if sure else self._peak(smallest)
         if true > self.bytes_limit:
             error = Infeasible(
                 f"no choice fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes; "
