@@ -339,7 +339,7 @@ def test_regions_for_cuda_are_traced_for_cuda() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cuda", torch.bfloat16):
                 x = self.layer(x)
-                with torch.autocast("cuda", enabled=False):
+                with torch.autocast(device_type="cuda", dtype=torch.bfloat16, enabled=False):
                     x = self.layer(x.float())
                 return self.layer(x).float().sum()
 

@@ -87,14 +87,16 @@ def autocast_of(device_type: str) -> Iterator[None]:
         yield
 
 
-def _regions_here(device_type: str) -> contextlib.AbstractContextManager[None]:
+def _regions_here(kind: str) -> contextlib.AbstractContextManager[None]:
     """Regions for a device are for the CPU."""
     original = torch.autocast.__init__
 
-    def here(self: torch.autocast, given: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if given == device_type and dtype is None:
-            dtype = torch.get_autocast_dtype(device_type)
-        original(self, "cpu" if given == device_type else given, dtype, *args, **kwargs)
+    def here(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == kind and dtype is None:
+            dtype = torch.get_autocast_dtype(kind)
+        original(self, "cpu" if device_type == kind else device_type, dtype, *args, **kwargs)
 
     return patched(torch.autocast, "__init__", here)
 
