@@ -35,6 +35,11 @@ def attended(
     """
     query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
     tensors = query, key, value
+    if attn_mask is not None and attn_mask.dtype not in (*MASKS, query.dtype):
+        raise RuntimeError(
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"{attn_mask.dtype} and query.dtype: {query.dtype} instead."
+        )
     batch = _batch(tensors, enable_gqa)
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     if batch is None or learned or not _fits(attn_mask, query, key) or not 0 <= dropout_p <= 1:
@@ -45,7 +50,7 @@ def attended(
         q = q.expand(-1, k.shape[1], -1, -1)
     kept = None
     if dropout_p:
-        kept = torch.empty((*q.shape[:3], k.shape[2]), dtype=torch.bool, device=q.device).bernoulli_(1.0 - dropout_p)
+        kept = q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool).bernoulli_(1.0 - dropout_p)
     out, _ = overload(ATTENTION)(
         q, k, v, _mask(attn_mask, query.dtype, batch), kept,
         scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
