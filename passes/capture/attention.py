@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from autopar import compat
 from autopar.ir.graph import overload
@@ -33,6 +34,8 @@ def attended(
 
     Operands that do not fit together raise what torch raises.
     """
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = _of_causal_bias(attn_mask, is_causal, query.device)
     query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
     tensors = query, key, value
     if attn_mask is not None and attn_mask.dtype not in (*MASKS, query.dtype):
@@ -58,6 +61,16 @@ def attended(
     heads = out.shape[1:] if max(x.dim() for x in tensors) > 2 else out.shape[2:]
     result: torch.Tensor = out.reshape(*batch, *heads)
     return result
+
+
+def _of_causal_bias(bias: CausalBias, causal: bool, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+    """The mask, and whether attention is causal, that `torch.nn.attention.bias` stands for."""
+    if causal:
+        raise ValueError("CausalBias should not be used with causal=True")
+    queries, keys = bias.seq_len_q, bias.seq_len_kv
+    if queries == keys or bias.variant == CausalVariant.UPPER_LEFT:
+        return None, True
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries), False
 
 
 def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | None:
