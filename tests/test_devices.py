@@ -187,6 +187,19 @@ def test_a_model_that_names_its_device_is_captured_without_it() -> None:
     assert digest(here) == digest(there)
 
 
+def test_a_device_named_by_its_number_or_by_a_type_of_tensors_is_that_of_the_trace() -> None:
+    class Numbers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x.to(0)).type("torch.cuda.FloatTensor")
+            return (x + torch.arange(4, device=0)).square().sum()
+
+    check_graph(capture(Numbers(), (torch.randn(2, 4),), device_type="cuda").graph)
+
+
 def test_a_plan_of_a_laptop_is_taken_on_the_cluster() -> None:
     case = models.case("gpt2")
     plan = autopar.plan(case.model, MESH, case.args, case.kwargs, cluster="dgx-h100", solver="dp")
