@@ -361,6 +361,25 @@ def test_regions_for_cuda_are_traced_for_cuda() -> None:
     assert products == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
+def test_a_model_that_asks_whether_cuda_casts_is_answered_as_there() -> None:
+    """Torch's own regions ask too, to restore what was."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not torch.is_autocast_enabled("cuda")
+            with torch.autocast("cuda", torch.bfloat16):
+                assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+                x = self.layer(x.to(torch.get_autocast_dtype("cuda")))
+            assert not torch.is_autocast_enabled()
+            return x.float().sum()
+
+    capture(Asks(), (torch.randn(2, 4),), device_type="cuda")
+
+
 # ---- what is refused -------------------------------------------------------------------------------
 
 
