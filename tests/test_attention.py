@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
 
 from autopar import testing
 from autopar.ir.graph import meta_of
@@ -182,7 +183,11 @@ def test_the_operator_is_torchs_function(call: tuple[tuple[torch.Tensor, ...], d
         torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("what", ["shapes", "heads", "width", "dtypes", "mask", "causal and mask", "probability"])
+@pytest.mark.parametrize(
+    "what",
+    ["shapes", "heads", "width", "dtypes", "mask", "mask's rank", "mask's dtype", "integers", "causal and mask",
+     "probability"],
+)  # fmt: skip
 def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
     q, k, v, mask = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), None
     named: dict[str, Any] = {}
@@ -196,6 +201,12 @@ def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
         k = k.double()
     elif what == "mask":
         mask = torch.randn(6, 4)
+    elif what == "mask's rank":
+        mask = torch.randn(1, 1, 1, 6, 5)
+    elif what == "mask's dtype":
+        mask = torch.randn(6, 5, dtype=torch.float64)
+    elif what == "integers":
+        mask = torch.ones(6, 5, dtype=torch.int64)
     elif what == "causal and mask":
         mask, named = torch.randn(7, 5), {"is_causal": True}
     else:
@@ -241,3 +252,59 @@ def test_a_step_with_every_form_of_mask_holds_no_scores(form: str) -> None:
     large = [name for name, meta in planner.captured.graph.metas.items() if meta.numel >= scores]
     assert [planner.captured.graph.metas[name].dtype for name in large] == [torch.bool] * (form == "dropout")
     assert testing.check(model, {"dp": 2, "tp": 2}, (x,), plans=3).equal
+
+
+@pytest.mark.parametrize("name", ["packet", "overload"])
+def test_attention_called_as_an_operator_of_aten_is_ours_too(name: str) -> None:
+    packet = torch.ops.aten.scaled_dot_product_attention
+    function = packet if name == "packet" else packet.default
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.layer(x)
+            attended: torch.Tensor = function(q, q, q, is_causal=True)
+            return attended.square().sum()
+
+    graph = Planner(Calls(), {"dp": 2}, (torch.randn(2, 2, 6, 4),)).captured.graph
+    found = {node.op for node in graph.nodes if "attention" in node.op}
+    assert found == {sdpa.ATTENTION, sdpa.ATTENTION_BACKWARD}
+
+
+class Of(nn.Module):
+    """Attention as `call` makes it."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call, self.qkv = call, nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).chunk(3, 1)
+        attended: torch.Tensor = self.call(q, k, v)
+        return attended.square().sum() + q.sum()
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right(3, 6), causal_upper_left(3, 6), causal_lower_right(3, 3)])
+def test_a_causal_bias_of_torch_is_the_mask_that_it_stands_for(bias: Any) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys = bias.seq_len_kv
+        return F.scaled_dot_product_attention(q[:, :, :3], k[:, :, :keys], v[:, :, :keys], attn_mask=bias)
+
+    q, k, v = (torch.randn(2, 2, 6, 4) for _ in range(3))
+    keys = bias.seq_len_kv
+    mask = torch.ones(3, keys, dtype=torch.bool).tril(keys - 3 if bias.variant == CausalVariant.LOWER_RIGHT else 0)
+    given = q[:, :, :3], k[:, :, :keys], v[:, :, :keys]
+    torch.testing.assert_close(attended(*given, bias), F.scaled_dot_product_attention(*given, mask))
+
+
+@pytest.mark.parametrize("empty", ["queries", "keys", "width"])
+def test_attention_of_nothing_is_torchs(empty: str) -> None:
+    calls = {
+        "queries": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :0], k, v),
+        "keys": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, :0], v[:, :, :0]),
+        "width": lambda q, k, v: F.scaled_dot_product_attention(q[..., :0], k[..., :0], v),
+    }
+    assert testing.check(Of(calls[empty]), {"dp": 2, "tp": 2}, (torch.randn(4, 6, 8),), plans=2).equal

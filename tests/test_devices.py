@@ -187,6 +187,19 @@ def test_a_model_that_names_its_device_is_captured_without_it() -> None:
     assert digest(here) == digest(there)
 
 
+def test_a_device_named_by_its_number_or_by_a_type_of_tensors_is_that_of_the_trace() -> None:
+    class Numbers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x.to(0)).type("torch.cuda.FloatTensor")
+            return (x + torch.arange(4, device=0)).square().sum()
+
+    check_graph(capture(Numbers(), (torch.randn(2, 4),), device_type="cuda").graph)
+
+
 def test_a_plan_of_a_laptop_is_taken_on_the_cluster() -> None:
     case = models.case("gpt2")
     plan = autopar.plan(case.model, MESH, case.args, case.kwargs, cluster="dgx-h100", solver="dp")
@@ -339,13 +352,32 @@ def test_regions_for_cuda_are_traced_for_cuda() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cuda", torch.bfloat16):
                 x = self.layer(x)
-                with torch.autocast("cuda", enabled=False):
+                with torch.autocast(device_type="cuda", dtype=torch.bfloat16, enabled=False):
                     x = self.layer(x.float())
                 return self.layer(x).float().sum()
 
     graph = capture(Region(), (torch.randn(2, 4),), device_type="cuda").graph
     products = [graph.metas[n.name].dtype for n in graph.nodes if "addmm" in n.op]
     assert products == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_a_model_that_asks_whether_cuda_casts_is_answered_as_there() -> None:
+    """Torch's own regions ask too, to restore what was."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not torch.is_autocast_enabled("cuda")
+            with torch.autocast("cuda", torch.bfloat16):
+                assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+                x = self.layer(x.to(torch.get_autocast_dtype("cuda")))
+            assert not torch.is_autocast_enabled()
+            return x.float().sum()
+
+    capture(Asks(), (torch.randn(2, 4),), device_type="cuda")
 
 
 # ---- what is refused -------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ def test_kernels_of_attention(kind: str, grouped: bool, masked: str) -> None:
     shapes = (4, 8, queries, 64), *[(4, 2 if grouped else 8, keys, 64)] * 2
     query, key, value = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
     mask = torch.randn(4, 1, queries, keys, device="cuda", dtype=dtype) if masked == "mask" else None
+    if mask is not None:
+        mask[0, :, 3] = -torch.inf  # a query that sees no key
     call = sdpa.Attending(mask=mask, causal=masked == "causal", scale=0.125)
     gradient = torch.randn_like(query)
     wide = [x.double() for x in (query, key, value)]

@@ -87,16 +87,35 @@ def autocast_of(device_type: str) -> Iterator[None]:
         yield
 
 
-def _regions_here(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """Regions for a device are for the CPU."""
-    original = torch.autocast.__init__
+@contextlib.contextmanager
+def _regions_here(kind: str) -> Iterator[None]:
+    """Regions for a device are for the CPU, and so are questions whether one is active."""
+    original, default = torch.autocast.__init__, torch.get_autocast_dtype(kind)
 
-    def here(self: torch.autocast, given: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if given == device_type and dtype is None:
-            dtype = torch.get_autocast_dtype(device_type)
-        original(self, "cpu" if given == device_type else given, dtype, *args, **kwargs)
+    def here(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == kind and dtype is None:
+            dtype = default
+        original(self, "cpu" if device_type == kind else device_type, dtype, *args, **kwargs)
 
-    return patched(torch.autocast, "__init__", here)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(torch.autocast, "__init__", here))
+        for name in _ASKED:
+            stack.enter_context(patched(torch, name, _asked_here(getattr(torch, name), kind)))
+        yield
+
+
+_ASKED = "is_autocast_enabled", "get_autocast_dtype"
+
+
+def _asked_here(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """A question about autocast on a device, put to the CPU's. Without an argument torch asks of CUDA."""
+
+    def asked(device_type: str = "cuda") -> Any:
+        return function("cpu" if device_type == kind else device_type)
+
+    return asked
 
 
 _KEY = torch._C.DispatchKey.AutocastCPU

@@ -200,6 +200,8 @@ def reshape_split(source: Shape, target: Shape, split: Split, ranks: int) -> Spl
     Returns None where the digit of the split straddles dims of `target` (CFP Table 1: a reshape
     maps indices by floor and modulo, and a split survives if these keep its digit in one piece).
     """
+    if 0 in source:
+        return None  # no element has a place
     inner = math.prod(source[split.dim + 1 :])
     stride, period = split.period // ranks * inner, split.period * inner
     end = source[split.dim] * inner

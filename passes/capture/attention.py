@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from autopar import compat
 from autopar.ir.graph import overload
@@ -33,8 +34,15 @@ def attended(
 
     Operands that do not fit together raise what torch raises.
     """
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = _of_causal_bias(attn_mask, is_causal, query.device)
     query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
     tensors = query, key, value
+    if attn_mask is not None and attn_mask.dtype not in (*MASKS, query.dtype):
+        raise RuntimeError(
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"{attn_mask.dtype} and query.dtype: {query.dtype} instead."
+        )
     batch = _batch(tensors, enable_gqa)
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     if batch is None or learned or not _fits(attn_mask, query, key) or not 0 <= dropout_p <= 1:
@@ -45,7 +53,7 @@ def attended(
         q = q.expand(-1, k.shape[1], -1, -1)
     kept = None
     if dropout_p:
-        kept = torch.empty((*q.shape[:3], k.shape[2]), dtype=torch.bool, device=q.device).bernoulli_(1.0 - dropout_p)
+        kept = q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool).bernoulli_(1.0 - dropout_p)
     out, _ = overload(ATTENTION)(
         q, k, v, _mask(attn_mask, query.dtype, batch), kept,
         scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
@@ -53,6 +61,16 @@ def attended(
     heads = out.shape[1:] if max(x.dim() for x in tensors) > 2 else out.shape[2:]
     result: torch.Tensor = out.reshape(*batch, *heads)
     return result
+
+
+def _of_causal_bias(bias: CausalBias, causal: bool, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+    """The mask, and whether attention is causal, that `torch.nn.attention.bias` stands for."""
+    if causal:
+        raise ValueError("CausalBias should not be used with causal=True")
+    queries, keys = bias.seq_len_q, bias.seq_len_kv
+    if queries == keys or bias.variant == CausalVariant.UPPER_LEFT:
+        return None, True
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries), False
 
 
 def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | None:

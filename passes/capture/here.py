@@ -51,6 +51,12 @@ class Here:
             return func, args, named
         if func is _CUDA:
             return torch.Tensor.to, (args[0], HERE), {}
+        if func is torch.Tensor.type and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace(f"torch.{self.device_type}.", "torch."), *args[2:])
+        if _is_index(named.get("device")):
+            named["device"] = HERE
+        if func is torch.Tensor.to and len(args) > 1 and _is_index(args[1]):
+            args = (args[0], HERE, *args[2:])
         args, named = pytree.tree_map(self._value, (args, named))
         return func, args, named
 
@@ -62,6 +68,11 @@ class Here:
         if isinstance(value, torch.Tensor) and not compat.is_fake(value):
             return self.tensor(value)
         return value
+
+
+def _is_index(device: Any) -> bool:
+    """Whether a device is named by its number alone, which is one of the accelerator's."""
+    return isinstance(device, int) and not isinstance(device, bool)
 
 
 _CUDA: Any = torch.Tensor.cuda

@@ -321,6 +321,8 @@ TRACED: Mapping[Any, Callable[..., Tensor]] = {
     **{getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)},
     F.multilabel_margin_loss: multilabel_margin_loss,
     F.scaled_dot_product_attention: attended,
+    torch.ops.aten.scaled_dot_product_attention: attended,
+    torch.ops.aten.scaled_dot_product_attention.default: attended,
 }
 """Functions of torch -> what is traced in their place: torch's own look at data on the way, to warn or to size the
 result, or decompose into something else."""

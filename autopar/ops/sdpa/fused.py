@@ -112,6 +112,14 @@ def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> 
     return _narrow(rows, keys).expand(shape)
 
 
+def _seen(out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """With 0 for queries that see no key, of which a kernel may make NaN."""
+    if mask is None:
+        return out
+    blind = mask.amax(-1, keepdim=True) == -math.inf
+    return out.masked_fill_(blind, 0.0)
+
+
 def _of_all_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Keys or values with a head for each of the queries'."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -129,7 +137,7 @@ def _efficient_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     out, logsumexp = aten._scaled_dot_product_efficient_attention(
         *given, bias, True, 0.0, call.causal, scale=call.scale
     )[:2]
-    return out, contiguous(_narrow(logsumexp, queries))
+    return _seen(out, call.mask), contiguous(_narrow(logsumexp, queries))
 
 
 def _efficient_backward(
@@ -157,7 +165,7 @@ def _cudnn_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     out, logsumexp = aten._scaled_dot_product_cudnn_attention(
         query, key, value, bias, True, 0.0, call.causal, False, scale=call.scale
     )[:2]
-    return out, logsumexp.reshape(query.shape[:-1])
+    return _seen(out, call.mask), logsumexp.reshape(query.shape[:-1])
 
 
 def _cudnn_backward(
