@@ -88,9 +88,7 @@ class Choice:
                     continue
                 try:
                     search = self.searches.search(replace(request, solver="dp"), share=self.effort.preset_share)
-                    other = self.flow.timed(
-                        "others", search.run, self.searches.preset(name), bounded=False, sure=False
-                    )
+                    other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
                     continue

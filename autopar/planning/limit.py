@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopar.passes.space.choices import KEEP, REGATHER, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment
+from autopar.solve import TooWide
 from autopar.solve.effort import Purse
 from autopar.solve.problem import Infeasible
 
@@ -207,31 +208,43 @@ class _Pool:
 
     def __init__(self, descent: Descent, first: Solved, allowed: Allowed | None) -> None:
         self.descent, self.allowed = descent, allowed
-        self.solutions: list[Solved] = []
-        self.options: dict[str, dict[SiteChoice, None]] = {name: {} for name in descent.options.sites}
-        self.add(first)
+        self.solutions: list[Solved] = [first]
 
     def add(self, solved: Solved) -> bool:
         """Whether that adds an option."""
-        before = sum(map(len, self.options.values()))
+        before = self._options(len(self.solutions))
         self.solutions.append(solved)
-        for name, choices in taken(self.descent.space, solved.assignment).items():
-            for choice in choices:
-                others = (choice._replace(policy=policy) for policy in (KEEP, REGATHER) if choice.policy)
-                offered = [c for c in others if self.allowed is None or c in self.allowed[name]]
-                self.options[name].update(dict.fromkeys((choice, *offered)))
-        return sum(map(len, self.options.values())) > before
+        return self._options(len(self.solutions)) != before
+
+    def _options(self, latest: int) -> dict[str, list[SiteChoice]]:
+        """Those that the latest solutions took."""
+        options: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.descent.options.sites}
+        for solved in self.solutions[-latest:]:
+            for name, choices in taken(self.descent.space, solved.assignment).items():
+                for choice in choices:
+                    others = (choice._replace(policy=policy) for policy in (KEEP, REGATHER) if choice.policy)
+                    offered = [c for c in others if self.allowed is None or c in self.allowed[name]]
+                    options[name].update(dict.fromkeys((choice, *offered)))
+        return {name: list(choices) for name, choices in options.items()}
 
     def solved(self, row: float, purse: Purse, *, thorough: bool = False) -> Solved | None:
         """The cheapest of the pool with at most `row` bytes in sum, or None if there is none; `thorough`: by the solver
-        that was asked for."""
-        descent = self.descent
+        that was asked for. A pool that is too wide is solved for its latest solutions; that of one is small, and solved
+        when the purse is empty too."""
+        descent, every = self.descent, len(self.solutions)
         solver = descent.solver if thorough else descent.steps
-        try:
-            options = {name: list(choices) for name, choices in self.options.items()}
-            return descent.solve(options, solver, bytes_limit=row, purse=purse)
-        except Infeasible:
-            return None
+        for latest in dict.fromkeys((every, min(2, every), 1)):
+            if purse.is_empty and latest > 1:
+                continue
+            if latest == 1 and every > 1:
+                purse = descent.purse(descent.effort.limit)
+            try:
+                return descent.solve(self._options(latest), solver, bytes_limit=row, narrow=latest > 1, purse=purse)
+            except TooWide:
+                continue
+            except Infeasible:
+                return None
+        raise AssertionError("one solution is not too wide")
 
 
 def _weighed(solved: Solved, price: float) -> float:

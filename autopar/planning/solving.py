@@ -33,9 +33,9 @@ class Solved:
         return self.work <= work if self.cut_at is None else self.cut_at == work
 
 
-Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool]
-"""All that a solve depends on: each site's allowed options, the solver, the price of memory, its limit, and whether to
-compute a bound."""
+Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool, bool]
+"""All that a solve depends on: each site's allowed options, the solver, the price of memory, its limit, whether to
+compute a bound, and whether the problem is to be narrow."""
 
 
 class Solves:
@@ -46,6 +46,8 @@ class Solves:
     def __init__(self, space: Space, log: Callable[[str], None], effort: Effort, *, recompute: bool = False) -> None:
         self.space, self.log, self.effort, self.recompute = space, log, effort, recompute
         self.builder = ProblemBuilder(space)
+        self.is_wide = False
+        """Whether recomputation made a problem at a price too wide: the next ones are solved without it."""
         self.solved: dict[Question, Solved] = {}
 
     def __call__(
@@ -56,20 +58,22 @@ class Solves:
         price: float = 0.0,
         bytes_limit: float | None = None,
         bounded: bool = True,
+        narrow: bool = False,
         purse: Purse,
     ) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options, `bounded` with a lower bound. The
         `purse` pays for cached solutions too, so that answers do not depend on earlier questions.
 
         A problem that is too wide for elimination under a limit is solved as an integer program. One that is too wide
-        for that, or has no work left, is solved operator by operator.
+        for that, or has no work left, is solved operator by operator. If it is to be `narrow`, raises `TooWide` instead.
+        Where recomputation makes a problem too wide, a price of memory leads to a solution without.
         """
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
-        question = (options, solver, price, bytes_limit, bounded)
+        question = (options, solver, price, bytes_limit, bounded, narrow)
         solved = self.solved.get(question)
         if solved is None or not solved.is_of(purse.left):
             meter = Meter(most=purse.left, effort=self.effort)
-            solved = self._solve(allowed, solver, price, bytes_limit, bounded, meter)
+            solved = self._solve(allowed, solver, price, bytes_limit, bounded, narrow, meter)
             solved = replace(solved, work=meter.done, cut_at=meter.most if meter.is_cut else None)
             self.solved[question] = solved
         if solved.cut_at is not None:
@@ -85,12 +89,28 @@ class Solves:
         price: float,
         bytes_limit: float | None,
         bounded: bool,
+        narrow: bool,
         meter: Meter,
     ) -> Solved:
-        recompute = self.recompute and (price > 0 or bytes_limit is not None)
+        recompute = self.recompute and (bytes_limit is not None or (price > 0 and not self.is_wide))
         problem, decoder = self.builder.build(allowed, recompute=recompute)
         weighed = priced(problem, price) if price else problem
-        solution = self._solution(weighed, solver, bytes_limit, bounded, meter)
+        if narrow or (recompute and bytes_limit is None):
+            effort = meter.effort
+            meter.effort = replace(effort, message_entries=0.0)
+            try:
+                solution = solve(weighed, solver, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
+            except TooWide:
+                if narrow:
+                    raise
+                self.is_wide = True
+                problem, decoder = self.builder.build(allowed)
+                meter.effort = effort
+                solution = self._solution(priced(problem, price), solver, bytes_limit, bounded, meter)
+            finally:
+                meter.effort = effort
+        else:
+            solution = self._solution(weighed, solver, bytes_limit, bounded, meter)
         choice = in_runs(problem, solution.choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound, solution.price)
 

@@ -231,9 +231,7 @@ def evaluate(problem: Problem, choice: Choice) -> Score:
 def restricted(problem: Problem, variable: int, option: int) -> Problem:
     """The problem with one option of a variable, without the tensors that then cost nothing."""
     only = problem.variables[variable]
-    one = replace(
-        only, options=(only.options[option],), seconds=(only.seconds[option],), bytes=(only.bytes[option],)
-    )
+    one = replace(only, options=(only.options[option],), seconds=(only.seconds[option],), bytes=(only.bytes[option],))
     tensors = []
     for tensor in problem.tensors:
         wanted = tuple(
