@@ -15,11 +15,15 @@ from autopar.cost.memory import Peak, moments, peak
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.shorten import shortened
-from autopar.passes.space.problem import Assignment
+from autopar.passes.space.choices import KEEP, REGATHER
+from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.planning.account import account
+from autopar.planning.options import taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.solve.problem import Infeasible
+from autopar.planning.solving import priced
+from autopar.solve import solve
+from autopar.solve.problem import Infeasible, evaluate
 from tests import models, plans
 
 SEED = 3
@@ -82,6 +86,30 @@ def test_what_is_kept_is_what_crosses(name: str) -> None:
     assert after.seconds > before.seconds and after.activation_bytes < 0.6 * before.activation_bytes
     kept, again = (_peak(made, assignment) for assignment in (plain, every))
     assert again.activations < 0.6 * kept.activations
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", CASES)
+def test_the_problem_scores_what_the_account_says(name: str, seed: int) -> None:
+    """Whatever copies are recomputed, and whatever is gathered again."""
+    made, rng = planner(name, {"dp": 2, "tp": 2}), random.Random(seed)
+    taken_by = [taken(made.space, plans.random_assignment(made.space, seed + 7 * k)) for k in range(2)]
+    options = {name: list(dict.fromkeys(c for t in taken_by for c in t[name])) for name in taken_by[0]}
+    options = {
+        name: [*choices, *(c._replace(policy=REGATHER) for c in choices if c.policy == KEEP)]
+        for name, choices in options.items()
+    }
+    problem, decoder = ProblemBuilder(made.space).build(options, recompute=True)
+    for weight in (0.0, 1e-9, 1e-6):
+        choice = solve(priced(problem, weight)).choice
+        for _ in range(3):
+            copies = (
+                tuple(replace(copy, options=(*copy.options[:-1], rng.randint(0, 1))) for copy in of_repeat)
+                for of_repeat in choice.repeats
+            )
+            choice = replace(choice, repeats=tuple(copies))
+            score, said = evaluate(problem, choice), account(made.space, decoder.decode(choice))
+            assert (score.seconds, score.bytes) == pytest.approx((said.seconds, said.bytes), rel=1e-9)
 
 
 def _peak(made: Planner, assignment: Assignment) -> Peak:

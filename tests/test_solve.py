@@ -8,6 +8,8 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -336,6 +338,33 @@ def test_a_group_may_read_what_it_makes() -> None:
     best = assert_all_agree(problem)
     assert isinstance(best, Solution)
     assert best.choice.options == (1,)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("limited", [False, True])
+def test_branching_changes_no_optimum(seed: int, limited: bool) -> None:
+    """Neither on a variable of the problem nor on one of a body that repeats."""
+    plain = random_problem(seed)
+    rng = random.Random(seed)
+    limit = None
+    if limited and isinstance(free := outcome(plain, "exhaustive"), Solution):
+        limit = 0.8 * free.score.bytes
+    repeats = tuple(replace(r, body=_branching(r.body, rng, (*r.body_left, *r.body_right))) for r in plain.repeats)
+    kept = {v for r in plain.repeats for v in (*r.left, *r.right)}
+    branching = _branching(replace(plain, repeats=repeats), rng, kept)
+    best, found = outcome(plain, "exhaustive", limit), outcome(branching, "dp", limit)
+    if isinstance(best, Solution):
+        assert isinstance(found, Solution)
+        assert found.score.objective == pytest.approx(best.score.objective, rel=1e-9)
+        assert evaluate(plain, found.choice) == found.score
+    else:
+        assert isinstance(found, str)
+
+
+def _branching(problem: Problem, rng: random.Random, kept: Collection[int]) -> Problem:
+    """On a variable that no border shows, if there is one."""
+    inner = [v for v in range(len(problem.variables)) if v not in kept]
+    return replace(problem, branch=rng.choice(inner) if inner else None)
 
 
 def infeasible_problem() -> Problem:

@@ -93,8 +93,8 @@ class Search:
         below: float = math.inf,
     ) -> SearchResult:
         """The best assignment of the space, or of `allowed`; `bounded` asks for a lower bound. A search that is not
-        `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. If it is not `sure`
-        (not given: not thorough), the result may exceed the memory limit, as it does if its peak exceeds the estimate.
+        `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. If it is not
+        `sure` (not given: not thorough), the result may exceed the limit, as it does if its peak exceeds the estimate.
 
         Raises `Infeasible` if nothing keeps the memory limit.
         """

@@ -238,15 +238,16 @@ class Branched:
         tables = [eliminated.table for _, eliminated in self.parts]
         if self.place is not None:
             return np.stack(tables, axis=1 + self.place)
-        return tables[0] if len(tables) == 1 else np.minimum.reduce(tables)
+        return tables[0] if len(tables) == 1 else np.asarray(np.minimum.reduce(tables))
 
     def chosen(self, prices: Ints, kept: Ints) -> Ints:
         """The branch that is cheapest, at prices [sample] and given the options [variable, sample] of those kept."""
         if self.place is not None:
-            return kept[self.place]
+            return np.asarray(kept[self.place])
         if len(self.parts) == 1:
             return np.zeros(len(prices), dtype=np.int64)
-        return np.stack([eliminated.table[(prices, *kept)] for _, eliminated in self.parts]).argmin(axis=0)
+        costs = np.stack([eliminated.table[(prices, *kept)] for _, eliminated in self.parts])
+        return np.asarray(costs.argmin(axis=0))
 
 
 class Pricing:

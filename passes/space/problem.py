@@ -203,7 +203,7 @@ class ProblemBuilder:
             for position, read in enumerate(site.reads):
                 readers.setdefault(read.alias.root, []).append((number, position))
         sites = list(region.sites.values())
-        tensors = []
+        tensors: list[Tensor] = []
         for root, reading in readers.items():
             maker, result = makers[root]
             of_root = root, sites, region_options, maker, result, reading
@@ -282,11 +282,11 @@ class ProblemBuilder:
         produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
         reading = _in_order(sites, reading)
         phases = {(r, p): again.phases(sites[r], site, backward=sites[r].reads[p].backward) for r, p in reading}
-        kept_or_again = tuple(
+        kept, moved_again = (
             moved_of(meta, site, [(sites[r], "backward" in phases[r, p][number]) for r, p in reading])
             for number in (0, 1)
         )
-        switched = Switched(*kept_or_again, root in again.roots, site.kind == "border")
+        switched = Switched(kept, moved_again, root in again.roots, site.kind == "border")
         for part in ACQUISITIONS:
             positions = _positions([at for at in reading if part == "once" or part in phases[at][1]])
 
