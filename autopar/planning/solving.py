@@ -65,7 +65,8 @@ class Solves:
         `purse` pays for cached solutions too, so that answers do not depend on earlier questions.
 
         A problem that is too wide for elimination under a limit is solved as an integer program. One that is too wide
-        for that, or has no work left, is solved operator by operator; `narrow`: it raises `TooWide` instead. Where recomputation makes a problem too wide, a price of memory leads to a solution without.
+        for that, or has no work left, is solved operator by operator; `narrow`: it raises `TooWide` instead. Where
+        recomputation makes a problem too wide, a price of memory leads to a solution without.
         """
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
         question = (options, solver, price, bytes_limit, bounded, narrow)
