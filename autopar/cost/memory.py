@@ -71,6 +71,14 @@ def moments(
     return step.moments
 
 
+def phase_peaks(program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache) -> list[Peak]:
+    """The largest moment of forward, of backward and of what follows it: what a step cannot go below when the parts of
+    its peak shrink."""
+    step = _Phases(program, optimizer, device_type, Memory(cache=cache))
+    step.peak()
+    return list(step.phases.values())
+
+
 @dataclass(eq=False)
 class _TrainingStep:
     program: Program
@@ -208,6 +216,18 @@ class _TrainingStep:
             return phase
         module = f" of module {instruction.module!r}" if instruction.module else ""
         return f"{phase}, `{source_line(instruction, self.program.axes)}`{module}"
+
+
+@dataclass(eq=False)
+class _Phases(_TrainingStep):
+    phases: dict[str, Peak] = field(default_factory=dict)
+
+    def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
+        super()._look(phase, inside, instruction)
+        total, name = sum(self.alive.values()) + inside, phase.partition(",")[0]
+        if name not in self.phases or total > self.phases[name].bytes:
+            held = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
+            self.phases[name] = Peak(**held, at=name)
 
 
 Metas = tuple[TensorMeta, ...]
