@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from autopar.cost.liveness import PlacementCache
-from autopar.cost.memory import Peak, phase_peaks
+from autopar.cost.memory import Peak, Phase, phases
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.layout import Split, local_meta
 from autopar.ir.program import Program, ProgramInput
@@ -136,29 +136,31 @@ class Shortfall:
         """About the peak of the changed step: the largest of its phases."""
         return max(self._needed(phase, change) for phase in self._phases)
 
-    def _needed(self, phase: Peak, change: Change) -> float:
+    def _needed(self, phase: Phase, change: Change) -> float:
         """Parameters, gradients and states that the ranks split are split further by more of them. What is computed
-        from the batch scales with it, and is split further too."""
+        from the batch scales with it, and is split further too. Gathered weights stay as they are."""
         still = self._split_part / change.ranks + 1 - self._split_part
-        optimizer, states, temporaries = self.space.optimizer, float(phase.optimizer), float(phase.temporaries)
+        peak, optimizer = phase.peak, self.space.optimizer
+        states, temporaries = float(peak.optimizer), float(peak.temporaries)
         if change.optimizer is not None:
             states = self._states(change.optimizer)
-        if phase.at == UPDATE:
+        from_batch = peak.outputs + peak.inputs * self._batch_part
+        if peak.at == UPDATE:
             copies = optimizer.copies if change.optimizer is None else change.optimizer.copies
-            temporaries *= copies / max(1, optimizer.copies) * still
+            weights = temporaries * copies / max(1, optimizer.copies) * still
         else:
-            temporaries *= change.batch / change.ranks
-        gradients = float(phase.gradients)
-        if change.accumulating and phase.at != UPDATE:
-            gradients += max(one.gradients for one in self._phases)
-        from_batch = phase.outputs + phase.activations + phase.inputs * self._batch_part
-        resting = phase.parameters + gradients + states
-        buffers = phase.inputs * (1 - self._batch_part)
-        return resting * still + from_batch * change.batch / change.ranks + buffers + temporaries
+            weights = phase.weight_bytes
+            from_batch += temporaries + peak.activations - weights
+        gradients = float(peak.gradients)
+        if change.accumulating and peak.at != UPDATE:
+            gradients += max(one.peak.gradients for one in self._phases)
+        resting = peak.parameters + gradients + states
+        buffers = peak.inputs * (1 - self._batch_part)
+        return resting * still + weights + buffers + from_batch * change.batch / change.ranks
 
     @cached_property
-    def _phases(self) -> list[Peak]:
-        return phase_peaks(self.program, self.space.optimizer, self.device_type, self.memory)
+    def _phases(self) -> list[Phase]:
+        return phases(self.program, self.space.optimizer, self.device_type, self.memory)
 
     def _bytes(self, given: ProgramInput) -> int:
         return local_meta(given.meta, given.layout, self.program.mesh).bytes
@@ -210,7 +212,7 @@ def _either(words: list[str]) -> str:
 
 
 def size_text(size: float, *, up: bool = False) -> str:
-    """Bytes in decimal units, as memory is sold: of four digits, which `up` rounds up, so that they suffice as a limit."""
+    """Bytes in decimal units, as memory is sold, with four digits. `up` rounds up: the text then works as a limit."""
     unit, of = next(((unit, of) for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= of), ("B", 1.0))
     value = size / of
     step = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
