@@ -110,7 +110,7 @@ Limit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Of a rank, such as 40GB; none lifts it. If not given: the memory of the cluster's devices less a reserve.",
+        help="Of a rank, such as 40GB; none lifts it. Not given: the memory of the cluster's devices less a reserve.",
     ),
 ]
 Pins = Annotated[

@@ -98,7 +98,9 @@ class Shortfall:
         if not factors:
             return False, f"more ranks, since {self.space.cluster.name} has no more than {devices} devices"
         factor, needed = self._first(factors, lambda factor: Change(ranks=factor))
-        return needed <= self.limit, f"{factor * ranks} ranks instead of {ranks} (about {size_text(needed)})"
+        if needed > self.limit:
+            return False, f"more ranks (about {size_text(needed)} on {factor * ranks})"
+        return True, f"{factor * ranks} ranks instead of {ranks} (about {size_text(needed)})"
 
     def _batch(self) -> tuple[bool, str]:
         if not (sizes := list(self._batches())):
