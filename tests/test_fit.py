@@ -58,7 +58,7 @@ def test_a_plan_that_fits_is_that_without_a_limit(solver: str, cost: str) -> Non
     assert (lifted.memory_limit_bytes, lifted.memory_limit_from, lifted.headroom_bytes) == (None, "lifted", None)
 
 
-@pytest.mark.parametrize("solver", ["dp", "ddp"])
+@pytest.mark.parametrize("solver", ["dp", "fsdp"])
 @pytest.mark.parametrize("cost", ["analytical", "serial"])
 def test_a_plan_that_does_not_fit_is_planned_again_within_the_limit(solver: str, cost: str) -> None:
     free = planner("dgx-a100").plan(solver=solver, cost=cost)
@@ -67,6 +67,12 @@ def test_a_plan_that_does_not_fit_is_planned_again_within_the_limit(solver: str,
     assert plan.bytes <= limit and plan.memory_limit_from == "device"
     given = planner(of_memory(limit)).plan(solver=solver, cost=cost, memory_limit_bytes=limit)
     assert plan.seconds == pytest.approx(given.seconds) and given.memory_limit_from == "given"
+
+
+def test_a_preset_that_does_not_fit_is_refused() -> None:
+    free = planner("dgx-a100").plan(solver="ddp")
+    with pytest.raises(Infeasible, match="less its reserve"):
+        planner(of_memory(0.9 * free.bytes)).plan(solver="ddp")
 
 
 def test_the_search_over_meshes_and_compare_keep_the_devices_memory() -> None:

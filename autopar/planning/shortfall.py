@@ -72,7 +72,8 @@ class Shortfall:
             "temporaries": peak.temporaries,
         }
         composed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
-        would, would_not = [], []
+        would: list[str] = []
+        would_not: list[str] = []
         for sufficient, words in (self._ranks(), self._batch(), self._micro_batches(), self._optimizer()):
             (would if sufficient else would_not).append(words)
         advice = f" It would fit with {_either(would)}." if would else " None of the usual remedies is enough alone."
