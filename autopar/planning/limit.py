@@ -19,6 +19,7 @@ from autopar.solve.problem import Infeasible, Score
 from .account import recomputation
 from .descent import Descent
 from .options import taken
+from .shortfall import DoesNotFit
 from .solving import Solved
 
 Peaks = Callable[[Assignment], float]
@@ -120,11 +121,8 @@ class Limit:
         smallest = min([*(solved for solved, _ in self.estimated.values()), *tried], key=self._peak)
         true = self._true_peak(smallest)
         if true > self.bytes_limit:
-            error = Infeasible(
-                f"no choice fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes; "
-                f"give more memory, more ranks or a smaller batch"
-            )
-            error.smallest_bytes = true
+            error = DoesNotFit(f"no plan fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes")
+            error.smallest_bytes, error.smallest = true, smallest.assignment
             raise error
         return smallest
 
