@@ -60,11 +60,12 @@ def plan(
     - "hybrid": as "analytical", with operators measured on this device, and recorded in the database `profiles` (a
       file; the user's own if not given; see docs/profiling.md).
 
-    `memory_limit_bytes` bounds the predicted peak of a rank's memory during a training step. It includes the states of
-    the `optimizer`: "adamw", "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "sgd",
-    "sgd_momentum", or a number of bytes per element of a parameter. `constraints` pins placements of parameters and
-    inputs, and keeps modules off an axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see
-    `autopar.planning.constraints`).
+    `memory_limit_bytes` bounds the predicted peak of a rank's memory during a training step. If it is None, the limit
+    is the memory of the cluster's devices less their reserve, or none if the cluster does not say what memory they
+    have (as "local" does not); `math.inf` lifts it. The peak includes the states of the `optimizer`: "adamw",
+    "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of
+    bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
+    axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
 
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """

@@ -36,7 +36,9 @@ def library() -> list[str]:
         device = cluster.device
         top = device.efficiency[-1][1] / 1e12
         flops = ", ".join(f"{device.flops_per_second[d] * top:.3g}" for d in ("bfloat16", "float32"))
-        memory = f"{device.memory_bytes / 1e9:.0f} GB, {device.memory_bytes_per_second / 1e9:.0f} GB/s"
+        of_steps = "" if device.usable_bytes is None else f" of {device.memory_bytes / 1e9:.0f} GB"
+        size = "unknown" if device.usable_bytes is None else f"{device.usable_bytes / 1e9:.1f}{of_steps}"
+        memory = f"{size}, {device.memory_bytes_per_second / 1e9:.0f} GB/s"
         levels = "; ".join(f"{level.name} {level.size} {level.topology} {rates(level)}" for level in cluster.levels)
         lines.append(f"| `{name}` | {device.name} | {flops} | {memory} | {levels} |")
     return lines

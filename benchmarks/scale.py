@@ -90,10 +90,10 @@ def restarts(planner: Planner, limit: float | None, count: int, seconds: float) 
 def planned(planner: Planner, limit: float | None) -> tuple[Plan, dict[str, Any]]:
     """The plan of the objective, in which nothing overlaps, then the one with overlaps in it, as people get it."""
     before, cpu, started = dict(planner.seconds), time.process_time(), time.perf_counter()
-    plan = planner.plan(memory_limit_bytes=limit)
+    plan = planner.plan(memory_limit_bytes=math.inf if limit is None else limit)
     took, cpu = time.perf_counter() - started, time.process_time() - cpu
     phases = {k: v - before.get(k, 0.0) for k, v in planner.seconds.items() if v > before.get(k, 0.0)}
-    serial = planner.plan(cost="serial", memory_limit_bytes=limit)
+    serial = planner.plan(cost="serial", memory_limit_bytes=math.inf if limit is None else limit)
     return plan, {
         "seconds": took,
         "cpu_seconds": cpu,
@@ -117,7 +117,7 @@ def on_any_mesh(layers: int) -> dict[str, Any]:
     planner = captured(layers)
     candidates = meshes(math.prod(MESH.values()))
     cpu, started = time.process_time(), time.perf_counter()
-    plan = planner.over(candidates, Request())
+    plan = planner.over(candidates, Request(memory_limit_bytes=math.inf))
     return {
         "case": "auto",
         "mesh": dict(plan.mesh),

@@ -251,7 +251,7 @@ def main() -> None:
             for mesh in (m for m in meshes(cluster) if len(m) in options.axes):
                 if first is None:
                     first = Planner(case.model, mesh, case.args, case.kwargs, loss_fn=case.loss_fn, cluster=cluster)
-                seconds = compared(first.on(mesh, cluster), cluster.device.memory_bytes if options.fit else None)
+                seconds = compared(first.on(mesh, cluster), cluster.device.memory_bytes if options.fit else math.inf)
                 rows.append({"model": name, "cluster": place, "mesh": mesh, "fit": options.fit, **seconds})
                 print("  ".join(f"{cell:<17}" for cell in line(rows[-1])), flush=True)
                 data = {"machine": platform.processor(), "rows": merged(earlier, rows)}

@@ -344,8 +344,8 @@ def test_a_group_may_read_what_it_makes() -> None:
 @pytest.mark.parametrize("limited", [False, True])
 def test_branching_changes_no_optimum(seed: int, limited: bool) -> None:
     """Neither on a variable of the problem nor on one of a body that repeats."""
-    plain = random_problem(seed)
     rng = random.Random(seed)
+    plain = random_problem(rng)
     limit = None
     if limited and isinstance(free := outcome(plain, "exhaustive"), Solution):
         limit = 0.8 * free.score.bytes

@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,7 +106,13 @@ Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
 Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
 Dtype = Annotated[str, typer.Option(help="Of the model.")]
 Cost = Annotated[str, typer.Option(help=f"What the plan minimizes: {', '.join(COSTS)}.")]
-Limit = Annotated[str | None, typer.Option("--memory-limit", help="Of a rank, such as 40GB.")]
+Limit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        help="Of a rank, such as 40GB; none lifts it. Not given: the memory of the cluster's devices less a reserve.",
+    ),
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(
@@ -147,12 +154,14 @@ def constraints(texts: list[str]) -> dict[str, dict[str, str]]:
 
 
 def byte_count(text: str | None) -> float | None:
-    """Parses "40GB" or "40GiB"."""
+    """Parses "40GB" or "40GiB"; "none" and "inf" are no limit, and None leaves it to the cluster's devices."""
     if text is None:
         return None
+    if text.strip().lower() in ("none", "inf"):
+        return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2] not in UNITS:
-        raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB")
+        raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB, or none for no limit")
     count: float = float(match[1]) * UNITS[match[2]]
     return count
 

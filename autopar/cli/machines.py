@@ -20,7 +20,7 @@ from autopar.cluster.calibration import Prediction, check, compute_check, fit
 from autopar.cluster.library import CLUSTERS, named_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import KINDS, interpolated
-from autopar.cluster.machine import Cluster
+from autopar.cluster.machine import Cluster, Device
 from autopar.cluster.measurements import Measurements
 from autopar.planning.plan import bytes_text, seconds_text
 from autopar.runtime.measure import measured_here
@@ -230,12 +230,10 @@ def clusters_command(
         out().print_json(json.dumps({key: _facts(cluster) for key, cluster in clusters.items()}))
         return
     if name is None:
-        table = Table("cluster", "devices", "device", "memory", "levels, from the outermost in")
+        table = Table("cluster", "devices", "device", "memory (for a step)", "levels, from the outermost in")
         for key, cluster in clusters.items():
             levels = ", ".join(f"{level.name} {level.size}" for level in cluster.levels)
-            table.add_row(
-                key, str(cluster.devices), cluster.device.name, bytes_text(cluster.device.memory_bytes), levels
-            )
+            table.add_row(key, str(cluster.devices), cluster.device.name, _memory(cluster.device), levels)
         out().print(table)
         return
     (cluster,) = clusters.values()
@@ -246,7 +244,7 @@ def clusters_command(
     out().print(
         f"{cluster.devices} x {device.name}: TFLOP/s {rates} at the peak, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
-        + f"; {bytes_text(device.memory_bytes)} at {bytes_text(device.memory_bytes_per_second)}/s"
+        + f"; {_memory(device)} at {bytes_text(device.memory_bytes_per_second)}/s"
         + (f", of which an operator that moves {moving}" if len(device.memory_efficiency) > 1 else "")
         + f"; {seconds_text(device.seconds_per_op)} an operator"
     )
@@ -274,6 +272,13 @@ def clusters_command(
         out().print(groups)
 
 
+def _memory(device: Device) -> str:
+    """The memory, and what of it a step may take."""
+    if device.memory_bytes is None or device.usable_bytes is None:
+        return "unknown"
+    return f"{bytes_text(device.memory_bytes)} ({bytes_text(device.usable_bytes)})"
+
+
 def _cluster(name: str) -> Cluster:
     return read_cluster(name) if Path(name).is_file() else named_cluster(name)
 
@@ -287,6 +292,7 @@ def _facts(cluster: Cluster) -> dict[str, object]:
             "name": device.name,
             "flops_per_second": dict(device.flops_per_second),
             "memory_bytes": device.memory_bytes,
+            "usable_bytes": device.usable_bytes,
             "memory_bytes_per_second": device.memory_bytes_per_second,
             "memory_efficiency": device.memory_efficiency,
             "operator_ratios": dict(device.ratios),

@@ -19,6 +19,9 @@ from .links import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolat
 
 TOPOLOGIES = ("switch", "full", "ring")
 
+RESERVED_PART = 0.1
+"""Of a device's memory, reserved where nothing says how much."""
+
 
 def operator_key(op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> str:
     """The key of measured seconds: an operator on one rank's tensors."""
@@ -41,7 +44,10 @@ class Operators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`flops_per_second` is the peak by dtype name ("float32", "bfloat16"); a dtype that is not listed counts as the
+    """`memory_bytes` is None where nothing says how much there is. `reserved_bytes` of it are not for tensors: the
+    context, the communication library's buffers, fragmentation (None: `RESERVED_PART`).
+
+    `flops_per_second` is the peak by dtype name ("float32", "bfloat16"); a dtype that is not listed counts as the
     slowest listed. `efficiency` are points (flops of one operator, part of the peak that it reaches), interpolated on
     logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one operator reads and
     writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is the fixed cost of one
@@ -52,14 +58,23 @@ class Device:
 
     name: str
     flops_per_second: Mapping[str, float]
-    memory_bytes: float
     memory_bytes_per_second: float
     seconds_per_op: float
+    memory_bytes: float | None = None
+    reserved_bytes: float | None = None
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     ratios: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_link_byte: float = 0.0
     operators: Operators | None = None
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """What a step's tensors may take: the memory less the reserve, or None where nothing says how much there is."""
+        if self.memory_bytes is None:
+            return None
+        reserved = RESERVED_PART * self.memory_bytes if self.reserved_bytes is None else self.reserved_bytes
+        return self.memory_bytes - reserved
 
     def measured_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float | None:
         """Measured seconds of one operator on local shapes, or None."""

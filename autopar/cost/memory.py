@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.ir import randomness, variates
 from autopar.ir.graph import Node, TensorMeta
@@ -69,6 +70,22 @@ def moments(
     step = _TrainingStep(program, optimizer, device_type, Memory(cache=cache or PlacementCache()))
     step.peak()
     return step.moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """The largest moment of a part of a step, and how many of its activations' and temporaries' bytes are those of
+    parameters and their gradients, gathered or on their way: a smaller batch leaves them."""
+
+    peak: Peak
+    weight_bytes: int
+
+
+def phases(program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache) -> list[Phase]:
+    """Forward, backward and what follows it: what a step cannot go below when the parts of its peak shrink."""
+    step = _Phases(program, optimizer, device_type, Memory(cache=cache))
+    step.peak()
+    return list(step.phases.values())
 
 
 @dataclass(eq=False)
@@ -208,6 +225,56 @@ class _TrainingStep:
             return phase
         module = f" of module {instruction.module!r}" if instruction.module else ""
         return f"{phase}, `{source_line(instruction, self.program.axes)}`{module}"
+
+
+MOVING = (
+    "collective.",
+    "aten.cat",
+    "aten.view",
+    "aten.clone",
+    "aten.slice",
+    "aten.t.",
+    "aten.transpose",
+    "aten._to_copy",
+)
+"""Ops between the product that is a parameter's gradient and the gradient that the step returns."""
+
+
+def _weights(program: Program) -> set[str]:
+    """Values that are of parameters alone, and gradients of parameters from the operator that computes them on."""
+    weights = {i.name for i in program.inputs if i.role == "parameter"}
+    makers: dict[str, Node] = {}
+    for node in (*program.forward, *program.backward):
+        names = [name for name in node.outputs if name]
+        makers.update(dict.fromkeys(names, node))
+        if node.inputs and weights.issuperset(node.inputs):
+            weights.update(names)
+    left = [o.name for o in program.outputs if o.role == "gradient" and o.name is not None]
+    while left:
+        maker = makers.get(left.pop())
+        if maker is not None and not weights.issuperset(name for name in maker.outputs if name):
+            weights.update(name for name in maker.outputs if name)
+            left += maker.inputs if maker.op.startswith(MOVING) else ()
+    return weights
+
+
+@dataclass(eq=False)
+class _Phases(_TrainingStep):
+    phases: dict[str, Phase] = field(default_factory=dict)
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """The storages of `_weights`."""
+        return {storage for name in _weights(self.program) for storage in self.memory.storages.get(name, ())}
+
+    def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
+        super()._look(phase, inside, instruction)
+        total, name = sum(self.alive.values()) + inside, phase.partition(",")[0]
+        if name not in self.phases or total > self.phases[name].peak.bytes:
+            held = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
+            computed = (s for s in self.weights if self.kinds.get(s, "temporaries") in ("temporaries", "activations"))
+            size = sum(self.memory.bytes[storage] for storage in computed if self.users[storage] > 0)
+            self.phases[name] = Phase(peak=Peak(**held, at=name), weight_bytes=size)
 
 
 Metas = tuple[TensorMeta, ...]

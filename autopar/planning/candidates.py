@@ -126,7 +126,7 @@ class Candidates:
 
     def _candidates(self, plans: Iterable[Plan]) -> list[Candidate]:
         """Those of the plans that keep the memory limit."""
-        planner, limit = self.planner, self.request.memory_limit_bytes
+        planner, limit = self.planner, self.planner.limit(self.request)
         candidates = []
         for plan in plans:
             if limit is None or plan.bytes <= limit:

@@ -6,8 +6,10 @@ presets.
 """
 
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -35,27 +37,42 @@ class Describe(Protocol):
     def __call__(self, result: SearchResult, request: Request) -> Plan: ...
 
 
+Rival = tuple[str, SearchResult]
+
+
 class Choice:
-    """Chooses among the candidates of one space."""
+    """Chooses among the candidates of one space. What a choice without a memory limit computed, a second one within a
+    limit takes over: the cheapest plan, the bound, and what the presets leave."""
 
     def __init__(self, searches: Searches, steps: Steps, describe: Describe, flow: Flow) -> None:
         self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
         self.space, self.effort = searches.space, searches.effort
+        self.started = time.perf_counter()
+        self.cheapest: Solved | None = None
+        self.bound: float | None = None
+        self.presets: list[Rival] | None = None
 
     def shortest(self, search: Search, request: Request, *, bounded: bool) -> Plan:
         """The plan with the shortest step on its timeline, of the search's own and `_others`. Forked processes compute
         the others and the bound while this one applies the limit and writes the first plan's program."""
-        started = time.perf_counter()
-        cheapest = self.flow.timed("search", search.explore, bounded=bounded)
+        cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.cheapest)
         with (
-            search.bounding(bounded) as bound,
-            beside(lambda: list(self._others(cheapest, request)), worthwhile=search.is_large) as others,
+            self._bounding(search, bounded) as bound,
+            beside(lambda: self._others(cheapest, request), worthwhile=search.is_large) as others,
         ):
             best: SearchResult = self.flow.timed("search", self._within, search)
-            best = replace(best, lower_bound=max(best.lower_bound, self.flow.timed("bound", bound)))
+            self.bound = self.flow.timed("bound", bound)
+            best = replace(best, lower_bound=max(best.lower_bound, self.bound))
             plan = self.flow.timed("describe", self.describe, best, request)
-            plan = self._shorter(best, plan, self.flow.timed("others", others), request)
-        return replace(plan, lower_bound_seconds=best.lower_bound, solve_seconds=time.perf_counter() - started)
+            hidden, self.presets = self.flow.timed("others", others)
+            plan = self._shorter(best, plan, [*hidden, *self.presets], request)
+        self.cheapest = cheapest
+        seconds = time.perf_counter() - self.started
+        return replace(plan, lower_bound_seconds=best.lower_bound, solve_seconds=seconds)
+
+    def _bounding(self, search: Search, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
+        known = self.bound
+        return search.bounding(bounded) if known is None else nullcontext(lambda: known)
 
     def _within(self, search: Search) -> SearchResult:
         """The search's best under its limit, if it has one: with the largest buckets, or, if nothing fits beside those,
@@ -72,11 +89,9 @@ class Choice:
         self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
         return best
 
-    def _shorter(
-        self, first: SearchResult, plan: Plan, others: Sequence[tuple[str, SearchResult]], request: Request
-    ) -> Plan:
+    def _shorter(self, first: SearchResult, plan: Plan, others: Sequence[Rival], request: Request) -> Plan:
         """The plan of `first`, or of one of the others with a shorter step on its timeline."""
-        limit = request.memory_limit_bytes
+        limit = request.bytes_limit
         best, seen = plan, [first.assignment]
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
             if least_seconds(self.space, other.assignment) >= best.seconds:
@@ -106,10 +121,14 @@ class Choice:
                 best = rival
         return best
 
-    def _others(self, cheapest: Solved, request: Request) -> Iterator[tuple[str, SearchResult]]:
+    def _others(self, cheapest: Solved, request: Request) -> tuple[list[Rival], list[Rival]]:
         """Rivals that overlap may favour, by name, at the prices of the first search: the result, under the limit, of a
         second search from the cheapest plan, in which most of the traffic in buckets is hidden; and those of the
         presets, some of which hide much, without a limit yet."""
+        hidden = list(self._hidden(cheapest, request))
+        return hidden, list(self._of_presets(request)) if self.presets is None else self.presets
+
+    def _hidden(self, cheapest: Solved, request: Request) -> Iterator[Rival]:
         priced = account(self.space, cheapest.assignment)
         if priced.communication_seconds >= self.effort.hidden_worth * priced.seconds:
             search = self.searches.search(
@@ -120,9 +139,10 @@ class Choice:
                 yield "hidden buckets", self.searches.priced(hidden)
             except Infeasible as error:
                 logger.info("no plan with most of the traffic in buckets hidden: %s", error)
-        search = self.searches.search(
-            replace(request, solver="dp", memory_limit_bytes=None), share=self.effort.preset_share
-        )
+
+    def _of_presets(self, request: Request) -> Iterator[Rival]:
+        free = replace(request, solver="dp", memory_limit_bytes=math.inf)
+        search = self.searches.search(free, share=self.effort.preset_share)
         tried: list[Allowed] = []
         for name in PRESETS if SOLVERS[request.solver].exact else ():
             try:

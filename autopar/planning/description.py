@@ -51,7 +51,8 @@ class Subject:
             cluster=space.cluster.name,
             solver=request.solver,
             cost=request.cost,
-            memory_limit_bytes=request.memory_limit_bytes,
+            memory_limit_bytes=request.bytes_limit,
+            memory_limit_from=request.limit_from,
             constraints=request.pinned,
             decisions={name: str(choice) for name, choice in assignment.rest.items()},
             segments=tuple(

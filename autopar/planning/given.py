@@ -62,10 +62,14 @@ def check_limit(memory_limit_bytes: Any) -> None:
         return
     if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, Real):
         raise ValueError(
-            f"memory_limit_bytes is {_shown(memory_limit_bytes)}: give a number of bytes, such as 40e9, or None"
+            f"memory_limit_bytes is {_shown(memory_limit_bytes)}: give a number of bytes, such as 40e9, math.inf for "
+            f"no limit, or None for what the device has"
         )
     if not float(memory_limit_bytes) > 0:
-        raise ValueError(f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, or None")
+        raise ValueError(
+            f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, math.inf for no limit, or "
+            f"None for what the device has"
+        )
 
 
 def check_constraints(constraints: Any) -> None:

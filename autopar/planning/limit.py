@@ -18,6 +18,7 @@ from autopar.solve.problem import Infeasible
 
 from .descent import Descent
 from .options import taken
+from .shortfall import DoesNotFit
 from .solving import Solved
 
 BytesOf = Callable[[Assignment], float]
@@ -174,11 +175,8 @@ class Limit:
         smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)
         if true > self.bytes_limit:
-            error = Infeasible(
-                f"no choice fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes; "
-                f"give more memory, more ranks or a smaller batch"
-            )
-            error.smallest_bytes = true
+            error = DoesNotFit(f"no plan fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes")
+            error.smallest_bytes, error.smallest = true, smallest.assignment
             raise error
         return smallest
 

@@ -55,17 +55,16 @@ def best_mesh(
         limit = sorted(seconds for seconds, _ in estimates)[finalists - 1] if len(estimates) >= finalists else math.inf
         estimates.append((quick(mesh, limit), mesh))
         report(f"mesh {dict(mesh)}: {estimates[-1][0] * 1e3:.3f} ms")
-    error: ValueError | None = None
+    errors: list[ValueError] = []
     results: list[tuple[float, T]] = []
     for _, mesh in sorted(estimates, key=lambda entry: entry[0])[:finalists]:
         try:
             results.append(thorough(mesh))
             report(f"mesh {dict(mesh)}, thoroughly: {results[-1][0] * 1e3:.3f} ms")
         except ValueError as raised:
-            error = raised
+            errors.append(raised)
     if not results:
-        assert error is not None
-        raise error
+        raise min(errors, key=lambda error: getattr(error, "smallest_bytes", math.inf))
     return min(results, key=lambda entry: entry[0])[1]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from autopar.cost.memory import Peak
 from autopar.ir.graph import JointGraph
@@ -20,6 +20,17 @@ from autopar.ir.graph import JointGraph
 from .account import Account, Collective
 
 FORMAT = 2
+
+LimitFrom = Literal["given", "device", "lifted", "none"]
+"""Where a plan's memory limit is from: the caller; the device's memory less its reserve; nowhere, since the caller
+lifted it, or since the cluster does not say what memory its devices have."""
+
+LIMIT_WORDS: Mapping[LimitFrom, str] = {
+    "given": "as given",
+    "device": "the device's memory less its reserve",
+    "lifted": "no memory limit, as asked",
+    "none": "no memory limit, since the cluster does not say what its devices have",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +91,20 @@ class Plan:
     solve_seconds: float
     without_rule: Mapping[str, int] = field(default_factory=dict)
     constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """What a person pinned (`constraints`), and the limit on `bytes`, if there is one."""
+    """What a person pinned."""
     memory_limit_bytes: float | None = None
+    """The limit on `bytes`, if there is one, and where it is from."""
+    memory_limit_from: LimitFrom = "none"
 
     @property
     def bytes(self) -> int:
         """Predicted peak of the bytes that a rank holds during a training step."""
         return self.peak.bytes
+
+    @property
+    def headroom_bytes(self) -> float | None:
+        """What is left of the limit at the peak; None without a limit."""
+        return None if self.memory_limit_bytes is None else self.memory_limit_bytes - self.bytes
 
     @property
     def gap(self) -> float | None:
@@ -103,7 +121,7 @@ class Plan:
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
@@ -163,6 +181,7 @@ class Plan:
                 without_rule=dict(data["without_rule"]),
                 constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
                 memory_limit_bytes=_limit(data.get("memory_limit_bytes")),
+                memory_limit_from=_limit_from(data),
                 **{n: PLAIN[kind](data[n], n) for n, kind in get_type_hints(Plan).items() if kind in PLAIN},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -187,7 +206,11 @@ class Plan:
         return lines
 
     def _limit(self) -> str:
-        return "" if self.memory_limit_bytes is None else f"; the limit is {bytes_text(self.memory_limit_bytes)}"
+        words, headroom = LIMIT_WORDS[self.memory_limit_from], self.headroom_bytes
+        if self.memory_limit_bytes is None or headroom is None:
+            return words
+        left = f"headroom {bytes_text(headroom)}" if headroom >= 0 else f"exceeded by {bytes_text(-headroom)}"
+        return f"memory limit {bytes_text(self.memory_limit_bytes)} ({words}), {left}"
 
     def _pinned(self) -> list[str]:
         pins = [f"{name} {axis}={text}" for name, axes in self.constraints.items() for axis, text in axes.items()]
@@ -210,7 +233,8 @@ class Plan:
             f"optimizer ({self.optimizer}) {bytes_text(peak.optimizer)}, "
             f"buffers and inputs {bytes_text(peak.inputs)}, outputs {bytes_text(peak.outputs)}, "
             f"kept for backward {bytes_text(peak.activations)}, temporaries {bytes_text(peak.temporaries)}",
-            f"that is in {peak.at}{self._limit()}",
+            f"that is in {peak.at}",
+            self._limit(),
             *self._recomputed(),
             *self._pinned(),
             "",
@@ -257,6 +281,15 @@ PLAIN: Mapping[Any, Callable[[Any, str], Any]] = {str: _text, int: _count, float
 
 def _limit(value: Any) -> float | None:
     return None if value is None else _number(value, "memory_limit_bytes")
+
+
+def _limit_from(data: Mapping[str, Any]) -> LimitFrom:
+    """As a plan says it; files from before it was written have given limits, or none."""
+    told = data.get("memory_limit_from", "lifted" if data.get("memory_limit_bytes") is None else "given")
+    if told not in get_args(LimitFrom):
+        raise ValueError(f"memory_limit_from is {told!r}: one of {', '.join(get_args(LimitFrom))}")
+    source: LimitFrom = told
+    return source
 
 
 def _decisions(data: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from .plan import Plan
 from .request import Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
+from .shortfall import DoesNotFit, Shortfall
 from .steps import Steps
 from .writer import Writer
 
@@ -161,14 +162,16 @@ class Planner:
         if most of the traffic in buckets did."""
         start = self.assignment(plan)
         plans: list[Plan] = []
+
+        def near(space: Space, request: Request) -> Plan:
+            result = self.search(request, space).run(start=start, bounded=False, thorough=False)
+            return self.describe(replace(self.searches.priced(result), lower_bound=0.0), request)
+
         for hidden in (0.0, self.effort.hidden_part):
-            search = self.search(request, self.searches.hiding(hidden))
             try:
-                other = self.searches.priced(search.run(start=start, bounded=False, thorough=False))
+                plans.append(self.fitting(request, partial(near, self.searches.hiding(hidden))))
             except Infeasible as error:
                 logger.info("nothing near: %s", error)
-                continue
-            plans.append(self.describe(replace(other, lower_bound=0.0), request))
         return plans
 
     def again(self, plan: Plan) -> Plan:
@@ -181,10 +184,10 @@ class Planner:
         request = Request(
             solver=plan.solver,
             cost=plan.cost,
-            memory_limit_bytes=plan.memory_limit_bytes,
+            memory_limit_bytes=math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes,
             constraints=plan.constraints,
         )
-        return self.describe(result, request)
+        return replace(self.describe(result, request), memory_limit_from=plan.memory_limit_from)
 
     def moved_bytes(self, program: Program) -> int:
         """The bytes that a step of the optimizer reads and writes."""
@@ -229,25 +232,68 @@ class Planner:
         with uncollected():
             return self._planned(request)
 
+    def limit(self, request: Request) -> float | None:
+        """The bytes that a rank may need: as requested, or what its device has for a step."""
+        return self.cluster.device.usable_bytes if request.memory_limit_bytes is None else request.bytes_limit
+
+    def fitting(self, request: Request, attempt: Callable[[Request], Plan]) -> Plan:
+        """The plan that `attempt` makes within the limit. If the limit is the device's, the plan without one comes
+        first, and mostly fits: searches within a limit take longer. Raises `Infeasible`, which says what would fit."""
+        limit, by_device = self.limit(request), request.memory_limit_bytes is None
+        if by_device:
+            plan = attempt(replace(request, memory_limit_bytes=math.inf))
+            if limit is None:
+                return replace(plan, memory_limit_from="none")
+            if plan.bytes <= limit:
+                return replace(plan, memory_limit_bytes=limit, memory_limit_from="device")
+            logger.info("without a limit the peak is %d bytes, and the device has %d for it", plan.bytes, limit)
+        try:
+            plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit))
+        except DoesNotFit as error:
+            raise self._shortfall(error, request) from error
+        return replace(plan, memory_limit_from="device") if by_device else plan
+
+    def _shortfall(self, error: DoesNotFit, request: Request) -> Infeasible:
+        """The error with what the smallest plan needs, and what would fit."""
+        limit, assignment = self.limit(request), error.smallest
+        assert limit is not None and assignment is not None
+        bucket_bytes, of_rank = self.peak(assignment, limit)
+        told = Shortfall(
+            space=self.space,
+            program=self.writer.written(assignment, bucket_bytes),
+            device_type=self.kind_of_device,
+            limit=limit,
+            by_device=request.memory_limit_bytes is None,
+            peak=of_rank,
+            memory=self.memory,
+        )
+        raised = Infeasible(str(told))
+        raised.smallest_bytes = error.smallest_bytes
+        return raised
+
     def _planned(self, request: Request) -> Plan:
         preset = request.preset
         allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
         mode = COSTS[request.cost]
         space = self.space if mode.space is None else self.seconds.timed("prices", mode.space, self.space)
-        search = self.search(request, space, pinned=mode.pinned if preset is None else None)
         bounded = space.cluster.device.operators is None  # bounds hold only for rooflines
-        if preset is None and mode.by_timeline:
-            choice = Choice(self.searches, self.steps, self.describe, self.seconds)
-            return choice.shortest(search, request, bounded=bounded)
-        best: SearchResult = self.seconds.timed("search", search.run, allowed, bounded=bounded)
-        if space is not self.space:
-            logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)
-            best = replace(self.searches.priced(best), lower_bound=0.0)
-        return self.seconds.timed("describe", self.describe, best, request)
+        choice = Choice(self.searches, self.steps, self.describe, self.seconds)
+
+        def attempt(request: Request) -> Plan:
+            search = self.search(request, space, pinned=mode.pinned if preset is None else None)
+            if preset is None and mode.by_timeline:
+                return choice.shortest(search, request, bounded=bounded)
+            best: SearchResult = self.seconds.timed("search", search.run, allowed, bounded=bounded)
+            if space is not self.space:
+                logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)
+                best = replace(self.searches.priced(best), lower_bound=0.0)
+            return self.seconds.timed("describe", self.describe, best, request)
+
+        return self.fitting(request, attempt)
 
     def describe(self, result: SearchResult, request: Request) -> Plan:
         """The result of a search as the plan that answers a request."""
-        bucket_bytes, peak = self.peak(result.assignment, request.memory_limit_bytes)
+        bucket_bytes, peak = self.peak(result.assignment, request.bytes_limit)
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
         return self.subject.described(
             result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed
@@ -313,9 +359,21 @@ def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], reques
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]
-        search = on.search(replace(request, solver="dp"), share=min(1.0, on.effort.meshes_work / len(candidates)))
+        share, limit = min(1.0, on.effort.meshes_work / len(candidates)), on.limit(request)
+
+        def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
+            asked = replace(request, solver="dp", memory_limit_bytes=math.inf if limit is None else limit)
+            return on.search(asked, share=share).run(bounded=False, thorough=False, below=below, start=start)
+
+        start = None
+        if request.memory_limit_bytes is None:
+            free = descent(None)
+            matters = limit is not None and free.score.objective < below
+            if limit is None or not matters or on.steps.peaks_of(limit)[1](free.assignment) <= limit:
+                return free.score.objective
+            start = free.assignment
         try:
-            return search.run(bounded=False, thorough=False, below=below).score.objective
+            return descent(limit, start).score.objective
         except Infeasible:
             return math.inf
 

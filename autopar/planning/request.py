@@ -1,5 +1,6 @@
 """The request for a plan: one value from the verbs down to the solves."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,13 +9,15 @@ from autopar.solve import SOLVERS
 from .constraints import Constraints
 from .costs import COSTS
 from .given import check_constraints, check_limit, check_solver
+from .plan import LimitFrom
 from .presets import PRESETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes`, if given, bounds a rank's peak,
-    and `constraints` pin placements. (The optimizer, whose states count, belongs to the space.)
+    """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes` bounds a rank's peak: None by
+    the device's memory less its reserve, `math.inf` not at all. `constraints` pin placements. (The optimizer, whose
+    states count, belongs to the space.)
 
     Raises ValueError for an invalid option. `constraints.pins` checks the names in constraints.
     """
@@ -29,6 +32,19 @@ class Request:
         COSTS.named(self.cost)
         check_limit(self.memory_limit_bytes)
         check_constraints(self.constraints)
+
+    @property
+    def bytes_limit(self) -> float | None:
+        """The limit of a search: none where it is lifted, or left to the device (`Planner.fitting`)."""
+        limit = self.memory_limit_bytes
+        return None if limit is None or math.isinf(limit) else float(limit)
+
+    @property
+    def limit_from(self) -> LimitFrom:
+        """Where the limit is from, as a plan says it."""
+        if self.memory_limit_bytes is None:
+            return "none"
+        return "lifted" if self.bytes_limit is None else "given"
 
     @property
     def preset(self) -> str | None:

@@ -115,8 +115,10 @@ class Search:
         bounded: bool = True,
         thorough: bool = True,
         below: float = math.inf,
+        known: Solved | None = None,
     ) -> Solved:
-        """The cheapest solution without the memory limit, with its bound if the space is one problem."""
+        """The cheapest solution without the memory limit, with its bound if the space is one problem. A search of the
+        same space without a limit may have it already: `known`."""
         if allowed is not None:
             allowed = {name: self.options.keeping(self.sites[name], choices) for name, choices in allowed.items()}
         elif (
@@ -131,12 +133,12 @@ class Search:
         if allowed is not None:
             options = allowed
             purse = descent.purse(self.effort.descents + self.effort.pool)
-            best = self.solve(options, descent.solver, bounded=bounded, purse=purse)
+            best = known or self.solve(options, descent.solver, bounded=bounded, purse=purse)
             self.cheapest = best, lambda price, _, purse: self.solve(options, descent.steps, price=price, purse=purse)
         else:
             first = self.options.replicated() if start is None else taken(self.space, start)
             one = descent.purse(self.effort.descents)
-            best = (
+            best = known or (
                 descent.from_all_starts(side_by_side=self.is_large)
                 if thorough
                 else descent.descend(first, descent.axes(), below=below, purse=one)

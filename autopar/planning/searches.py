@@ -46,10 +46,10 @@ class Searches:
         return Search(
             space,
             request.exact_solver,
-            request.memory_limit_bytes,
+            request.bytes_limit,
             logger.info,
             pins=given if pinned is None else pinned(space, given),
-            peaks=self.steps.peaks_of(request.memory_limit_bytes),
+            peaks=self.steps.peaks_of(request.bytes_limit),
             effort=self.effort.share(share),
             blocks=self.blocks,
         )

@@ -52,7 +52,8 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "name": Key("text", 'name = "A100 SXM 80GB"', figure=False),
         "flops_per_second": Key("rates", "flops_per_second = { bfloat16 = 312e12, float32 = 19.5e12 }"),
         "efficiency": Key("curve", "efficiency = [[1e9, 0.5], [1e12, 0.8]]", required=False),
-        "memory_bytes": Key("rate", "memory_bytes = 80e9"),
+        "memory_bytes": Key("rate", "memory_bytes = 80e9", required=False),
+        "reserved_bytes": Key("amount", "reserved_bytes = 6e9", required=False),
         "memory_bytes_per_second": Key("rate", "memory_bytes_per_second = 2.0e12"),
         "memory_efficiency": Key("part or by size", "memory_efficiency = 0.8", required=False),
         "seconds_per_op": Key("seconds", "seconds_per_op = 4e-6"),
@@ -286,10 +287,16 @@ _MEANING = {
 def _device(table: _Table) -> Device:
     reached = table.get("memory_efficiency", 1.0)
     curve = reached if isinstance(reached, list) else [[1.0, 1.0]]
+    memory, reserved = table.get("memory_bytes", None), table.get("reserved_bytes", None)
+    if reserved is not None and memory is None:
+        raise table.error("reserved_bytes", "is of a memory_bytes that is missing: write memory_bytes, or remove it")
+    if reserved is not None and reserved >= memory:
+        raise table.error("reserved_bytes", f"= {reserved} leaves nothing of memory_bytes = {memory}: write less")
     return Device(
         name=table["name"],
         flops_per_second={dtype: float(rate) for dtype, rate in table["flops_per_second"].items()},
-        memory_bytes=float(table["memory_bytes"]),
+        memory_bytes=None if memory is None else float(memory),
+        reserved_bytes=None if reserved is None else float(reserved),
         memory_bytes_per_second=table["memory_bytes_per_second"] * (1.0 if isinstance(reached, list) else reached),
         seconds_per_op=float(table["seconds_per_op"]),
         efficiency=tuple((float(size), float(part)) for size, part in table.get("efficiency", [[1.0, 1.0]])),

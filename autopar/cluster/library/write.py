@@ -38,10 +38,13 @@ def _device(device: Device) -> dict[str, object]:
         "name": device.name,
         "flops_per_second": dict(device.flops_per_second),
         "efficiency": [list(point) for point in device.efficiency],
-        "memory_bytes": device.memory_bytes,
         "memory_bytes_per_second": device.memory_bytes_per_second,
         "seconds_per_op": device.seconds_per_op,
     }
+    if device.memory_bytes is not None:
+        figures["memory_bytes"] = device.memory_bytes
+    if device.reserved_bytes is not None:
+        figures["reserved_bytes"] = device.reserved_bytes
     if device.memory_efficiency != ((1.0, 1.0),):
         figures["memory_efficiency"] = [list(point) for point in device.memory_efficiency]
     if device.ratios:

@@ -1,0 +1,222 @@
+"""Why no plan keeps a memory limit, and what would: the error that people read.
+
+The figures of what would fit are estimates from the composition of the smallest plan, phase by phase: what scales with
+the batch, with the ranks, and with the optimizer. A plan for the changed step may need less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+from autopar.cost.liveness import PlacementCache
+from autopar.cost.memory import Peak, Phase, phases
+from autopar.cost.optimizers import OPTIMIZERS, Optimizer
+from autopar.ir.layout import Split, local_meta
+from autopar.ir.program import Program, ProgramInput
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.space import Space
+from autopar.solve.problem import Infeasible
+
+from .given import RANKS_MOST
+
+C = TypeVar("C")
+
+UPDATE = "optimizer step"
+"""The phase (`cost.memory`) in which temporaries are the optimizer's."""
+
+
+class DoesNotFit(Infeasible):
+    """No plan keeps a memory limit. `smallest` is the assignment with the smallest peak that was reached."""
+
+    smallest: Assignment | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Of a step: `batch` and `ranks` are factors; `accumulating` holds all gradients through forward and backward, as
+    micro-batches do."""
+
+    batch: float = 1.0
+    ranks: int = 1
+    optimizer: Optimizer | None = None
+    accumulating: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """The smallest plan that was reached, as a `program` with its `peak`, over the `limit`, which is the device's if
+    `by_device`. Its text says what would fit."""
+
+    space: Space
+    program: Program
+    device_type: str
+    limit: float
+    by_device: bool
+    peak: Peak
+    memory: PlacementCache = field(repr=False)
+
+    def __str__(self) -> str:
+        peak, optimizer = self.peak, self.space.optimizer.name
+        parts = {
+            "parameters": peak.parameters,
+            "gradients": peak.gradients,
+            f"optimizer ({optimizer})": peak.optimizer,
+            "buffers and inputs": peak.inputs,
+            "outputs": peak.outputs,
+            "kept for backward": peak.activations,
+            "temporaries": peak.temporaries,
+        }
+        composed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+        would: list[str] = []
+        would_not: list[str] = []
+        for sufficient, words in (self._ranks(), self._batch(), self._micro_batches(), self._optimizer()):
+            (would if sufficient else would_not).append(words)
+        advice = f" It would fit with {_either(would)}." if would else " None of the usual remedies is enough alone."
+        if would_not:
+            advice += f" It would not fit with {_either(would_not)}."
+        return (
+            f"no plan fits in {self._limit()}. The smallest peak that was reached is "
+            f"{size_text(peak.bytes, up=True)} a rank, in {peak.at}: {composed}.{advice}"
+        )
+
+    def _limit(self) -> str:
+        device, limit = self.space.cluster.device, size_text(self.limit)
+        if not self.by_device or device.memory_bytes is None:
+            return f"{limit}, the memory limit that was given"
+        memory, reserve = size_text(device.memory_bytes), size_text(device.memory_bytes - self.limit)
+        return f"{limit}, the memory of {device.name} ({memory}) less its reserve ({reserve})"
+
+    # ---- what would do
+
+    def _ranks(self) -> tuple[bool, str]:
+        ranks, devices = math.prod(self.space.mesh), min(self.space.cluster.devices, RANKS_MOST)
+        factors = [2**k for k in range(1, 21) if 2**k * ranks <= devices]
+        if not factors:
+            return False, f"more ranks, since {self.space.cluster.name} has no more than {devices} devices"
+        factor, needed = self._first(factors, lambda factor: Change(ranks=factor))
+        if needed > self.limit:
+            return False, f"more ranks (about {size_text(needed)} on {factor * ranks})"
+        return True, f"{factor * ranks} ranks instead of {ranks} (about {size_text(needed)})"
+
+    def _batch(self) -> tuple[bool, str]:
+        if not (sizes := list(self._batches())):
+            return False, "a smaller batch, which these ranks do not divide"
+        size, needed = self._first(sizes, lambda size: Change(batch=size / self._batch_size))
+        return needed <= self.limit, f"a batch of {size} instead of {self._batch_size} (about {size_text(needed)})"
+
+    def _micro_batches(self) -> tuple[bool, str]:
+        sizes = [size for size in self._batches() if self._batch_size % size == 0]
+        if not sizes:
+            return False, "micro-batches, which these ranks do not divide"
+        size, needed = self._first(sizes, lambda size: Change(batch=size / self._batch_size, accumulating=True))
+        words = f"{self._batch_size // size} micro-batches of {size} whose gradients add up (about {size_text(needed)})"
+        return needed <= self.limit, words
+
+    def _optimizer(self) -> tuple[bool, str]:
+        own = self.space.optimizer
+        others = sorted(OPTIMIZERS.values(), key=self._states, reverse=True)
+        narrower = [other for other in others if self._states(other) < self._states(own)]
+        if not narrower:
+            return False, f"a narrower optimizer, since none keeps less than {own.name}"
+        other, needed = self._first(narrower, lambda other: Change(optimizer=other))
+        return needed <= self.limit, f"the optimizer {other.name} instead of {own.name} (about {size_text(needed)})"
+
+    def _first(self, choices: list[C], change: Callable[[C], Change]) -> tuple[C, float]:
+        """The first choice that fits with the bytes that it needs, or else the last one."""
+        for choice in choices:
+            if (needed := self.needed(change(choice))) <= self.limit:
+                break
+        return choice, needed
+
+    # ---- what a change leaves
+
+    def needed(self, change: Change) -> float:
+        """About the peak of the changed step: the largest of its phases."""
+        return max(self._needed(phase, change) for phase in self._phases)
+
+    def _needed(self, phase: Phase, change: Change) -> float:
+        """Parameters, gradients and states that the ranks split are split further by more of them. What is computed
+        from the batch scales with it, and is split further too. Gathered weights stay as they are."""
+        still = self._split_part / change.ranks + 1 - self._split_part
+        peak, optimizer = phase.peak, self.space.optimizer
+        states, temporaries = float(peak.optimizer), float(peak.temporaries)
+        if change.optimizer is not None:
+            states = self._states(change.optimizer)
+        from_batch = peak.outputs + peak.inputs * self._batch_part
+        if peak.at == UPDATE:
+            copies = optimizer.copies if change.optimizer is None else change.optimizer.copies
+            weights = temporaries * copies / max(1, optimizer.copies) * still
+        else:
+            weights = phase.weight_bytes
+            from_batch += temporaries + peak.activations - weights
+        gradients = float(peak.gradients)
+        if change.accumulating and peak.at != UPDATE:
+            gradients += max(one.peak.gradients for one in self._phases)
+        resting = peak.parameters + gradients + states
+        buffers = peak.inputs * (1 - self._batch_part)
+        return resting * still + weights + buffers + from_batch * change.batch / change.ranks
+
+    @cached_property
+    def _phases(self) -> list[Phase]:
+        return phases(self.program, self.space.optimizer, self.device_type, self.memory)
+
+    def _bytes(self, given: ProgramInput) -> int:
+        return local_meta(given.meta, given.layout, self.program.mesh).bytes
+
+    @cached_property
+    def _parameters(self) -> list[ProgramInput]:
+        return [i for i in self.program.inputs if i.role == "parameter"]
+
+    def _states(self, optimizer: Optimizer) -> float:
+        trained = [i for i in self._parameters if i.target in self.program.trained]
+        return sum(optimizer.bytes(local_meta(i.meta, i.layout, self.program.mesh)) for i in trained)
+
+    @cached_property
+    def _split_part(self) -> float:
+        """Of the parameters' bytes, those that ranks split; all if there is one rank."""
+        if math.prod(self.program.mesh) == 1:
+            return 1.0
+        split = [i for i in self._parameters if any(isinstance(placement, Split) for placement in i.layout)]
+        return sum(map(self._bytes, split)) / max(1, sum(map(self._bytes, self._parameters)))
+
+    @cached_property
+    def _batch_inputs(self) -> list[ProgramInput]:
+        return [i for i in self.program.inputs if i.role == "input" and i.meta.shape]
+
+    @cached_property
+    def _batch_part(self) -> float:
+        """Of the bytes of buffers and inputs, those of inputs."""
+        both = [i for i in self.program.inputs if i.role not in ("parameter", "tangent")]
+        return sum(map(self._bytes, self._batch_inputs)) / max(1, sum(map(self._bytes, both)))
+
+    @cached_property
+    def _batch_size(self) -> int:
+        """The usual first dim of the inputs."""
+        sizes = Counter(i.meta.shape[0] for i in self._batch_inputs)
+        return sizes.most_common(1)[0][0] if sizes else 1
+
+    def _batches(self) -> Iterator[int]:
+        """Smaller batches, the largest first: those that the ranks divide which divide this one."""
+        ranks = 1
+        for given in self._batch_inputs:
+            axes = zip(given.layout, self.program.mesh, strict=True)
+            ranks = max(ranks, math.prod(n for p, n in axes if isinstance(p, Split) and p.dim == 0))
+        parts = self._batch_size // ranks
+        yield from (ranks * part for part in range(parts - 1, 0, -1) if parts % part == 0)
+
+
+def _either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
+
+
+def size_text(size: float, *, up: bool = False) -> str:
+    """Bytes in decimal units, as memory is sold, with four digits. `up` rounds up: the text then works as a limit."""
+    unit, of = next(((unit, of) for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= of), ("B", 1.0))
+    value = size / of
+    step = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
+    return f"{(math.ceil(value / step) if up else round(value / step)) * step:.4g} {unit}"
