@@ -308,3 +308,14 @@ def test_attention_of_nothing_is_torchs(empty: str) -> None:
         "width": lambda q, k, v: F.scaled_dot_product_attention(q[..., :0], k[..., :0], v),
     }
     assert testing.check(Of(calls[empty]), {"dp": 2, "tp": 2}, (torch.randn(4, 6, 8),), plans=2).equal
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_dropout_of_every_weight_draws_nothing(learned: bool) -> None:
+    """As in torch, so that what is drawn after it is the same."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = q @ k.transpose(-1, -2) if learned else None
+        return F.dropout(F.scaled_dot_product_attention(q, k, v, mask, dropout_p=1.0) + q, 0.5)
+
+    assert testing.check(Of(call), {"dp": 2, "tp": 2}, (torch.randn(4, 6, 8),), plans=2).equal

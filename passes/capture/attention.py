@@ -37,6 +37,8 @@ def attended(
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = _of_causal_bias(attn_mask, is_causal, query.device)
     query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
+    if dropout_p == 1:
+        value, dropout_p = value * 0.0, 0.0  # no weight is kept, and torch draws no number
     tensors = query, key, value
     if attn_mask is not None and attn_mask.dtype not in (*MASKS, query.dtype):
         raise RuntimeError(
