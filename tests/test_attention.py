@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
+from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
 
 from autopar import testing
 from autopar.ir.graph import meta_of
@@ -298,6 +298,29 @@ def test_a_causal_bias_of_torch_is_the_mask_that_it_stands_for(bias: Any) -> Non
     mask = torch.ones(3, keys, dtype=torch.bool).tril(keys - 3 if bias.variant == CausalVariant.LOWER_RIGHT else 0)
     given = q[:, :, :3], k[:, :, :keys], v[:, :, :keys]
     torch.testing.assert_close(attended(*given, bias), F.scaled_dot_product_attention(*given, mask))
+
+
+class Biased(nn.Module):
+    """Attention with a causal bias of torch that it holds, or makes in forward."""
+
+    def __init__(self, held: bool, variant: Any) -> None:
+        super().__init__()
+        self.qkv, self.variant = nn.Linear(8, 24), variant
+        self.bias = variant(3, 6) if held else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).chunk(3, 1)
+        q = q[:, :, :3]
+        bias = self.variant(q.shape[-2], k.shape[-2]) if self.bias is None else self.bias
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.5).square().sum()
+
+
+@pytest.mark.parametrize("variant", [causal_lower_right, causal_upper_left])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_model_holds_a_causal_bias_or_makes_it_in_forward(held: bool, variant: Any) -> None:
+    x = torch.randn(4, 6, 8)
+    assert testing.check(Biased(held, variant), {"dp": 2, "tp": 2}, (x,), plans=2).equal
+    assert isinstance(variant(3, 6), CausalBias)  # afterwards too
 
 
 @pytest.mark.parametrize("empty", ["queries", "keys", "width"])
