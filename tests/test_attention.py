@@ -342,3 +342,19 @@ def test_dropout_of_every_weight_draws_nothing(learned: bool) -> None:
         return F.dropout(F.scaled_dot_product_attention(q, k, v, mask, dropout_p=1.0) + q, 0.5)
 
     assert testing.check(Of(call), {"dp": 2, "tp": 2}, (torch.randn(4, 6, 8),), plans=2).equal
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("shared", ["nothing", "queries", "keys"])
+def test_mapped_attention_drops_the_weights_that_eager_drops(shared: str, randomness: str) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+        given = [x[0] if name == shared else x for name, x in (("queries", q), ("keys", k), ("values", v))]
+        dims = tuple(None if x.dim() == 3 else 0 for x in given)
+        mapped: torch.Tensor = torch.vmap(dropped, in_dims=dims, randomness=randomness)(*given)
+        return mapped
+
+    assert testing.check(Of(call), {"dp": 2}, (torch.randn(2, 6, 8),), plans=1).equal

@@ -55,7 +55,9 @@ def attended(
         q = q.expand(-1, k.shape[1], -1, -1)
     kept = None
     if dropout_p:
-        kept = q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool).bernoulli_(1.0 - dropout_p)
+        # not of a tensor that `vmap` maps, and not in place: either has no form of some randomness
+        shape = *q.shape[:3], k.shape[2]
+        kept = torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli(1.0 - dropout_p)
     out, _ = overload(ATTENTION)(
         q, k, v, _mask(attn_mask, query.dtype, batch), kept,
         scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
