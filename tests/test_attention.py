@@ -186,7 +186,7 @@ def test_the_operator_is_torchs_function(call: tuple[tuple[torch.Tensor, ...], d
 @pytest.mark.parametrize(
     "what",
     ["shapes", "heads", "width", "dtypes", "mask", "mask's rank", "mask's dtype", "integers", "causal and mask",
-     "probability"],
+     "probability", "a mask of one dim"],
 )  # fmt: skip
 def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
     q, k, v, mask = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), None
@@ -209,11 +209,20 @@ def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
         mask = torch.ones(6, 5, dtype=torch.int64)
     elif what == "causal and mask":
         mask, named = torch.randn(7, 5), {"is_causal": True}
+    elif what == "a mask of one dim":
+        mask = torch.randn(5)
     else:
         named = {"dropout_p": 1.5}
     for function in (attended, F.scaled_dot_product_attention):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(IndexError if what == "a mask of one dim" else RuntimeError):
             function(q, k, v, mask, **named)
+
+
+def test_a_mask_of_one_dim_is_one_where_torch_does_not_fuse() -> None:
+    """Of queries without a batch, beside dropout, and where it is learned."""
+    q, mask = torch.randn(2, 4, 6, 8), torch.randn(6)
+    for given, of in (((q[0],) * 3, mask), ((q,) * 3, mask.clone().requires_grad_())):
+        torch.testing.assert_close(attended(*given, of), F.scaled_dot_product_attention(*given, of))
 
 
 LONG = 64
