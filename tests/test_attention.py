@@ -221,8 +221,8 @@ def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
 def test_a_mask_of_one_dim_is_one_where_torch_does_not_fuse() -> None:
     """Of queries without a batch, beside dropout, and where it is learned."""
     q, mask = torch.randn(2, 4, 6, 8), torch.randn(6)
-    for given, of in (((q[0],) * 3, mask), ((q,) * 3, mask.clone().requires_grad_())):
-        torch.testing.assert_close(attended(*given, of), F.scaled_dot_product_attention(*given, of))
+    for three, of in (((q[0],) * 3, mask), ((q,) * 3, mask.clone().requires_grad_())):
+        torch.testing.assert_close(attended(*three, of), F.scaled_dot_product_attention(*three, of))
 
 
 LONG = 64
