@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
 
-from autopar import testing
+from autopar import compat, testing
 from autopar.ir.graph import meta_of
 from autopar.ops import rule_of, sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
@@ -100,6 +100,60 @@ def test_weights_that_dropout_keeps_are_split_with_the_scores(key_heads: int, ca
     check(*tensors(4, key_heads, 6, 7), False, mask, kept)
 
 
+MASKED = {"efficient": sdpa.KERNELS["efficient"], "cudnn": sdpa.KERNELS["cudnn"]}
+
+
+class BlindKernels:
+    """CUDA's kernels with a mask, by the equations of attention alone: of a query that sees no key they make NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self._backward if name.endswith("backward") else self._forward
+
+    @staticmethod
+    def _scores(query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor, causal: bool, scale: float) -> Any:
+        scores = query @ key.transpose(-1, -2) * scale + bias
+        return scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), -torch.inf) if causal else scores
+
+    def _forward(self, query: Any, key: Any, value: Any, bias: Any, *given: Any, scale: float) -> Any:
+        scores = self._scores(query, key, bias, given[2], scale)
+        sums = scores.logsumexp(-1)
+        return scores.softmax(-1) @ value, sums.masked_fill(sums == -torch.inf, torch.nan), None
+
+    def _backward(self, gradient: Any, query: Any, key: Any, value: Any, *given: Any, scale: float) -> Any:
+        efficient = given[0].shape[-1] == key.shape[2]  # its bias comes first
+        bias, out, sums = given[:3] if efficient else (given[4], *given[:2])
+        sums = sums[..., : query.shape[2]].reshape(*query.shape[:3], 1)
+        scores = self._scores(query, key, bias, given[-1], scale)
+        weights = (scores - sums).exp()
+        of_scores = weights * (gradient @ value.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True))
+        of_query = (of_scores @ key * scale).masked_fill((scores == -torch.inf).all(-1, keepdim=True), torch.nan)
+        gradients = of_query, of_scores.transpose(-1, -2) @ query * scale, weights.transpose(-1, -2) @ gradient
+        return (*gradients, None) if efficient else gradients
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_a_kernel_makes_of_queries_that_see_no_key_reaches_nothing(
+    name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where all keys are hidden, nor where one rank's are, whose logsumexp is that of all ranks."""
+    monkeypatch.setattr("autopar.ops.sdpa.fused.aten", BlindKernels())
+    query, key, value = tensors(4, 4, 6, 8)
+    mask = torch.randn(6, 8, dtype=torch.float64)
+    mask[2] = mask[0, :1] = -torch.inf
+    call = sdpa.Attending(mask=mask, causal=causal, scale=0.5)
+    composed, masked = sdpa.KERNELS["composed"], MASKED[name]
+    expected = composed.forward(query, key, value, call)
+    actual = masked.forward(query, key, value, call)
+    torch.testing.assert_close(actual, expected)
+    gradient, (out, sums) = torch.randn_like(query), expected
+    back = gradient, query, key, value, out, sums, call
+    torch.testing.assert_close(masked.backward(*back), composed.backward(*back))
+    first = sdpa.Attending(mask=mask[:, :3], causal=causal, scale=0.5)
+    part = gradient, query, key[:, :, :3], value[:, :, :3], out, sums, first
+    torch.testing.assert_close(masked.backward(*part), composed.backward(*part))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision(causal: bool) -> None:
     check(*tensors(2, 2, 6, 6, torch.bfloat16), causal)
@@ -139,6 +193,29 @@ def test_grouped_heads_are_split_with_the_heads_of_their_keys(key_heads: int) ->
         for report in check(*tensors(8, key_heads, 6, 6), causal):
             assert set(report.factors) == {"b", "h", "q", "k"}
     check(*tensors(8, key_heads, 4, 6), False, attn_mask=torch.randn(2, 8, 4, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_heads_with_a_mask_are_the_efficient_kernels_on_cuda(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes no grouped heads, and is given keys expanded to all heads; as is predicted."""
+
+    def choice(query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool, **named: Any) -> int:
+        return 2 * (query.shape[1] == key.shape[1] and not enable_gqa)
+
+    def takes(given: Any) -> bool:
+        heads = given.query.shape[1]
+        return bool(heads == given.key.shape[1] == given.value.shape[1]) and not given.enable_gqa
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", takes)
+    for key_heads in (8, 2, 1):
+        query, key, value = tensors(8, key_heads, 8, 8, dtype)
+        query, key, value = (x.repeat(1, 1, 1, 2) for x in (query, key, value))
+        mask = torch.randn(8, 8, dtype=dtype)
+        predicted = sdpa.expected_kernel("cuda", dtype, (8, 8), (8, 8), False, True, False)
+        assert compat.attention_kernel(query, key, value, mask, False, 0.5) == predicted == "efficient"
 
 
 # ---- as models call it ---------------------------------------------------------------------------
