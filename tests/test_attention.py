@@ -444,3 +444,34 @@ def test_mapped_attention_drops_the_weights_that_eager_drops(shared: str, random
         return mapped
 
     assert testing.check(Of(call), {"dp": 2}, (torch.randn(2, 6, 8),), plans=1).equal
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_torchs_layers_attend_by_the_operator(batch_first: bool, trains: bool) -> None:
+    """Of `nn.MultiheadAttention` without its weights, and of a layer of an encoder and of a decoder."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.MultiheadAttention(8, 2, dropout=0.25, batch_first=batch_first)
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+            self.decoder = nn.TransformerDecoderLayer(8, 2, 16, batch_first=batch_first)
+            padding = torch.zeros(4, 6, dtype=torch.bool)
+            padding[1, 4:] = True
+            self.padding, self.causal = nn.Buffer(padding), nn.Buffer(torch.ones(6, 6, dtype=torch.bool).triu(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden, padding = self.causal, self.padding
+            x = x + self.heads(x, x, x, need_weights=False, key_padding_mask=padding, attn_mask=hidden)[0]
+            x = self.encoder(x, src_mask=hidden, src_key_padding_mask=padding)
+            x = self.decoder(x, x, tgt_mask=hidden, tgt_is_causal=True, memory_key_padding_mask=padding)
+            return x.square().mean()
+
+    model, x = Layers().train(trains), torch.randn(4, 6, 8) if batch_first else torch.randn(6, 4, 8)
+    graph = Planner(model, {"dp": 2}, (x,)).captured.graph
+    assert [node.op for node in graph.nodes if "attention" in node.op] == [
+        *[sdpa.ATTENTION] * 4, *[sdpa.ATTENTION_BACKWARD] * 4,
+    ]  # fmt: skip
+    with torch.set_grad_enabled(trains):  # without gradients eager takes its fast path
+        assert testing.check(model, {"dp": 2, "tp": 2}, (x,)).equal
