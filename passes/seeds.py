@@ -12,19 +12,22 @@ from dataclasses import replace
 from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta
 from autopar.ir.rewrite import distinct, inlined, living, with_own_metas
 from autopar.ops.emit import LocalEmitter
-from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, seeded
+from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, dropped, drops_all, seeded
 from autopar.ops.rule import call_of
 
 
 def seeds(graph: JointGraph) -> JointGraph:
     """The graph with a key for each random operator. Raises ValueError for those that nothing else can do."""
-    if not any(map(draws, graph.nodes)):
+    if not any(draws(node) or drops_all(node) for node in graph.nodes):
         return graph
     metas = dict(graph.metas)
     inputs: list[GraphInput] = []
     refused: dict[str, str] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
+        if drops_all(node):
+            nodes += _written(node, None, metas) or ()
+            continue
         if not draws(node):
             nodes.append(node)
             continue
@@ -48,12 +51,13 @@ def seeds(graph: JointGraph) -> JointGraph:
     return with_own_metas(replace(graph, inputs=(*graph.inputs, *inputs), nodes=left, metas=metas))
 
 
-def _written(node: Node, key: str, metas: dict[str, TensorMeta]) -> list[Node] | None:
-    """The nodes that do what a random node does. The results keep their names."""
+def _written(node: Node, key: str | None, metas: dict[str, TensorMeta]) -> list[Node] | None:
+    """The nodes that do what a random node does, or, without a key, a dropout of everything. The results keep their
+    names."""
     call = call_of(node, metas)
     number = itertools.count()
     emitter = LocalEmitter((), metas, lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", metas))
-    results = seeded(emitter, call, Ref(key))
+    results = dropped(emitter, call) if key is None else seeded(emitter, call, Ref(key))
     if results is None:
         return None
     names = {ref.name: name for ref, name in zip(results, node.outputs, strict=True) if ref is not None and name}

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
+from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
 
-from autopar import testing
+from autopar import compat, testing
 from autopar.ir.graph import meta_of
 from autopar.ops import rule_of, sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
@@ -100,6 +100,60 @@ def test_weights_that_dropout_keeps_are_split_with_the_scores(key_heads: int, ca
     check(*tensors(4, key_heads, 6, 7), False, mask, kept)
 
 
+MASKED = {"efficient": sdpa.KERNELS["efficient"], "cudnn": sdpa.KERNELS["cudnn"]}
+
+
+class BlindKernels:
+    """CUDA's kernels with a mask, by the equations of attention alone: of a query that sees no key they make NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self._backward if name.endswith("backward") else self._forward
+
+    @staticmethod
+    def _scores(query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor, causal: bool, scale: float) -> Any:
+        scores = query @ key.transpose(-1, -2) * scale + bias
+        return scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), -torch.inf) if causal else scores
+
+    def _forward(self, query: Any, key: Any, value: Any, bias: Any, *given: Any, scale: float) -> Any:
+        scores = self._scores(query, key, bias, given[2], scale)
+        sums = scores.logsumexp(-1)
+        return scores.softmax(-1) @ value, sums.masked_fill(sums == -torch.inf, torch.nan), None
+
+    def _backward(self, gradient: Any, query: Any, key: Any, value: Any, *given: Any, scale: float) -> Any:
+        efficient = given[0].shape[-1] == key.shape[2]  # its bias comes first
+        bias, out, sums = given[:3] if efficient else (given[4], *given[:2])
+        sums = sums[..., : query.shape[2]].reshape(*query.shape[:3], 1)
+        scores = self._scores(query, key, bias, given[-1], scale)
+        weights = (scores - sums).exp()
+        of_scores = weights * (gradient @ value.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True))
+        of_query = (of_scores @ key * scale).masked_fill((scores == -torch.inf).all(-1, keepdim=True), torch.nan)
+        gradients = of_query, of_scores.transpose(-1, -2) @ query * scale, weights.transpose(-1, -2) @ gradient
+        return (*gradients, None) if efficient else gradients
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_a_kernel_makes_of_queries_that_see_no_key_reaches_nothing(
+    name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where all keys are hidden, nor where one rank's are, whose logsumexp is that of all ranks."""
+    monkeypatch.setattr("autopar.ops.sdpa.fused.aten", BlindKernels())
+    query, key, value = tensors(4, 4, 6, 8)
+    mask = torch.randn(6, 8, dtype=torch.float64)
+    mask[2] = mask[0, :1] = -torch.inf
+    call = sdpa.Attending(mask=mask, causal=causal, scale=0.5)
+    composed, masked = sdpa.KERNELS["composed"], MASKED[name]
+    expected = composed.forward(query, key, value, call)
+    actual = masked.forward(query, key, value, call)
+    torch.testing.assert_close(actual, expected)
+    gradient, (out, sums) = torch.randn_like(query), expected
+    back = gradient, query, key, value, out, sums, call
+    torch.testing.assert_close(masked.backward(*back), composed.backward(*back))
+    first = sdpa.Attending(mask=mask[:, :3], causal=causal, scale=0.5)
+    part = gradient, query, key[:, :, :3], value[:, :, :3], out, sums, first
+    torch.testing.assert_close(masked.backward(*part), composed.backward(*part))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision(causal: bool) -> None:
     check(*tensors(2, 2, 6, 6, torch.bfloat16), causal)
@@ -139,6 +193,29 @@ def test_grouped_heads_are_split_with_the_heads_of_their_keys(key_heads: int) ->
         for report in check(*tensors(8, key_heads, 6, 6), causal):
             assert set(report.factors) == {"b", "h", "q", "k"}
     check(*tensors(8, key_heads, 4, 6), False, attn_mask=torch.randn(2, 8, 4, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_heads_with_a_mask_are_the_efficient_kernels_on_cuda(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes no grouped heads, and is given keys expanded to all heads; as is predicted."""
+
+    def choice(query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool, **named: Any) -> int:
+        return 2 * (query.shape[1] == key.shape[1] and not enable_gqa)
+
+    def takes(given: Any) -> bool:
+        heads = given.query.shape[1]
+        return bool(heads == given.key.shape[1] == given.value.shape[1]) and not given.enable_gqa
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", takes)
+    for key_heads in (8, 2, 1):
+        query, key, value = tensors(8, key_heads, 8, 8, dtype)
+        query, key, value = (x.repeat(1, 1, 1, 2) for x in (query, key, value))
+        mask = torch.randn(8, 8, dtype=dtype)
+        predicted = sdpa.expected_kernel("cuda", dtype, (8, 8), (8, 8), False, True, False)
+        assert compat.attention_kernel(query, key, value, mask, False, 0.5) == predicted == "efficient"
 
 
 # ---- as models call it ---------------------------------------------------------------------------
@@ -186,7 +263,7 @@ def test_the_operator_is_torchs_function(call: tuple[tuple[torch.Tensor, ...], d
 @pytest.mark.parametrize(
     "what",
     ["shapes", "heads", "width", "dtypes", "mask", "mask's rank", "mask's dtype", "integers", "causal and mask",
-     "probability"],
+     "probability", "a mask of one dim"],
 )  # fmt: skip
 def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
     q, k, v, mask = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), None
@@ -209,11 +286,20 @@ def test_what_does_not_fit_raises_what_torch_raises(what: str) -> None:
         mask = torch.ones(6, 5, dtype=torch.int64)
     elif what == "causal and mask":
         mask, named = torch.randn(7, 5), {"is_causal": True}
+    elif what == "a mask of one dim":
+        mask = torch.randn(5)
     else:
         named = {"dropout_p": 1.5}
     for function in (attended, F.scaled_dot_product_attention):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(IndexError if what == "a mask of one dim" else RuntimeError):
             function(q, k, v, mask, **named)
+
+
+def test_a_mask_of_one_dim_is_one_where_torch_does_not_fuse() -> None:
+    """Of queries without a batch, beside dropout, and where it is learned."""
+    q, mask = torch.randn(2, 4, 6, 8), torch.randn(6)
+    for three, of in (((q[0],) * 3, mask), ((q,) * 3, mask.clone().requires_grad_())):
+        torch.testing.assert_close(attended(*three, of), F.scaled_dot_product_attention(*three, of))
 
 
 LONG = 64
@@ -300,6 +386,29 @@ def test_a_causal_bias_of_torch_is_the_mask_that_it_stands_for(bias: Any) -> Non
     torch.testing.assert_close(attended(*given, bias), F.scaled_dot_product_attention(*given, mask))
 
 
+class Biased(nn.Module):
+    """Attention with a causal bias of torch that it holds, or makes in forward."""
+
+    def __init__(self, held: bool, variant: Any) -> None:
+        super().__init__()
+        self.qkv, self.variant = nn.Linear(8, 24), variant
+        self.bias = variant(3, 6) if held else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).chunk(3, 1)
+        q = q[:, :, :3]
+        bias = self.variant(q.shape[-2], k.shape[-2]) if self.bias is None else self.bias
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.5).square().sum()
+
+
+@pytest.mark.parametrize("variant", [causal_lower_right, causal_upper_left])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_model_holds_a_causal_bias_or_makes_it_in_forward(held: bool, variant: Any) -> None:
+    x = torch.randn(4, 6, 8)
+    assert testing.check(Biased(held, variant), {"dp": 2, "tp": 2}, (x,), plans=2).equal
+    assert isinstance(variant(3, 6), CausalBias)  # afterwards too
+
+
 @pytest.mark.parametrize("empty", ["queries", "keys", "width"])
 def test_attention_of_nothing_is_torchs(empty: str) -> None:
     calls = {
@@ -308,3 +417,61 @@ def test_attention_of_nothing_is_torchs(empty: str) -> None:
         "width": lambda q, k, v: F.scaled_dot_product_attention(q[..., :0], k[..., :0], v),
     }
     assert testing.check(Of(calls[empty]), {"dp": 2, "tp": 2}, (torch.randn(4, 6, 8),), plans=2).equal
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_dropout_of_every_weight_draws_nothing(learned: bool) -> None:
+    """As in torch, so that what is drawn after it is the same."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = q @ k.transpose(-1, -2) if learned else None
+        return F.dropout(F.scaled_dot_product_attention(q, k, v, mask, dropout_p=1.0) + q, 0.5)
+
+    assert testing.check(Of(call), {"dp": 2, "tp": 2}, (torch.randn(4, 6, 8),), plans=2).equal
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("shared", ["nothing", "queries", "keys"])
+def test_mapped_attention_drops_the_weights_that_eager_drops(shared: str, randomness: str) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+        given = [x[0] if name == shared else x for name, x in (("queries", q), ("keys", k), ("values", v))]
+        dims = tuple(None if x.dim() == 3 else 0 for x in given)
+        mapped: torch.Tensor = torch.vmap(dropped, in_dims=dims, randomness=randomness)(*given)
+        return mapped
+
+    assert testing.check(Of(call), {"dp": 2}, (torch.randn(2, 6, 8),), plans=1).equal
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_torchs_layers_attend_by_the_operator(batch_first: bool, trains: bool) -> None:
+    """Of `nn.MultiheadAttention` without its weights, and of a layer of an encoder and of a decoder."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.MultiheadAttention(8, 2, dropout=0.25, batch_first=batch_first)
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+            self.decoder = nn.TransformerDecoderLayer(8, 2, 16, batch_first=batch_first)
+            padding = torch.zeros(4, 6, dtype=torch.bool)
+            padding[1, 4:] = True
+            self.padding, self.causal = nn.Buffer(padding), nn.Buffer(torch.ones(6, 6, dtype=torch.bool).triu(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden, padding = self.causal, self.padding
+            x = x + self.heads(x, x, x, need_weights=False, key_padding_mask=padding, attn_mask=hidden)[0]
+            x = self.encoder(x, src_mask=hidden, src_key_padding_mask=padding)
+            x = self.decoder(x, x, tgt_mask=hidden, tgt_is_causal=True, memory_key_padding_mask=padding)
+            return x.square().mean()
+
+    model, x = Layers().train(trains), torch.randn(4, 6, 8) if batch_first else torch.randn(6, 4, 8)
+    graph = Planner(model, {"dp": 2}, (x,)).captured.graph
+    assert [node.op for node in graph.nodes if "attention" in node.op] == [
+        *[sdpa.ATTENTION] * 4, *[sdpa.ATTENTION_BACKWARD] * 4,
+    ]  # fmt: skip
+    with torch.set_grad_enabled(trains):  # without gradients eager takes its fast path
+        assert testing.check(model, {"dp": 2, "tp": 2}, (x,)).equal

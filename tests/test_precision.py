@@ -51,6 +51,42 @@ class Picture(nn.Module):
             return self.head(x.to(self.head.weight.dtype))
 
 
+class Unweighted(nn.Module):
+    """Norms that learn nothing, one of them with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False)
+        self.group, self.layer = nn.GroupNorm(2, 8, affine=False), nn.LayerNorm(8, elementwise_affine=False)
+        self.rms, self.head = nn.RMSNorm(8, elementwise_affine=False), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.group(self.norm(torch.relu(self.conv(x)))).relu()
+        return self.head(self.rms(self.layer(x.mean((2, 3))).tanh()))
+
+
+class Masked(nn.Module):
+    """Attention with masks of truth values, of numbers and of parameters, and a query that sees no key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head, self.bias = nn.Linear(8, 24), nn.Linear(8, 4), nn.Parameter(torch.zeros(2, 6, 6))
+        seen = torch.ones(6, 6, dtype=torch.bool).tril()
+        seen[2] = False
+        self.seen = nn.Buffer(seen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        far = torch.where(self.seen, 0.0, -3e4).to(q.dtype)
+        for mask in (self.seen, far, self.bias.to(q.dtype)):
+            v = v + torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return self.head(v.transpose(1, 2).flatten(2))
+
+
+def sequences(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(step)),), {}
+
+
 def pictures(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(8, 4, 6, 6, generator=torch.Generator().manual_seed(step)),), {}
 
@@ -62,6 +98,8 @@ def spread(output: torch.Tensor) -> torch.Tensor:
 MODELS: Mapping[str, Callable[[], Case]] = {
     "mlp": lambda: Case(model=models.mlp(), batch=models.vectors, loss_fn=spread),
     "picture": lambda: Case(model=Picture(), batch=pictures, loss_fn=spread),
+    "unweighted": lambda: Case(model=Unweighted(), batch=pictures, loss_fn=spread),
+    "masked": lambda: Case(model=Masked(), batch=sequences, loss_fn=spread),
     "gpt2": lambda: Case(model=models.gpt2(1), batch=models.tokens),
     "llama": lambda: Case(model=models.llama(1), batch=models.tokens),
 }

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import compat
+from autopar import compat, testing
 from autopar.ir import randomness
 from autopar.ir.graph import TensorMeta
 from autopar.ir.randomness import keys
@@ -189,6 +189,26 @@ def test_dropout_of_nothing_and_of_everything(p: float) -> None:
 
 
 # ------------------------------------------------------------------------------ the same on every plan
+
+
+class DropsAll(nn.Module):
+    """Dropout of everything, and then of a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.rnn = nn.Dropout(1.0), nn.LSTM(8, 8, num_layers=2, dropout=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        twice, _ = torch.native_dropout(x, 1.0, True)
+        x = x + self.dropout(self.rnn(x)[0]) + twice
+        return F.dropout(x, 0.5).square().sum()
+
+
+def test_dropout_of_everything_draws_no_number_as_in_torch() -> None:
+    x = torch.randn(3, 4, 8)
+    assert testing.check(DropsAll(), {"a": 2, "b": 2}, (x,), plans=2).equal
+    graph = Planner(DropsAll(), {"a": 2}, (x,)).captured.graph
+    assert [i.target for i in graph.inputs if i.role == "seed"] == ["0"]
 
 
 def bert(**overrides: Any) -> nn.Module:

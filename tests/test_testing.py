@@ -227,3 +227,19 @@ def test_an_operator_that_makes_a_shape_of_data_is_refused_even_if_nobody_reads_
 
     with pytest.raises(ValueError, match=r"_unique2.* makes a tensor whose shape depends on the data.*test_testing"):
         check(Picks(), {"a": 2}, (torch.ones(6, 4),))
+
+
+def test_steps_within_one_context_of_autocast_read_their_own_parameters() -> None:
+    """Torch keeps the casts of parameters as long as a context lasts."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(8, 8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # for steps that matter
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.float().square().mean()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = check(model, {"dp": 2}, (x,), loss_fn=loss, dtype=None, steps=3)
+    assert result.equal, result

@@ -14,6 +14,7 @@ from .distributed import make_dtensor as make_dtensor
 from .distributed import reduce_scatter_single as reduce_scatter_single
 from .distributed import strided_shard as strided_shard
 from .exporting import as_exported as as_exported
+from .exporting import causal_biases as causal_biases
 from .exporting import plain_attention as plain_attention
 from .exporting import without_autocast as without_autocast
 from .joint import Joint as Joint

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .tensors import storage_span
+from .tensors import stand_in, storage_span
 
 
 @contextlib.contextmanager
@@ -44,6 +44,7 @@ def as_captured() -> Iterator[None]:
         _plain_checkpoints(),
         _regions_within_regions(),
         _settled_modules(),
+        causal_biases(),
     ):
         yield
 
@@ -168,6 +169,14 @@ def _masks_as_they_are() -> contextlib.AbstractContextManager[None]:
     from torch.nn.modules import transformer
 
     return patched(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True)
+
+
+def causal_biases() -> contextlib.AbstractContextManager[None]:
+    """Within it a causal bias of torch may be made under any modes. It is an empty tensor of its class, which torch
+    cannot make where tensors are to be fakes, or watched."""
+    from torch.nn.attention.bias import CausalBias
+
+    return patched(CausalBias, "__new__", lambda kind, *_, **named: stand_in(kind))
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

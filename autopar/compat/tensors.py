@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.backends.cuda import SDPAParams
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -218,4 +219,15 @@ def attention_kernel(
         asked = query.detach().requires_grad_()
         grouped = query.shape[1] != key.shape[1]
         choice = torch._fused_sdp_choice(asked, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+        if not choice and grouped:
+            # the efficient kernel takes a head of keys for each of queries, and is given them so: views tell torch
+            expanded = (_of_all_heads(x, query.shape[1]) for x in (key, value))
+            given = SDPAParams(asked, *expanded, mask, 0.0, causal, False)
+            return "efficient" if torch.backends.cuda.can_use_efficient_attention(given) else "composed"
     return {1: "flash", 2: "efficient", 3: "cudnn"}.get(choice, "composed")
+
+
+def _of_all_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """A tensor of the shape of keys or values [batch, heads, keys, width], as a view: its heads are its first one."""
+    batch, _, *rest = x.stride()
+    return x.as_strided((x.shape[0], heads, *x.shape[2:]), (batch, 0, *rest))

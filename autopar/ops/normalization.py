@@ -138,10 +138,13 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
         dx = weight * invstd * (dy - sum(dy) / N - x^ * sum(dy * x^) / N)
     """
     call = local.call
-    gradient, source, weight, _, _, mean, scale = local.args[:7]
+    gradient, source, weight, *running, mean, scale = local.args[:7]
     count = call.inputs[1].numel // call.inputs[1].shape[1]
-    given = weight if weight is not None else emitter.op("aten.ones_like.default", mean)
-    arguments = (gradient, source, given, *local.args[3:7], True, call.argument("eps"), (False, True, True))
+    given = weight
+    if weight is None:
+        # ones of the statistics' dtype, which running ones of another may not stand beside; in training none are read
+        given, running = emitter.op("aten.ones_like.default", mean), [None, None]
+    arguments = (gradient, source, given, *running, mean, scale, True, call.argument("eps"), (False, True, True))
     _, product, total = emitter.ops(call.node.op, *arguments)
     product, total = _summed(emitter, [wide(emitter, product), wide(emitter, total)], _over(local))
 

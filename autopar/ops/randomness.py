@@ -60,10 +60,12 @@ def held(call: Call, results: tuple[Layout, ...], mesh: Shape) -> Mapping[str, A
 
 
 Draw = Callable[[Emitter, Call, Ref], Results | None]
+_DROPOUTS = "aten.native_dropout.default", "aten.dropout.default"
 
 
 def draws(node: Node) -> bool:
-    """Whether a node draws random numbers: its operator may, and no probability is 0."""
+    """Whether a node draws random numbers: its operator may, no probability is 0, and it is no dropout of everything,
+    for which torch draws none (see `dropped`)."""
     if torch.Tag.nondeterministic_seeded not in overload(node.op).tags:  # type: ignore[attr-defined]
         return False
     given = dict(node.kwargs)
@@ -71,7 +73,19 @@ def draws(node: Node) -> bool:
         value = node.args[position] if position < len(node.args) else given.get(parameter.name, parameter.default)
         if parameter.name in ("p", "dropout_p") and isinstance(value, int | float) and value == 0:
             return node.op in SEEDED
-    return True
+    return not drops_all(node)
+
+
+def drops_all(node: Node) -> bool:
+    """Whether a node is a dropout that zeros every element."""
+    return node.op in _DROPOUTS and node.args[1] == 1 and node.args[2] is not False
+
+
+def dropped(emitter: Emitter, call: Call) -> Results:
+    """The results of a dropout of everything: its input times 0, and a mask of nothing."""
+    x = call.argument("input")
+    kept = emitter.op("aten.zeros_like.default", x, dtype=torch.bool) if len(call.outputs) > 1 else None
+    return (emitter.op("aten.mul.Scalar", x, 0.0), kept)[: len(call.outputs)]
 
 
 def seeded(emitter: Emitter, call: Call, key: Ref) -> Results | None:

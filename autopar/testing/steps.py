@@ -155,7 +155,8 @@ def _forward_and_backward(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss_fn: Any, drawn: Draws
 ) -> tuple[Sequence[tuple[str, Any]], str | None, dict[str, Any]]:
     """What a step returns, by path, the path of the loss, and what was returned before the backward pass."""
-    with drawn:
+    torch.clear_autocast_cache()  # within a context around all steps, it holds the parameters of the first
+    with compat.causal_biases(), drawn:
         output = model(*args, **kwargs)
         if loss_fn is not None:
             output = loss_fn(output)
@@ -165,7 +166,7 @@ def _forward_and_backward(
     differentiated, tangents = _differentiated(pairs, loss)
     if differentiated:
         # a checkpoint draws again; a backward pass belongs outside of autocast
-        with drawn, compat.without_autocast("cpu"):
+        with compat.causal_biases(), drawn, compat.without_autocast("cpu"):
             torch.autograd.backward(differentiated, tangents)
     return pairs, loss, snapshot
 

@@ -38,6 +38,14 @@ def attended(
         attn_mask, is_causal = _of_causal_bias(attn_mask, is_causal, query.device)
     query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
     tensors = query, key, value
+    if attn_mask is not None and attn_mask.dim() < 2 and not dropout_p and _fuses(tensors, attn_mask, enable_gqa):
+        raise IndexError(
+            f"attn_mask has {attn_mask.dim()} dims, of which torch's fused attention reads the last two: give it those "
+            f"of the scores, attn_mask[None]"
+        )
+    if dropout_p == 1:
+        value, dropout_p = value * 0.0, 0.0  # no weight is kept, and torch draws no number
+    tensors = query, key, value
     if attn_mask is not None and attn_mask.dtype not in (*MASKS, query.dtype):
         raise RuntimeError(
             f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
@@ -53,7 +61,9 @@ def attended(
         q = q.expand(-1, k.shape[1], -1, -1)
     kept = None
     if dropout_p:
-        kept = q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool).bernoulli_(1.0 - dropout_p)
+        # not of a tensor that `vmap` maps, and not in place: either has no form of some randomness
+        shape = *q.shape[:3], k.shape[2]
+        kept = torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli(1.0 - dropout_p)
     out, _ = overload(ATTENTION)(
         q, k, v, _mask(attn_mask, query.dtype, batch), kept,
         scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
@@ -71,6 +81,13 @@ def _of_causal_bias(bias: CausalBias, causal: bool, device: torch.device) -> tup
     if queries == keys or bias.variant == CausalVariant.UPPER_LEFT:
         return None, True
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries), False
+
+
+def _fuses(tensors: Sequence[torch.Tensor], mask: torch.Tensor, grouped: bool) -> bool:
+    """Whether torch's fused kernel on a CPU takes such a call: nothing is broadcast, and the mask has no gradient."""
+    if mask.requires_grad or any(x.dim() != 4 or not x.numel() for x in tensors):
+        return False
+    return len({x.shape[0] if grouped else x.shape[:2] for x in tensors}) == 1
 
 
 def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | None:

@@ -64,7 +64,9 @@ class Fakes:
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
         """The same real tensor, a leaf of autograd."""
-        return self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
+        same = self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
+        compat.take_notes(same, source)
+        return same
 
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""

@@ -72,6 +72,10 @@ class OtherWays(TorchFunctionMode):
                 return unfolded
         if func in TRACED:
             return TRACED[func](*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            # torch calls the mode for it, and for nothing inside
+            with compat.patched(F, "scaled_dot_product_attention", attended):
+                return func(*args, **kwargs)
         if func is torch.Tensor.random_:
             return _random_(*args, **kwargs)
         if func == _DATA.__get__:

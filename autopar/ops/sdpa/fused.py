@@ -112,12 +112,30 @@ def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> 
     return _narrow(rows, keys).expand(shape)
 
 
-def _seen(out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """With 0 for queries that see no key, of which a kernel may make NaN."""
+def _blind(query: torch.Tensor, key: torch.Tensor, call: Attending) -> torch.Tensor | None:
+    """Which queries see no key, to broadcast to [batch, heads, queries, 1]; None where all see one. Of these a kernel
+    may make NaN."""
+    mask = call.mask
     if mask is None:
-        return out
-    blind = mask.amax(-1, keepdim=True) == -math.inf
-    return out.masked_fill_(blind, 0.0)
+        return None
+    if call.causal:
+        later = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=mask.device).triu_(1)
+        mask = mask.masked_fill(later, -math.inf)
+    return mask.amax(-1, keepdim=True) == -math.inf
+
+
+def _seen(out: torch.Tensor, logsumexp: torch.Tensor, blind: torch.Tensor | None) -> Pair:
+    """An output, and a logsumexp [batch, heads, queries], with 0 where a query sees no key: scores of -inf less a
+    finite logsumexp have an exponential of 0, so that no gradient is NaN."""
+    if blind is not None:
+        out.masked_fill_(blind, 0.0)
+        logsumexp.unsqueeze(-1).masked_fill_(blind, 0.0)
+    return out, logsumexp
+
+
+def _of_seeing(of_query: torch.Tensor, blind: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of queries, 0 of those that see no key."""
+    return of_query if blind is None else of_query.masked_fill_(blind, 0.0)
 
 
 def _of_all_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -137,7 +155,7 @@ def _efficient_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     out, logsumexp = aten._scaled_dot_product_efficient_attention(
         *given, bias, True, 0.0, call.causal, scale=call.scale
     )[:2]
-    return _seen(out, call.mask), contiguous(_narrow(logsumexp, queries))
+    return _seen(out, contiguous(_narrow(logsumexp, queries)), _blind(query, key, call))
 
 
 def _efficient_backward(
@@ -157,6 +175,7 @@ def _efficient_backward(
     of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         *given, bias, out, sums, *_no_numbers(query), 0.0, wanted, call.causal, scale=call.scale
     )
+    of_query = _of_seeing(of_query, _blind(query, key, call))
     return of_query, _of_key_heads(of_key, key.shape[1]), _of_key_heads(of_value, value.shape[1])
 
 
@@ -165,7 +184,7 @@ def _cudnn_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     out, logsumexp = aten._scaled_dot_product_cudnn_attention(
         query, key, value, bias, True, 0.0, call.causal, False, scale=call.scale
     )[:2]
-    return _seen(out, call.mask), logsumexp.reshape(query.shape[:-1])
+    return _seen(out, logsumexp.reshape(query.shape[:-1]), _blind(query, key, call))
 
 
 def _cudnn_backward(
@@ -179,11 +198,11 @@ def _cudnn_backward(
 ) -> Triple:
     bias = _bias(query, key, call.mask)
     lengths = None, None, query.shape[-2], key.shape[-2]
-    results: Triple = aten._scaled_dot_product_cudnn_attention_backward(
+    of_query, of_key, of_value = aten._scaled_dot_product_cudnn_attention_backward(
         gradient, query, key, value, out, logsumexp.unsqueeze(-1), *_no_numbers(query), bias, *lengths, 0.0,
         call.causal, scale=call.scale,
     )  # fmt: skip
-    return results
+    return _of_seeing(of_query, _blind(query, key, call)), of_key, of_value
 
 
 FLASH_ON_CPU = Kernel(forward=_cpu_forward, backward=_cpu_backward)
