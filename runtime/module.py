@@ -48,6 +48,8 @@ class ParallelModule(nn.Module):
     gradient reaches another output.
 
     `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
+    `to(...)`, `cpu()`, `float()` and the like return the module where device and dtype stay, and raise ValueError where
+    they do not.
     The first call in a mode that the program was not captured in (evaluation, mostly) captures and plans a program for
     that, by `again`, with the parameters where they are; it takes as long as planning does, and all ranks must come
     to it alike.
@@ -234,10 +236,10 @@ class ParallelModule(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        raise ValueError(
-            "a parallel module keeps its device and dtype, which are part of its program: move or cast the model "
-            "before parallelize, and use materialize() for a model on meta"
-        )
+        """`to`, `cpu`, `float` and the like. Whoever holds a module calls them; they do nothing where device and dtype
+        stay."""
+        _refuse_moved(self, fn)
+        return self
 
     def _get_name(self) -> str:
         return f"ParallelModule({type(vars(self)['_root']).__name__})"
@@ -307,13 +309,35 @@ def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs
     return torch.func.functional_call(module, gathered, args, kwargs)
 
 
+def _refuse_moved(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises ValueError if `fn`, tried on tensors like those of the module, gives other tensors, or shares them."""
+    held = {(t.dtype, t.device, t.dim()): name for name, t in chain(module.named_parameters(), module.named_buffers())}
+    for (dtype, device, dims), name in held.items():
+        like = torch.empty((2,) * dims, dtype=dtype, device=device)
+        was_shared = like.is_shared()
+        cause: Exception | None = None
+        try:
+            stays = fn(like) is like and like.is_shared() == was_shared
+        except Exception as error:  # of torch, such as: no CUDA here
+            stays, cause = False, error
+        if not stays:
+            raise ValueError(
+                f"a parallel module keeps its device and dtype ({name}: {dtype} on {device}), which are part of its "
+                f"program: move or cast the model before parallelize, and use materialize() for a model on meta"
+            ) from cause
+
+
 @cache
 def _callable_alone(kind: type[Any]) -> type[Any]:
-    """A class that passes for this one, and whose calls gather the parameters."""
+    """A class that passes for this one, whose calls gather the parameters, and which keeps its device and dtype."""
 
     class Submodule(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return _call(Submodule, self, args, kwargs)
+
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            _refuse_moved(self, fn)
+            return self
 
     Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
     Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__
