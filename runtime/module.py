@@ -6,6 +6,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -142,6 +143,33 @@ class ParallelModule(nn.Module):
         else:
             state.distribute(initialized(source, state))
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, `backward()` adds gradients up on each rank and reduces none. The first backward after it reduces
+        the sum, in the buckets of the plan, and only then do parameters get gradients:
+
+            for micro_batch in first_ones:
+                with parallel.no_sync():
+                    (parallel(**micro_batch).loss / count).backward()
+            (parallel(**last_one).loss / count).backward()
+            optimizer.step()
+
+        What is added up has the size of the gradients before their reduction: under fully sharded plans, that of all
+        parameters that a rank computes with. All ranks must come to it alike. `zero_grad()` of the module drops
+        what waits; that of an optimizer does not.
+        """
+        pending = _state(self).pending
+        before, pending.reduces = pending.reduces, False
+        try:
+            yield
+        finally:
+            pending.reduces = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As on the model; it also drops gradients that wait to be reduced (`no_sync`)."""
+        _state(self).pending.sums.clear()
+        super().zero_grad(set_to_none)
+
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
@@ -218,7 +246,7 @@ class ParallelModule(nn.Module):
         memo.update((id(version.pinned), version.pinned) for version in modes.versions)
         for state in (_state(self), *(version.state for version in modes.versions)):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
-            memo.update((id(part), part) for part in one_for_all)
+            memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
         memo[id(modes.again)] = modes.again
         vars(copied).update(copy.deepcopy(vars(self), memo))
         _state(copied).shells.clear()  # those of the original
@@ -314,10 +342,10 @@ def _refuse_moved(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor])
     held = {(t.dtype, t.device, t.dim()): name for name, t in chain(module.named_parameters(), module.named_buffers())}
     for (dtype, device, dims), name in held.items():
         like = torch.empty((2,) * dims, dtype=dtype, device=device)
-        was_shared = like.is_shared()
+        was_shared = like.untyped_storage().is_shared()
         cause: Exception | None = None
         try:
-            stays = fn(like) is like and like.is_shared() == was_shared
+            stays = fn(like) is like and like.untyped_storage().is_shared() == was_shared
         except Exception as error:  # of torch, such as: no CUDA here
             stays, cause = False, error
         if not stays:
