@@ -3,11 +3,11 @@
 import json
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def record(kind: type[T], data: Any, where: str = "") -> T:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where or 'it'} is {_shown(data)}: a table of {kind.__name__}")
-    types_of = _types(kind)
+    types_of = _types(cast(Hashable, kind))
     prefix = f"{where}." if where else ""
     if unknown := [name for name in data if name not in types_of]:
         raise ValueError(f"{prefix}{cut(unknown[0])} is unknown; the fields here are {', '.join(types_of)}")
@@ -61,7 +61,7 @@ def record(kind: type[T], data: Any, where: str = "") -> T:
 
 
 @cache
-def _types(kind: type[Any]) -> dict[str, tuple[Any, bool]]:
+def _types(kind: Any) -> dict[str, tuple[Any, bool]]:
     """Field of a dataclass -> its annotation, and whether it must be given."""
     hints = get_type_hints(kind)
     return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}

@@ -173,9 +173,9 @@ class Profiles:
             if version != VERSION or not tables.issuperset(TABLES):
                 raise _ForeignError(f"version {version}, tables {sorted(tables)[:4] or 'none'}")
             for name, (row, _) in TABLES.items():
-                columns = [column for _, column, *_ in connection.execute(f"PRAGMA table_info({name})")]
-                if columns != list(get_type_hints(row)):
-                    raise _ForeignError(f"columns {columns[:4]} of table {name}")
+                found = [column for _, column, *_ in connection.execute(f"PRAGMA table_info({name})")]
+                if found != list(get_type_hints(row)):
+                    raise _ForeignError(f"columns {found[:4]} of table {name}")
             return
         connection.execute("BEGIN IMMEDIATE")
         for name, (row, key) in TABLES.items():
