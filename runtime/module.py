@@ -23,7 +23,7 @@ from autopar.compat import is_real
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 
-from .agree import all_equal, digest, raise_together
+from .agree import all_equal, digest, follow_world_timeout, raise_together
 from .call import ProgramStep, prepared_call
 from .execute import Executable
 from .guard import OWNERS, Original
@@ -71,6 +71,7 @@ class ParallelModule(nn.Module):
         verifier: Verifier | None = None,
     ) -> None:
         super().__init__()
+        follow_world_timeout(mesh)
         raise_together(mismatch(program, mesh), mesh)
         all_equal(
             program.digest,
