@@ -20,7 +20,7 @@ from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
-from autopar.runtime.agree import all_equal, on_first_rank, raise_together
+from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
@@ -188,6 +188,7 @@ def parallelize(
             f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, such as init_device_mesh returns; "
             f"autopar.plan plans without one"
         )
+    follow_world_timeout(mesh)
     error: ValueError | None = None
     planner = None
     try:

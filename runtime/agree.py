@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar import compat
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program, source_line
 
@@ -20,6 +21,13 @@ T = TypeVar("T")
 def process_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, ...]:
     """The group of each mesh axis that this rank belongs to, None for an axis of size 1."""
     return tuple(mesh.get_group(axis) if size > 1 else None for axis, size in enumerate(mesh.shape))
+
+
+def follow_world_timeout(mesh: DeviceMesh) -> None:
+    """Give the mesh's groups the timeout that `init_process_group` was given, unless they have their own."""
+    for group in process_groups(mesh):
+        if group is not None:
+            compat.follow_world_timeout(group, torch.device(mesh.device_type))
 
 
 def axis_name(mesh: DeviceMesh, axis: int) -> str:
@@ -59,7 +67,8 @@ def exchange(value: T, mesh: DeviceMesh) -> list[T]:
 def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     """The result of `function`, which runs on the mesh's first rank only, on every rank.
 
-    If it raises, every rank raises the same, with its type and message. The result must be picklable.
+    If it raises, every rank raises the same, with its type and message. The result must be picklable. The others wait
+    for as long as the backend's default timeout, however short the group's own is: a plan takes longer than a step.
     """
     groups, coordinate = process_groups(mesh), coordinate_of(mesh)
     original: Exception | None = None
@@ -73,7 +82,8 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     for axis, group in enumerate(groups):
         if group is not None and not any(coordinate[axis + 1 :]):
             box = [message]
-            with watched("a broadcast of the first rank's result,", axis_name(mesh, axis), group):
+            what = "a broadcast of the first rank's result,"
+            with watched(what, axis_name(mesh, axis), group), compat.patient(group, torch.device(mesh.device_type)):
                 dist.broadcast_object_list(box, group=group, group_src=0)
             message = box[0]
     result, failure = message

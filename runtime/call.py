@@ -178,20 +178,32 @@ class ProgramStep(torch.autograd.Function):
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
+        given = len(arguments) - len(state.tangents)
+        pending = state.pending
+        form = pending.form(state, ctx.check is not None)
+        executable = state.executable
+        if form != "step":
+            executable = state.parts.micro if form == "micro" else state.parts.last
         # what backward drops is not kept for the look at it; tangents are, since the caller may hold other ones
-        look = state.overlapping is None
+        look = form not in state.overlapping
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
-        held = arguments[len(arguments) - len(state.tangents) :] if look else []
+        held = arguments[given:] if look else []
+        if form == "last":
+            arguments += pending.sums.pop(state)
         with compat.without_autocast(state.device.type):
-            computed = list(state.executable.backward(arguments))
-        if state.overlapping is None:
-            state.overlapping = overlapping(computed, kept)
+            computed = list(executable.backward(arguments))
+        if look:
+            state.overlapping[form] = overlapping(computed, kept)
             held.clear()
         # an optimizer writes into gradients: no two may share memory
-        for index in state.overlapping:
+        for index in state.overlapping[form]:
             value = computed[index]
             assert value is not None
             computed[index] = value.clone(memory_format=torch.contiguous_format)
+        if form == "micro":
+            pending.add(state, computed[len(state.gradient_outputs) :])
+        elif pending.sums:
+            pending.flush()
         results: list[torch.Tensor | None] = [None]
         for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
             local = computed[state.gradients[i.target]] if needed else None

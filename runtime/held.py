@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shap
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
+from autopar.passes.lower.accumulate import Accumulation, accumulation
 
 from .agree import (
     all_equal,
@@ -33,7 +35,7 @@ from .agree import (
     together,
     watched,
 )
-from .execute import compile
+from .execute import Executable, compile
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 
 
@@ -52,6 +54,57 @@ def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], d
             with watched("the broadcast of a step's seed,", axis, group):
                 dist.broadcast(seed, group=group, group_src=0)
     return seed
+
+
+Form = Literal["step", "micro", "last"]
+"""Of a backward: the program's own, one that leaves gradients pending, or one that adds what is pending to its own."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """Gradients of micro-batches, not yet reduced, which all programs of a module share."""
+
+    reduces: bool = True
+    """Whether a backward reduces now: not within `no_sync()`."""
+    sums: dict[State, list[torch.Tensor]] = field(default_factory=dict)
+    """Program -> the sum of what enters its tail."""
+
+    def form(self, state: State, checked: bool) -> Form:
+        """That of the next backward. One that is compared with one device is a step of its own."""
+        if checked:
+            return "step"
+        return "last" if self.reduces and state in self.sums else "step" if self.reduces else "micro"
+
+    def add(self, state: State, values: Sequence[torch.Tensor | None]) -> None:
+        """Add up what a micro-batch leaves. The first values become the sums."""
+        mine = [value for value in values if value is not None]
+        for total, value in zip(self.sums.setdefault(state, mine), mine, strict=True):
+            if total is not value:
+                total += value
+
+    def flush(self) -> None:
+        """Reduce what no backward will, into `.grad`: of programs that another one followed."""
+        for state, sums in [*self.sums.items()]:
+            del self.sums[state]
+            computed = state.parts.rest.backward(sums)
+            inputs = {i.target: i for i in state.inputs}
+            for output, local in zip(state.parts.of.rest.outputs, computed, strict=True):
+                parameter = state.value(output.target)
+                if local is not None and parameter.requires_grad:
+                    assert isinstance(parameter, DTensor)
+                    own = local.clone(memory_format=torch.contiguous_format)
+                    gradient = state.gradient(inputs[output.target], parameter.placements, own)
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A program in parts (`passes.lower.accumulate`), compiled."""
+
+    of: Accumulation
+    micro: Executable
+    last: Executable
+    rest: Executable
 
 
 class State:
@@ -91,7 +144,9 @@ class State:
         self.called = False
         self.whole_outputs = False
         """Whether the caller gets split outputs gathered, as plain tensors."""
-        self.overlapping: tuple[int, ...] | None = None
+        self.overlapping: dict[Form, tuple[int, ...]] = {}
+        """Gradients to be copied, once they have been looked at (`overlapping`)."""
+        self.pending = Pending()
         mutated = {o.target for _, o in self.mutations}
         held = ("buffer", "parameter")
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
@@ -125,7 +180,15 @@ class State:
         state = State(captured, program, self.plan, self.mesh)
         state.at_rest, state.whole_outputs, state.shells = self.at_rest, self.whole_outputs, self.shells
         state.owners, state.aliases, state.mirrors = self.owners, self.aliases, self.mirrors
+        state.pending = self.pending
         return state
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What runs where gradients of several micro-batches are added up."""
+        parts = accumulation(self.program)
+        compiled = (compile(p, self.groups, device=self.device) for p in (parts.micro, parts.last, parts.rest))
+        return Parts(parts, *compiled)
 
     def value(self, name: str) -> torch.Tensor:
         registry, key = self.owners[name]

@@ -6,6 +6,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -22,7 +23,7 @@ from autopar.compat import is_real
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 
-from .agree import all_equal, digest, raise_together
+from .agree import all_equal, digest, follow_world_timeout, raise_together
 from .call import ProgramStep, prepared_call
 from .execute import Executable
 from .guard import OWNERS, Original
@@ -48,6 +49,8 @@ class ParallelModule(nn.Module):
     gradient reaches another output.
 
     `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
+    `to(...)`, `cpu()`, `float()` and the like return the module where device and dtype stay, and raise ValueError where
+    they do not.
     The first call in a mode that the program was not captured in (evaluation, mostly) captures and plans a program for
     that, by `again`, with the parameters where they are; it takes as long as planning does, and all ranks must come
     to it alike.
@@ -68,6 +71,7 @@ class ParallelModule(nn.Module):
         verifier: Verifier | None = None,
     ) -> None:
         super().__init__()
+        follow_world_timeout(mesh)
         raise_together(mismatch(program, mesh), mesh)
         all_equal(
             program.digest,
@@ -139,6 +143,33 @@ class ParallelModule(nn.Module):
             state.distribute(values_from(source, state))
         else:
             state.distribute(initialized(source, state))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, `backward()` adds gradients up on each rank and reduces none. The first backward after it reduces
+        the sum, in the buckets of the plan, and only then do parameters get gradients:
+
+            for micro_batch in first_ones:
+                with parallel.no_sync():
+                    (parallel(**micro_batch).loss / count).backward()
+            (parallel(**last_one).loss / count).backward()
+            optimizer.step()
+
+        What is added up has the size of the gradients before their reduction: under fully sharded plans, that of all
+        parameters that a rank computes with. All ranks must come to it alike. `zero_grad()` of the module drops
+        what waits; that of an optimizer does not.
+        """
+        pending = _state(self).pending
+        before, pending.reduces = pending.reduces, False
+        try:
+            yield
+        finally:
+            pending.reduces = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As on the model; it also drops gradients that wait to be reduced (`no_sync`)."""
+        _state(self).pending.sums.clear()
+        super().zero_grad(set_to_none)
 
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +247,7 @@ class ParallelModule(nn.Module):
         memo.update((id(version.pinned), version.pinned) for version in modes.versions)
         for state in (_state(self), *(version.state for version in modes.versions)):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
-            memo.update((id(part), part) for part in one_for_all)
+            memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
         memo[id(modes.again)] = modes.again
         vars(copied).update(copy.deepcopy(vars(self), memo))
         _state(copied).shells.clear()  # those of the original
@@ -234,10 +265,10 @@ class ParallelModule(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        raise ValueError(
-            "a parallel module keeps its device and dtype, which are part of its program: move or cast the model "
-            "before parallelize, and use materialize() for a model on meta"
-        )
+        """`to`, `cpu`, `float` and the like. Whoever holds a module calls them; they do nothing where device and dtype
+        stay."""
+        _refuse_moved(self, fn)
+        return self
 
     def _get_name(self) -> str:
         return f"ParallelModule({type(vars(self)['_root']).__name__})"
@@ -307,13 +338,35 @@ def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs
     return torch.func.functional_call(module, gathered, args, kwargs)
 
 
+def _refuse_moved(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises ValueError if `fn`, tried on tensors like those of the module, gives other tensors, or shares them."""
+    held = {(t.dtype, t.device, t.dim()): name for name, t in chain(module.named_parameters(), module.named_buffers())}
+    for (dtype, device, dims), name in held.items():
+        like = torch.empty((2,) * dims, dtype=dtype, device=device)
+        was_shared = like.untyped_storage().is_shared()
+        cause: Exception | None = None
+        try:
+            stays = fn(like) is like and like.untyped_storage().is_shared() == was_shared
+        except Exception as error:  # of torch, such as: no CUDA here
+            stays, cause = False, error
+        if not stays:
+            raise ValueError(
+                f"a parallel module keeps its device and dtype ({name}: {dtype} on {device}), which are part of its "
+                f"program: move or cast the model before parallelize, and use materialize() for a model on meta"
+            ) from cause
+
+
 @cache
 def _callable_alone(kind: type[Any]) -> type[Any]:
-    """A class that passes for this one, and whose calls gather the parameters."""
+    """A class that passes for this one, whose calls gather the parameters, and which keeps its device and dtype."""
 
     class Submodule(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return _call(Submodule, self, args, kwargs)
+
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            _refuse_moved(self, fn)
+            return self
 
     Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
     Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__

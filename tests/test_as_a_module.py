@@ -14,7 +14,7 @@ from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import autopar
 from autopar.runtime.agree import explanation
@@ -69,6 +69,73 @@ def copied() -> None:
 
 def test_a_deep_copy_is_a_module_of_its_own() -> None:
     run(2, copied)
+
+
+def averaged_over_steps(options: dict[str, Any]) -> None:
+    module, beside = parallel(), Words()
+    ema = [AveragedModel(each, device="cpu", **options) for each in (module, beside)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (module, beside)]
+    for _ in range(4):
+        for each, optimizer, average in zip((module, beside), optimizers, ema, strict=True):
+            whole(each(IDS)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(each)
+    assert ema[0].module.mesh is module.mesh and ema[0].module.executable is module.executable
+    plain = dict(ema[1].module.state_dict())
+    for name, value in ema[0].module.state_dict().items():
+        assert_close(whole(value), plain[name], name, 1e-4)
+        live = whole(module.state_dict()[name])
+        assert name.startswith("norm.") or not torch.equal(live, whole(value))
+    for average in ema:
+        average.eval()
+    assert_close(whole(ema[0](IDS)).detach(), ema[1](IDS).detach(), "evaluation of the average", 1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"multi_avg_fn": get_ema_multi_avg_fn(0.8)}, {"avg_fn": get_ema_avg_fn(0.8), "use_buffers": True}],
+    ids=["parameters", "buffers too"],
+)
+def test_an_exponential_average_is_that_of_one_process(options: dict[str, Any]) -> None:
+    run(2, averaged_over_steps, options)
+
+
+def stays() -> None:
+    module, held = parallel(), Words()
+    before = {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+    for same in (
+        lambda m: m.to("cpu"),
+        lambda m: m.to(torch.device("cpu"), non_blocking=True),
+        lambda m: m.to(torch.float32),
+        lambda m: m.cpu(),
+        lambda m: m.float(),
+        lambda m: m.to(torch.zeros(1)),
+        lambda m: m.train(),
+        lambda m: m.to(),
+    ):
+        assert same(module) is module
+        assert same(module.body) is module.body
+    assert nn.ModuleList([module, nn.Linear(2, 2)]).to("cpu")[0] is module
+    assert before == {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+    assert_close(step(module), step(held), "loss", 1e-4)
+    for change in (
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.double(),
+        lambda m: m.half(),
+        lambda m: m.to("meta"),
+        lambda m: m.cuda(),
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.share_memory(),
+        lambda m: m.body.bfloat16(),
+    ):
+        with pytest.raises(ValueError, match=r"keeps its device and dtype \(.*: torch.* on cpu\), which are part"):
+            change(module)
+    assert_close(step(module), step(held), "loss afterwards", 1e-4)
+
+
+def test_a_module_that_is_moved_to_where_it_is_stays_and_is_moved_nowhere_else() -> None:
+    run(2, stays)
 
 
 def refused() -> None:

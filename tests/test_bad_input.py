@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,18 +277,25 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ("change", "message"),
     [
         (lambda data: data.update(format=0), "no plan of format 2 (found 0)"),
-        (lambda data: data.pop("decisions"), "KeyError 'decisions'"),
+        (lambda data: data.pop("decisions"), "decisions is missing"),
         (lambda data: data.update(decisions=3), "is no plan"),
         (lambda data: data.update(decisions=["R"]), "is no plan"),
         (lambda data: data.update(mesh="a=2"), "is no plan"),
-        (lambda data: data["account"].pop("collectives"), "KeyError 'collectives'"),
+        (lambda data: data["account"].pop("collectives"), "account.collectives is missing"),
         (lambda data: data["account"].update(surprise=1), "surprise"),
-        (lambda data: data.update(segments=[{"name": "x"}]), "KeyError 'runs'"),
+        (lambda data: data.update(segments=[{"name": "x"}]), "segments[0].runs is missing"),
         (lambda data: data.update(parameters={"w": 3}), "is no plan"),
+        (lambda data: data.update(bucket_bytes=1), "bucket_bytes is 1: an integer, at least 51200"),
+        (lambda data: data["account"].update(compute_seconds="1"), "account.compute_seconds is '1': a number"),
+        (lambda data: data["peak"].update(parameters=-1), "peak.parameters is -1: an integer, at least 0"),
+        (lambda data: data["inputs"].update(x=["R", "R"]), "inputs['x'] has 2 placements: one for each of 1 axes"),
+        (lambda data: data["mesh"].update(a=0), "size of mesh axis a is 0"),
+        (lambda data: data.update(memory_limit_byte=1), "memory_limit_byte is unknown"),
     ],
     ids=(
         *("format", "decisions missing", "a number", "a list"),
         *("a mesh", "collectives", "surprise", "runs", "parameters"),
+        *("buckets", "seconds", "bytes", "placements", "no ranks", "misspelt"),
     ),
 )
 def test_a_corrupt_plan(file: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
@@ -320,6 +328,34 @@ def test_nested_json_in_the_place_of_each_field(file: Path, nested: Any) -> None
 def test_a_file_of_json_nested_too_deep(file: Path) -> None:
     file.write_text("[" * 100_000)
     assert "nested too deep" in refused(Plan.load, file)
+
+
+@pytest.mark.parametrize("counts", [(10**10,), (10**10, 2 - 10**10), (0, 2)], ids=str)
+def test_counts_of_runs_that_no_model_has(counts: tuple[int, ...], tmp_path: Path) -> None:
+    """They are refused at once: nothing is repeated so many times."""
+    made, file = case("gpt2"), tmp_path / "plan.json"
+    planner = Planner(made.model, {"a": 2}, made.args, made.kwargs, loss_fn=made.loss_fn)
+    planner.plan(solver="ddp").save(file)
+
+    def change(data: dict[str, Any]) -> None:
+        (run,) = data["segments"][0]["runs"]
+        data["segments"][0]["runs"] = [{**run, "count": count} for count in counts]
+
+    edit(file, change)
+    began = time.perf_counter()
+    message = refused(lambda: planner.assignment(Plan.load(file)))
+    assert "do not add up" in message or "an integer, at least" in message
+    assert time.perf_counter() - began < 5
+
+
+def test_a_plan_is_saved_over_a_plan_and_over_nothing_else(file: Path, tmp_path: Path) -> None:
+    loaded = Plan.load(file)
+    loaded.save(file)
+    assert "cannot be written (Is a directory)" in refused(loaded.save, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"\x40" + bytes(7) + b"{}")
+    assert "is there, and is no plan: move it away" in refused(loaded.save, weights)
+    assert weights.read_bytes() == b"\x40" + bytes(7) + b"{}"
 
 
 def test_a_file_of_bytes(file: Path) -> None:

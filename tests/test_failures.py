@@ -6,19 +6,20 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import Case, mean_square, mlp
-from ranks import outcomes
+from ranks import outcomes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
-from autopar.runtime.agree import CollectiveError
+from autopar.runtime.agree import CollectiveError, follow_world_timeout, on_first_rank
 from autopar.runtime.execute import compile
 
 DIES = 3
@@ -67,6 +68,69 @@ def test_a_rank_that_is_killed(where: str) -> None:
         # what the backend said, chained
         assert re.search(r"Connection (closed|reset)|Broken pipe", found[rank].traceback), found[rank].traceback
     assert f"with rank {DIES}, failed" in f"{found[1].error} {found[2].error}"
+
+
+TIMEOUT = timedelta(seconds=4)
+
+
+def a_rank_sleeps(where: str) -> float:
+    """Rank 3 does nothing for long; the others end after the timeout of the world, not after a mesh's 30 minutes."""
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)  # as init_process_group(timeout=TIMEOUT) does
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fs"))
+    batch = torch.ones(8, 16)
+    if where == "step" or dist.get_rank() != DIES:
+        module = autopar.parallelize(mlp(), mesh, (batch,), loss_fn=mean_square, solver="fsdp")
+        module(batch).backward()
+    if dist.get_rank() == DIES:
+        time.sleep(60.0)
+    module(batch).backward()
+    return 0.0
+
+
+@pytest.mark.parametrize("where", ["parallelize", "step"])
+def test_a_rank_that_does_nothing_ends_the_others_after_the_timeout(where: str) -> None:
+    began = time.monotonic()
+    found = outcomes(4, a_rank_sleeps, where)
+    assert time.monotonic() - began < 40
+    for rank in (1, 2):  # those with a group in common
+        error = found[rank].error
+        assert isinstance(error, CollectiveError), found[rank].traceback
+        assert f"with rank {DIES}, failed: it did not end within the timeout" in str(error)
+    assert isinstance(found[0].error, CollectiveError), found[0].traceback
+
+
+def planning_takes_long() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fs"))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    follow_world_timeout(mesh)
+
+    def planned() -> str:
+        time.sleep(4.0)
+        return "a plan"
+
+    found = on_first_rank(planned, mesh)
+    (timeout,) = {mesh.get_group(axis)._get_backend(torch.device("cpu")).options._timeout for axis in ("dp", "fs")}
+    assert timeout == timedelta(seconds=2)
+    return found
+
+
+def test_ranks_wait_for_a_plan_that_takes_longer_than_the_timeout() -> None:
+    assert run(4, planning_takes_long) == ["a plan"] * 4
+
+
+def own_timeouts() -> None:
+    """A mesh whose groups were given their own keep it."""
+    cpu, own = torch.device("cpu"), timedelta(seconds=77)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fs"))
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    dist.distributed_c10d._set_pg_timeout(own, mesh.get_group("dp"))
+    autopar.parallelize(mlp(), mesh, (torch.ones(8, 16),), loss_fn=mean_square, solver="fsdp")
+    timeouts = [mesh.get_group(axis)._get_backend(cpu).options._timeout for axis in ("dp", "fs")]
+    assert timeouts == [own, TIMEOUT]
+
+
+def test_a_timeout_of_its_own_stays() -> None:
+    run(4, own_timeouts)
 
 
 class Words(nn.Module):

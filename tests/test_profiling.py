@@ -82,7 +82,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     other = Profiles(tmp_path / "other.sqlite")
     assert other.read(profiles.export()) == 3
     assert other.rows("programs") == [PROGRAM]
-    with pytest.raises(ValueError, match="not what autopar profiles export wrote: KeyError"):
+    with pytest.raises(ValueError, match="not what autopar profiles export wrote: application is missing"):
         other.read("{}")
     assert other.prune(machine="tw") == 1
     assert other.prune(older_than_days=1) == 1
@@ -109,24 +109,56 @@ def test_two_runs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert Profiles(path).machines() == {"one": counts, "two": counts}
 
 
-@pytest.mark.parametrize("what", ["corrupt", "torn", "foreign", "newer"])
-def test_a_file_that_is_no_profile_database_is_set_aside(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["torn", "newer", "other columns"])
+def test_a_broken_database_of_ours_is_set_aside(what: str, tmp_path: Path) -> None:
     path = tmp_path / "p.sqlite"
-    if what == "corrupt":
-        path.write_bytes(b"not a database at all" * 100)
+    Profiles(path).add([PROGRAM])
+    if what == "torn":
+        content = path.read_bytes()
+        path.write_bytes(content[:100] + b"\xff" * 400)
     else:
-        if what != "foreign":
-            Profiles(path).add([PROGRAM])
+        change = "PRAGMA user_version = 99" if what == "newer" else "ALTER TABLE programs RENAME COLUMN model TO net"
         with sqlite3.connect(path) as connection:
-            connection.execute("CREATE TABLE theirs (a)" if what == "foreign" else "PRAGMA user_version = 99")
-        if what == "torn":
-            content = path.read_bytes()
-            path.write_bytes(content[:50] + b"\xff" * 400)
+            connection.execute(change)
     before = path.read_bytes()
     with pytest.raises(DatabaseError, match=r"p\.sqlite is no profile database .*set aside as .*p\.sqlite\.aside-1"):
         Profiles(path)
     assert (tmp_path / "p.sqlite.aside-1").read_bytes() == before
     assert Profiles(path).machines() == {}  # a new one
+
+
+@pytest.mark.parametrize("what", ["weights", "short", "another's database", "torn beyond recognition"])
+def test_a_file_that_autopar_did_not_write_stays_as_it_is(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    if what == "another's database":
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE theirs (a)")
+    else:
+        path.write_bytes(
+            {"weights": b"\x40" + bytes(7) + b"{}" * 100, "short": b"x"}.get(what, b"SQLite format 3\0" * 9)
+        )
+    before = path.read_bytes()
+    with pytest.raises(DatabaseError, match=r"model\.safetensors is no profile database, and was left as it is; give"):
+        Profiles(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
+    (tmp_path / "p.sqlite").touch()
+    Profiles(tmp_path / "p.sqlite").add([ROW])
+
+
+@pytest.mark.parametrize("value", ["'long'", "-1.0", "9e999", "x'00'"])
+def test_a_figure_that_is_no_number_is_an_error_that_says_where(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.sqlite"
+    Profiles(path).add([ROW])
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"UPDATE operators SET seconds = {value}")
+    with pytest.raises(DatabaseError, match=r"p\.sqlite: operators\.seconds is .*: a number.*; remove what is broken"):
+        Profiles(path).rows("operators")
+    assert Profiles(path).prune(machine="one") == 1
+    assert Profiles(path).rows("operators") == []
 
 
 def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:

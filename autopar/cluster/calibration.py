@@ -18,7 +18,7 @@ import torch
 from .collectives import price, together
 from .links import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, interpolated
 from .machine import Cluster, Device, Groups, Level
-from .measurements import Compute, Measurements, Sample, level_axes
+from .measurements import Compute, Measurements, Sample, level_axes, usual_dtype
 
 LEVELS = ("racks", "nodes", "ranks")
 """Names of levels, the last one the innermost."""
@@ -160,7 +160,6 @@ def _device(measured: Measurements) -> Device:
         flops = 2.0 * m * k * n
         rates.setdefault(dtype, []).append((flops, flops / _work_seconds(compute, seconds)))
     curves = {dtype: _rising(points) for dtype, points in rates.items()}
-    usual = "float32" if measured.backend == "gloo" else "bfloat16"
     memory = _memory(compute)
     device = Device(
         name=measured.device,
@@ -169,7 +168,7 @@ def _device(measured: Measurements) -> Device:
         memory_bytes_per_second=_digits(max(rate for _, rate in memory)),
         memory_efficiency=_parts(memory),
         seconds_per_op=_digits(compute.seconds_per_op),
-        efficiency=_parts(curves[usual]),
+        efficiency=_parts(curves[usual_dtype(measured.backend)]),
     )
     return replace(device, ratios=_ratios(compute, device))
 

@@ -9,8 +9,10 @@ from .versions import SERVED as SERVED
 
 from .distributed import all_gather_single as all_gather_single
 from .distributed import dtensors_of as dtensors_of
+from .distributed import follow_world_timeout as follow_world_timeout
 from .distributed import local_tensor as local_tensor
 from .distributed import make_dtensor as make_dtensor
+from .distributed import patient as patient
 from .distributed import reduce_scatter_single as reduce_scatter_single
 from .distributed import strided_shard as strided_shard
 from .exporting import as_exported as as_exported

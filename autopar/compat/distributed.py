@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,41 @@ def reduce_scatter_single(
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, x, op=op, group=group, async_op=True)
     return work
+
+
+def follow_world_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give a group the timeout of the world's group, unless it was made with one of its own: a mesh makes its groups
+    with the default of 30 minutes (10 on NCCL), whatever `init_process_group` was told."""
+    world = dist.distributed_c10d._get_default_group()
+    wanted, present = _timeout(world, device), _timeout(group, device)
+    default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+    if wanted is not None and present == default and present != wanted:
+        dist.distributed_c10d._set_pg_timeout(wanted, group)
+
+
+@contextmanager
+def patient(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Within it, a group waits for the backend's default timeout at least."""
+    present = _timeout(group, device)
+    default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+    if present is None or present >= default:
+        yield
+        return
+    dist.distributed_c10d._set_pg_timeout(default, group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._set_pg_timeout(present, group)
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """That of a group's collectives on a kind of device; None if its backend does not say."""
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # none for that device
+        return None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:

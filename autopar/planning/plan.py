@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from autopar.cost.memory import Peak
+from autopar.files import json_of, record, text_of
 from autopar.ir.graph import JointGraph
+from autopar.passes.lower.bucket import LIMIT_BYTES
 
-from .account import Account, Collective
+from .account import Account
 
 FORMAT = 2
 
@@ -31,6 +34,9 @@ LIMIT_WORDS: Mapping[LimitFrom, str] = {
     "lifted": "no memory limit, as asked",
     "none": "no memory limit, since the cluster does not say what its devices have",
 }
+
+LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
+"""Smaller buckets save no memory that counts, and each travels alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,10 @@ class Run:
     count: int
     decisions: Mapping[str, str]
     recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count of a run is {self.count}: an integer, at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +119,7 @@ class Plan:
     @property
     def gap(self) -> float | None:
         """The proved relative distance from the optimum of the search; None if nothing is proved."""
-        if not self.lower_bound_seconds:
+        if not self.lower_bound_seconds or not self.objective_seconds:
             return None
         return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
 
@@ -124,68 +134,52 @@ class Plan:
         return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        """Raises ValueError if the file cannot be written, or holds something else than a plan."""
+        path = Path(path)
+        try:
+            if path.exists() and not path.is_dir() and not _is_empty_or_plan(path):
+                raise ValueError(f"{path} is there, and is no plan: move it away, or give another path")
+            path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}): give the path of a file") from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Raises ValueError if the file is no plan."""
         if not isinstance(path, (str, Path)):
             raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
-        try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ValueError(
-                f"{path} is no plan: it cannot be read ({error.strerror}); give the path of a file that Plan.save wrote"
-            ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no plan: it is not JSON ({error})") from error
-        except RecursionError as error:
-            raise ValueError(f"{path} is no plan: its JSON is nested too deep") from error
-        return Plan.from_json(data, str(path))
+        what, give = f"{path} is no plan", "give the path of a file that Plan.save wrote"
+        return Plan.from_json(json_of(text_of(path, what, give), what, give), str(path))
 
     @staticmethod
     def from_json(data: Any, source: str = "the plan") -> Plan:
-        """Raises ValueError if a field is missing or invalid."""
+        """Raises ValueError if a field is missing, unknown or invalid."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             given = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"{source} is no plan of format {FORMAT} (found {given!r}): make it with Plan.save")
         try:
-            account = dict(data["account"])
-            account["collectives"] = tuple(Collective(**c) for c in account["collectives"])
-            return Plan(
-                mesh={axis: _count(size, f"size of mesh axis {axis}") for axis, size in data["mesh"].items()},
-                decisions=_decisions(data["decisions"]),
-                segments=tuple(
-                    Segment(
-                        name=s["name"],
-                        runs=tuple(
-                            Run(
-                                count=_count(r["count"], f"count of a run of {s['name']}"),
-                                decisions=_decisions(r["decisions"]),
-                                recompute=bool(r["recompute"]),
-                            )
-                            for r in s["runs"]
-                        ),
-                    )
-                    for s in data["segments"]
-                ),
-                parameters={
-                    name: ParameterPlan(
-                        at_rest=tuple(p["at_rest"]), in_use=tuple(map(tuple, p["in_use"])), gather=p["gather"]
-                    )
-                    for name, p in data["parameters"].items()
-                },
-                inputs={name: tuple(p) for name, p in data["inputs"].items()},
-                account=Account(**account),
-                peak=Peak(**data["peak"]),
-                without_rule=dict(data["without_rule"]),
-                constraints={pattern: dict(axes) for pattern, axes in data.get("constraints", {}).items()},
-                memory_limit_bytes=_limit(data.get("memory_limit_bytes")),
-                memory_limit_from=_limit_from(data),
-                **{n: PLAIN[kind](data[n], n) for n, kind in get_type_hints(Plan).items() if kind in PLAIN},
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{source} is no plan: {type(error).__name__} {error}") from error
+            given = {name: value for name, value in data.items() if name not in ("format", "headroom_bytes")}
+            # files from before it was written have given limits, or none
+            given.setdefault("memory_limit_from", "lifted" if data.get("memory_limit_bytes") is None else "given")
+            plan = record(Plan, given)
+            plan._check()
+        except ValueError as error:
+            raise ValueError(f"{source} is no plan: {error}; correct it there, or save the plan again") from error
+        return plan
+
+    def _check(self) -> None:
+        """Raises ValueError for what types do not say."""
+        for axis, size in self.mesh.items():
+            if size < 1:
+                raise ValueError(f"size of mesh axis {axis} is {size}: an integer, at least 1")
+        if self.bucket_bytes < LEAST_BUCKET_BYTES:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}: an integer, at least {LEAST_BUCKET_BYTES}")
+        placed = {f"inputs[{name!r}]": [placements] for name, placements in self.inputs.items()}
+        placed |= {f"parameters[{name!r}]": [p.at_rest, *p.in_use] for name, p in self.parameters.items()}
+        for where, layouts in placed.items():
+            for layout in layouts:
+                if len(layout) != len(self.mesh):
+                    raise ValueError(f"{where} has {len(layout)} placements: one for each of {len(self.mesh)} axes")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -257,43 +251,10 @@ class Plan:
         return lines
 
 
-def _count(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} is {value!r}: an integer, at least 1")
-    return value
-
-
-def _number(value: Any, what: str) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"{what} is {value!r}: a number")
-    return value
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is {value!r}: text")
-    return value
-
-
-PLAIN: Mapping[Any, Callable[[Any, str], Any]] = {str: _text, int: _count, float: _number}
-"""Type of a plan's field -> its reader; `Plan.from_json` reads fields of other types itself."""
-
-
-def _limit(value: Any) -> float | None:
-    return None if value is None else _number(value, "memory_limit_bytes")
-
-
-def _limit_from(data: Mapping[str, Any]) -> LimitFrom:
-    """As a plan says it; files from before it was written have given limits, or none."""
-    told = data.get("memory_limit_from", "lifted" if data.get("memory_limit_bytes") is None else "given")
-    if told not in get_args(LimitFrom):
-        raise ValueError(f"memory_limit_from is {told!r}: one of {', '.join(get_args(LimitFrom))}")
-    source: LimitFrom = told
-    return source
-
-
-def _decisions(data: Any) -> dict[str, str]:
-    return {site: _text(choice, f"decision of {site}") for site, choice in data.items()}
+def _is_empty_or_plan(path: Path) -> bool:
+    """Whether a file may be a plan, maybe an edited one, by how it begins."""
+    with path.open("rb") as file:
+        return re.match(rb'\s*(\Z|\{\s*"(format|account)")', file.read(1000)) is not None
 
 
 def graph_digest(graph: JointGraph) -> str:

@@ -9,19 +9,24 @@ placements and lowerings). Several processes may read and write at once; what wa
 import contextlib
 import hashlib
 import json
+import math
 import os
 import sqlite3
+import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from autopar.cluster.links import Link
+from autopar.files import json_of, record
 
+APPLICATION = "autopar profiles"
 APPLICATION_ID = 0x6175_7470
 VERSION = 1
 BUSY_SECONDS = 30.0
+REMEDY = "remove what is broken with autopar profiles prune, or give another profile database"
 
 
 class DatabaseError(ValueError):
@@ -109,10 +114,11 @@ def links_key(links: Sequence[Link]) -> str:
 
 
 class Profiles:
-    """The database in a file, which is created if it is missing.
+    """The database in a file, which is created if it is missing or empty.
 
-    Raises `DatabaseError` if the file is something else, or broken. It is then set aside under another name, so that
-    the next run begins a new one and nothing is lost.
+    Raises `DatabaseError` if the file is something else, which is left as it is. A database of ours that is broken, or
+    of another version, is an error too, and is set aside under another name, so that the next run begins a new one and
+    nothing is lost. Every method raises `DatabaseError` for what turns out to be broken later.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
@@ -123,30 +129,54 @@ class Profiles:
             raise DatabaseError(
                 f"{self.path.parent}: {error.strerror}; give a profile database in a folder that can be written"
             ) from error
+        self._recognize()
         try:
-            with self._connected() as connection:
+            with contextlib.closing(self._connection()) as connection:
                 self._prepare(connection)
         except sqlite3.OperationalError as error:
             raise DatabaseError(
                 f"{self.path}: {error}; give a profile database that can be opened and written"
             ) from error
-        except (sqlite3.DatabaseError, _ForeignError) as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError, _ForeignError) as error:
             aside = self._set_aside()
             raise DatabaseError(
                 f"{self.path} is no profile database of this version ({error}): it was set aside as {aside}; run "
                 "again, and a new one is begun"
             ) from error
 
+    def _recognize(self) -> None:
+        """Raises `DatabaseError` for a file that autopar did not write, before SQLite touches it."""
+        try:
+            if not self.path.exists():
+                return
+            if not self.path.is_file():
+                raise DatabaseError(
+                    f"{self.path} is {'a folder' if self.path.is_dir() else 'no file'}; give a profile database that "
+                    "can be opened and written"
+                )
+            with self.path.open("rb") as file:
+                header = file.read(_HEADER.size)
+        except OSError as error:
+            raise DatabaseError(
+                f"{self.path}: {error.strerror}; give a profile database that can be opened and written"
+            ) from error
+        if header and not _is_ours(header):
+            raise DatabaseError(
+                f"{self.path} is no profile database, and was left as it is; give the path of one, or a new path"
+            )
+
     def _prepare(self, connection: sqlite3.Connection) -> None:
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if application == APPLICATION_ID and version == VERSION and tables.issuperset(TABLES):
+        if application == APPLICATION_ID:
+            if version != VERSION or not tables.issuperset(TABLES):
+                raise _ForeignError(f"version {version}, tables {sorted(tables)[:4] or 'none'}")
+            for name, (row, _) in TABLES.items():
+                found = [column for _, column, *_ in connection.execute(f"PRAGMA table_info({name})")]
+                if found != list(get_type_hints(row)):
+                    raise _ForeignError(f"columns {found[:4]} of table {name}")
             return
-        if application or version or tables:
-            raise _ForeignError(
-                f"application {application:#x}, version {version}, tables {sorted(tables)[:4] or 'none'}"
-            )
         connection.execute("BEGIN IMMEDIATE")
         for name, (row, key) in TABLES.items():
             columns = ", ".join(f"{n} {TYPES[kind]} NOT NULL" for n, kind in get_type_hints(row).items())
@@ -156,20 +186,33 @@ class Profiles:
         connection.execute("COMMIT")
 
     def _set_aside(self) -> Path:
+        """Renames the file and its journal, which would be taken for the next file's."""
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.aside-{number}")).exists():
             number += 1
-        self.path.rename(aside)
+        try:
+            self.path.rename(aside)
+            journal = self.path.with_name(f"{self.path.name}-journal")
+            if journal.exists():
+                journal.rename(aside.with_name(f"{aside.name}-journal"))
+        except OSError as error:
+            raise DatabaseError(
+                f"{self.path} is broken, and cannot be set aside ({error.strerror}); move it"
+            ) from error
         return aside
+
+    def _connection(self) -> sqlite3.Connection:
+        """Statements outside of BEGIN and COMMIT commit by themselves."""
+        return sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """A connection, closed at the end. Statements outside of BEGIN and COMMIT commit by themselves."""
-        connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+        """A connection, closed at the end."""
         try:
-            yield connection
-        finally:
-            connection.close()
+            with contextlib.closing(self._connection()) as connection:
+                yield connection
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise DatabaseError(f"{self.path}: {error}; {REMEDY}") from error
 
     def add(self, rows: Iterable[Row]) -> None:
         """Adds all rows or none; a row replaces an older one with its key."""
@@ -193,9 +236,16 @@ class Profiles:
         query = f"SELECT {', '.join(types)} FROM {table} WHERE {condition} ORDER BY {', '.join(key)}"
         with self._connected() as connection:
             selected = connection.execute(query, tuple(where.values())).fetchall()
-        make: Callable[..., Row] = kind
-        # SQLite has no truth values
-        return [make(**{n: types[n](v) for n, v in zip(types, row, strict=True)}) for row in selected]
+        truth = {name for name, type_ in types.items() if type_ is bool}  # which SQLite has as 0 and 1
+
+        def read(row: Sequence[Any]) -> Row:
+            values = dict(zip(types, row, strict=True))
+            return checked(kind, {n: v == 1 if n in truth and v in (0, 1) else v for n, v in values.items()}, table)
+
+        try:
+            return [read(row) for row in selected]
+        except ValueError as error:
+            raise DatabaseError(f"{self.path}: {error}; {REMEDY}") from error
 
     def machines(self) -> dict[str, dict[str, int]]:
         """How many rows each machine has in each table."""
@@ -234,23 +284,60 @@ class Profiles:
     def export(self) -> str:
         """Everything, as JSON."""
         tables = {table: [asdict(row) for row in self.rows(table)] for table in TABLES}
-        return json.dumps({"application": "autopar profiles", "version": VERSION, **tables}, indent=1)
+        return json.dumps({"application": APPLICATION, "version": VERSION, **tables}, indent=1)
 
     def read(self, text: str) -> int:
         """Adds what `export` wrote; returns how many rows. Raises ValueError for anything else."""
+        what, give = "not what autopar profiles export wrote", f"give such a file of version {VERSION}"
+        data = json_of(text, what, give)
         try:
-            data = json.loads(text)
-            if data["application"] != "autopar profiles" or data["version"] != VERSION:
-                raise ValueError(f"application {data['application']!r}, version {data['version']!r}")
-            rows = [kind(**row) for table, (kind, _) in TABLES.items() for row in data[table]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"not what autopar profiles export wrote: {type(error).__name__}: {error}; give such a file of version "
-                f"{VERSION}"
-            ) from error
+            exported = record(_Exported, data)
+            if exported.application != APPLICATION or exported.version != VERSION:
+                raise ValueError(f"application {exported.application!r}, version {exported.version}")
+            rows = [
+                checked(kind, row, f"{table}[{n}]")
+                for table, (kind, _) in TABLES.items()
+                for n, row in enumerate(data[table])
+            ]
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}; {give}") from error
         self.add(rows)
         return len(rows)
 
 
+def checked(kind: type[Row], values: Any, where: str) -> Row:
+    """A row of these values. Raises ValueError for one of another type, and for a number that nothing can measure."""
+    row = record(kind, values, where)
+    types = get_type_hints(kind)
+    numbers = {name: types[name](value) for name, value in asdict(row).items() if not isinstance(value, str)}
+    for name, value in numbers.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{where}.{name} is {value}: a number, 0 or more")
+    for name, value in asdict(row).items():
+        if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
+            raise ValueError(f"{where}.{name} is no text in Unicode")
+    return replace(row, **numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exported:
+    application: str
+    version: int
+    operators: tuple[OperatorRow, ...]
+    collectives: tuple[CollectiveRow, ...]
+    programs: tuple[ProgramRow, ...]
+
+
+_HEADER = struct.Struct(">16s52xI")
+"""How a SQLite file begins: a text, and at byte 68 the application's number."""
+
+
+def _is_ours(header: bytes) -> bool:
+    if len(header) < _HEADER.size:
+        return False
+    text, application = _HEADER.unpack(header)
+    return bool(text == b"SQLite format 3\0" and application == APPLICATION_ID)
+
+
 class _ForeignError(Exception):
-    """The file is of another application or version."""
+    """The file is of another version."""

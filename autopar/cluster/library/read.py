@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.cluster.links import ALGORITHMS, KINDS, Measured, Names
 from autopar.cluster.machine import TOPOLOGIES, Cluster, Device, Groups, Level
+from autopar.files import cut, is_number, text_of
 
 BASIC = ("ring", "pairwise", "message")
 """Algorithms that work on any links."""
@@ -88,12 +89,7 @@ def read_cluster(path: str | Path) -> Cluster:
     is missing or unknown, a figure that is invalid or without a source, and levels whose sizes do not multiply to
     `devices`.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"cluster file {path}: cannot be read ({error.strerror}); give the path of a TOML file"
-        ) from error
+    text = text_of(path, f"cluster file {path}", "give the path of a TOML file")
     return parse_cluster(text, str(path))
 
 
@@ -101,8 +97,10 @@ def parse_cluster(text: str, where: str) -> Cluster:
     """The cluster that TOML text describes; `where` names it in errors."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"cluster file {where}: not TOML: {error}") from error
+    except ValueError as error:  # TOML's own, and Python's for integers of thousands of digits
+        raise ValueError(f"cluster file {where}: not TOML: {error}; correct it there") from error
+    except RecursionError as error:
+        raise ValueError(f"cluster file {where}: its TOML is nested too deep; write only keys of a cluster") from error
     device, levels, groups = data.pop("device", None), data.pop("level", None), data.pop("groups", [])
     if not isinstance(device, dict):
         raise ValueError(f"cluster file {where}: device is missing: write a table [device]")
@@ -112,7 +110,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
         )
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise ValueError(
-            f"cluster file {where}: groups is {groups!r}: write a table [[groups]] for each kind of groups"
+            f"cluster file {where}: groups is {cut(repr(groups))}: write a table [[groups]] for each kind of groups"
         )
     top = _Table(where, "", KEYS["cluster"], data)
     parsed_levels = tuple(
@@ -152,19 +150,23 @@ class _Table:
         self.data = dict(data)
         figures = any(key.figure for key in keys.values())
         sources = self.data.pop("source", {}) if figures else {}
+        if not isinstance(sources, dict):
+            raise self.error(
+                "source", f"= {cut(repr(sources))} is not a table: write [source] with a text for each figure"
+            )
         for name in self.data:
             if name not in keys:
-                raise self.error(name, f"is unknown; the keys here are {', '.join(keys)}")
+                raise self.error(cut(name), f"is unknown; the keys here are {', '.join(keys)}")
         for name, key in keys.items():
             if name in self.data:
                 self._check(name, key, self.data[name])
-                if key.figure and not (isinstance(sources, dict) and str(sources.get(name, "")).strip()):
+                if key.figure and not str(sources.get(name, "")).strip():
                     raise self.error(name, f'has no source: write {name} = "where it is from" in the table source here')
             elif key.required:
                 raise self.error(name, f"is missing: write {key.write}")
         for name in sources:
             if name not in self.data:
-                raise self.error(f"source.{name}", "cites a key that is not here; remove it, or write the figure")
+                raise self.error(f"source.{cut(name)}", "cites a key that is not here; remove it, or write the figure")
 
     def __getitem__(self, name: str) -> Any:
         return self.data[name]
@@ -177,11 +179,11 @@ class _Table:
 
     def _check(self, name: str, key: Key, value: Any) -> None:
         if not _VALID[key.kind](value):
-            raise self.error(name, f"= {value!r} is not {_MEANING[key.kind]}: write for example {key.write}")
+            raise self.error(name, f"= {cut(repr(value))} is not {_MEANING[key.kind]}: write for example {key.write}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def _is_rate(value: Any) -> bool:
@@ -228,7 +230,11 @@ def _is_times(value: Any) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and set(BASIC) <= set(value) <= set(ALGORITHMS)
+    return _is_texts(value) and set(BASIC) <= set(value) <= set(ALGORITHMS)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _by_kind(value: Any, valid: Callable[[str, Any], bool]) -> bool:
@@ -238,7 +244,7 @@ def _by_kind(value: Any, valid: Callable[[str, Any], bool]) -> bool:
 
 def _does(kind: str, names: Any) -> bool:
     """Whether one of the algorithms does that kind on any links."""
-    return isinstance(names, list) and set(names) <= set(ALGORITHMS) and not BASIC_OF[kind].isdisjoint(names)
+    return _is_texts(names) and set(names) <= set(ALGORITHMS) and not BASIC_OF[kind].isdisjoint(names)
 
 
 _VALID: Mapping[str, Callable[[Any], bool]] = {

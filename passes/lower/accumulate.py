@@ -1,0 +1,159 @@
+"""Accumulate: backward in parts, so that the gradients of several micro-batches are reduced once.
+
+At the end of backward stands its *tail*: sums over ranks that only gradients of parameters depend on, and what lays
+them out. All of it is linear, so the tail of a sum is the sum of the tails. What enters the tail is *pending*: the
+gradients as each rank has them before they are reduced, in buckets where the tail reduces buckets. From a program come
+three:
+
+- *micro*: backward without its tail, which returns what is pending;
+- *last*: backward that adds what is pending to what enters its tail, and reduces the sum, as early as the program does;
+- *rest*: the tail alone, of what is pending.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import WAIT, Node, Ref, TensorMeta, readers
+from autopar.ir.layout import Layout, Replicate
+from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
+from autopar.ir.rewrite import distinct, reading
+
+ADD = "aten.add.Tensor"
+
+LINEAR = LAYOUT | {WAIT, ADD, "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor"}
+"""Local operators of a tail."""
+
+MOVING = frozenset({"all_gather", "all_to_all", "shift", "rotate", "broadcast"})
+"""Collectives that change no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """`names` are the values that enter the tail, and `pending` what their sums are called as inputs of role "tangent",
+    which stand last in `last` and alone in `rest`. `micro` returns `names` after the gradients of the program, of which
+    those of parameters are None."""
+
+    names: tuple[str, ...]
+    pending: tuple[str, ...]
+    micro: Program
+    last: Program
+    rest: Program
+
+
+def accumulation(program: Program) -> Accumulation:
+    """The parts of a program whose gradients of parameters are to be added up before they are reduced."""
+    parameters = {i.target for i in program.inputs if i.role == "parameter"}
+    kept = [o for o in program.outputs if not (o.role == "gradient" and o.target in parameters)]
+    reduced = [o for o in program.outputs if o.role == "gradient" and o.target in parameters]
+    others = {o.name for o in kept if o.name is not None}
+    results = {o.name for o in reduced if o.name is not None}
+    tail = _tail(program, results, others)
+    produced = {name for instruction in tail for name in instruction.outputs if name}
+    entering = [name for instruction in tail for name in instruction.inputs]
+    entering += [o.name for o in reduced if o.name is not None]
+    names = tuple(dict.fromkeys(name for name in entering if name not in produced))
+    metas = dict(program.metas)
+    pending = {name: _add_meta(metas, f"{name}_pending", metas[name]) for name in names}
+    sums = {name: _add_meta(metas, f"{name}_sum", metas[name]) for name in names}
+
+    tangents = tuple(_input(pending[name], metas[name], program) for name in names)
+    micro = tuple(i for i in program.backward if i.name not in produced)
+    handed = tuple(_output(name, program) for name in names)
+    given = tuple(replace(o, name=None) if o in reduced else o for o in program.outputs)
+    renamed = tuple(
+        replace(o, name=sums.get(o.name, o.name)) if o in reduced and o.name is not None else o for o in program.outputs
+    )
+    alone = tuple(replace(o, name=pending.get(o.name, o.name)) if o.name is not None else o for o in reduced)
+    return Accumulation(
+        names=names,
+        pending=tuple(pending.values()),
+        micro=replace(program, backward=micro, outputs=(*given, *handed)),
+        last=replace(
+            program,
+            inputs=(*program.inputs, *tangents),
+            backward=_with_sums(program, produced, pending, sums),
+            outputs=renamed,
+            metas=metas,
+        ),
+        rest=replace(
+            program,
+            inputs=tangents,
+            forward=(),
+            backward=tuple(reading(i, pending) for i in tail),
+            saved=(),
+            outputs=alone,
+            metas=metas,
+        ),
+    )
+
+
+def _tail(program: Program, results: set[str], others: set[str]) -> tuple[Node, ...]:
+    """The linear instructions of backward, from the first collective of each on, that only `results` depend on."""
+    every = readers(program.backward)
+    only: set[str] = set()
+    linear: list[Node] = []
+    for instruction in reversed(program.backward):
+        named = [name for name in instruction.outputs if name]
+        followed = (program.backward[k].name for name in named for k in every.get(name, ()))
+        if (
+            _is_linear(instruction, program.metas)
+            and others.isdisjoint(named)
+            and all(name in results or name in every for name in named)
+            and all(reader in only for reader in followed)
+        ):
+            only.update(named)
+            linear.append(instruction)
+    tail: list[Node] = []
+    within: set[str] = set()
+    for instruction in reversed(linear):
+        if instruction.collective or not within.isdisjoint(instruction.inputs):
+            tail.append(instruction)
+            within.update(name for name in instruction.outputs if name)
+    return tuple(tail)
+
+
+def _is_linear(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:
+    kind = instruction.collective
+    if kind in ("all_reduce", "reduce_scatter", "reduce"):
+        return bool(instruction.args[1] == "sum")
+    if kind is not None:
+        return kind in MOVING
+    if instruction.op == ADD:
+        dtypes = {metas[name].dtype for name in (*instruction.inputs, *instruction.outputs)}
+        return len(instruction.inputs) == 2 and len(dtypes) == 1 and not instruction.kwargs
+    return instruction.op in LINEAR
+
+
+def _with_sums(
+    program: Program, tail: set[str], pending: Mapping[str, str], sums: Mapping[str, str]
+) -> tuple[Node, ...]:
+    """Backward whose tail reads sums, each added up as soon as its own part is there."""
+
+    def added(name: str) -> Node:
+        return Node(op=ADD, args=(Ref(name), Ref(pending[name])), outputs=(sums[name],), serves=name)
+
+    computed = {name for instruction in program.backward for name in instruction.outputs}
+    written = [added(name) for name in sums if name not in computed]
+    for instruction in program.backward:
+        written.append(reading(instruction, sums) if instruction.name in tail else instruction)
+        written += [added(name) for name in instruction.outputs if name in sums]
+    return tuple(written)
+
+
+def _add_meta(metas: dict[str, TensorMeta], hint: str, meta: TensorMeta) -> str:
+    name = distinct(hint, metas)
+    metas[name] = meta
+    return name
+
+
+def _input(name: str, meta: TensorMeta, program: Program) -> ProgramInput:
+    """What is pending, which differs from rank to rank: its meta is local."""
+    return ProgramInput(name=name, role="tangent", target=name, meta=meta, layout=_local(program))
+
+
+def _output(name: str, program: Program) -> ProgramOutput:
+    return ProgramOutput(name=name, role="gradient", target=name, meta=None, layout=_local(program))
+
+
+def _local(program: Program) -> Layout:
+    return (Replicate(),) * len(program.mesh)

@@ -1,0 +1,327 @@
+"""Micro-batches whose gradients are added up on each rank and reduced once: the gradients of one process, and the bytes
+of one reduction."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import models
+import pytest
+import test_random
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import assert_close, simulated, whole
+from pairwise import pairwise
+from ranks import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.ir.program import Program
+from autopar.passes.lower.accumulate import accumulation
+from autopar.planning.planner import Planner
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.simulate import assemble, given_to_ranks, run_ranks
+
+COUNT = 4
+"""Micro-batches of a step."""
+
+CASES: dict[str, Callable[[], models.Case]] = {
+    **{name: functools.partial(models.case, name) for name in ("gpt2 untied", "llama tied", "mlp with outputs")},
+    **{f"{name} with dropout": functools.partial(test_random.case, name) for name in ("gpt2", "bert", "mlp")},
+}
+
+
+def case(name: str) -> models.Case:
+    pytest.importorskip("transformers")
+    return CASES[name]()
+
+
+planner = models.planners(case)
+
+
+def program_of(name: str, mesh: dict[str, int], solver: str) -> tuple[Planner, Program]:
+    made = planner(name, mesh)
+    return made, made.program(made.plan(solver=solver, cost="serial"))
+
+
+@functools.cache
+def on_one_process(name: str) -> dict[str, torch.Tensor]:
+    """The sum of the gradients of all micro-batches."""
+    made, program = program_of(name, {"a": 1}, "dp")
+    total: dict[str, torch.Tensor] = {}
+    for step in range(COUNT):
+        found = simulated(program, made.captured, case(name), step=step, seed=step)
+        for target, gradient in found.gradients.items():
+            total[target] = total.get(target, 0) + gradient
+    return total
+
+
+MESHES: tuple[dict[str, int], ...] = ({"a": 2}, {"a": 4}, {"a": 2, "b": 2})
+SOLVERS = ("dp", "ddp", "fsdp", "megatron_sp")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "solver"),
+    pairwise(tuple(CASES), MESHES, SOLVERS),
+    ids=lambda value: test_random.mesh_id(value) if isinstance(value, dict) else value,
+)
+def test_micro_batches_that_are_reduced_once_give_the_gradients_of_one_process(
+    name: str, mesh: dict[str, int], solver: str
+) -> None:
+    made, program = program_of(name, mesh, solver)
+    parts = accumulation(program)
+    reduced_later = Counter(parts.rest.collectives())
+    assert Counter(parts.micro.collectives()) + reduced_later == Counter(program.collectives())
+    assert parts.last.collectives() == program.collectives()  # the same buckets, in the same order
+
+    made_case = case(name)
+    held = {
+        **dict(made_case.model.named_parameters()),
+        **dict(made_case.model.named_buffers()),
+        **made.captured.constants,
+    }
+
+    def inputs(step: int) -> dict[Any, Any]:
+        args, kwargs = made_case.batch(step)
+        given = {
+            i.target: models.tangents(torch.empty(i.meta.shape, dtype=i.meta.dtype))
+            for i in program.inputs
+            if i.role == "tangent" and i.meta.shape
+        }
+        return given_to_ranks(program, held, made.captured.bind(args, kwargs), given, step)
+
+    sums: dict[Any, dict[str, torch.Tensor]] = {}
+    with torch.no_grad():
+        for step in range(COUNT - 1):
+            for coordinate, values in run_ranks(parts.micro, inputs(step)).items():
+                mine = sums.setdefault(coordinate, {})
+                for entering, pending in zip(parts.names, parts.pending, strict=True):
+                    mine[pending] = mine.get(pending, 0) + values[entering]
+        last = {coordinate: {**given, **sums[coordinate]} for coordinate, given in inputs(COUNT - 1).items()}
+        found = gradients(parts.last, run_ranks(parts.last, last))
+        without = gradients(program, run_ranks(program, inputs(COUNT - 1)))
+        rest = gradients(parts.rest, run_ranks(parts.rest, sums))
+    expected = on_one_process(name)
+    assert found.keys() == expected.keys() == rest.keys()
+    largest = max(value.abs().max().item() for value in expected.values())
+    for target, value in expected.items():
+        for ours in (found[target], without[target] + rest[target]):
+            assert models.difference(ours, value, target, models.NEGLIGIBLE * largest) < 2e-5
+
+
+def gradients(program: Program, ranks: Any) -> dict[str, torch.Tensor]:
+    return {
+        o.target: assemble(
+            {c: values[o.name] for c, values in ranks.items()},
+            o.meta.shape,
+            o.layout,
+            program.mesh,
+            1e-5,
+            o.target,
+            1.0,
+        )
+        for o in program.outputs
+        if o.role == "gradient" and o.name is not None and o.meta is not None
+    }
+
+
+@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+def test_a_micro_batch_reduces_nothing_but_the_loss(solver: str) -> None:
+    _, program = program_of("gpt2 untied", {"a": 2, "b": 2}, solver)
+    micro = accumulation(program).micro
+    assert {kind for kind, _, size in micro.collectives() if size > 64} <= {"all_gather"}
+    assert {kind for kind, _, size in program.collectives() if size > 64} > {"all_gather"}
+
+
+# --- real ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.head = nn.Embedding(16, 32), nn.LayerNorm(32), nn.Linear(32, 16, bias=False)
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.25), nn.Linear(64, 32))
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        return F.cross_entropy(self.head(self.norm(h + self.body(h))).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def ids(step: int) -> torch.Tensor:
+    return torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(step))
+
+
+def parallel(solver: str = "ddp", **options: Any) -> ParallelModule:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("a",))
+    return autopar.parallelize(Net(), mesh, (ids(0),), solver=solver, **options)
+
+
+def trained(module: nn.Module, wait: Callable[[], Any], steps: int = 2) -> list[torch.Tensor]:
+    """Clipped norms and losses of some steps, and the parameters after them."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    seen = []
+    torch.manual_seed(7)
+    for step in range(steps):
+        for micro in range(COUNT):
+            with wait() if micro < COUNT - 1 else nullcontext():
+                loss = module(ids(COUNT * step + micro)) / COUNT
+                loss.backward()
+            seen.append(whole(loss).detach())
+        seen.append(whole(nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(whole(p).detach() for p in module.parameters())]
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Bytes that this rank gives to collectives, by kind."""
+    sent = Counter[str]()
+    kinds = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor")
+    kinds += tuple(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name))
+    before = {name: getattr(dist, name) for name in kinds}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent[name] += x.nbytes
+            return before[name](x, *args, **kwargs)
+
+        return call
+
+    for name in kinds:
+        setattr(dist, name, counting(name))
+    try:
+        yield sent
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def test_accumulation_on_ranks_is_that_of_one_process() -> None:
+    run(2, against_one_process, "ddp")
+    run(2, against_one_process, "fsdp")
+
+
+def against_one_process(solver: str) -> None:
+    module, reducing = parallel(solver), parallel(solver)
+    for found, expected in zip(trained(module, module.no_sync), trained(reducing, nullcontext), strict=True):
+        assert_close(found, expected, "a loss, a norm or a parameter, with dropout", 1e-4)
+    made, beside = Net(), Net()
+    for net in (made, beside):
+        net.body[2].p = 0.0  # whose numbers are others without autopar
+    parallel_ = autopar.parallelize(made, module.mesh, (ids(0),), solver=solver)
+    for found, expected in zip(trained(parallel_, parallel_.no_sync), trained(beside, nullcontext), strict=True):
+        assert_close(found, expected, "a loss, a norm or a parameter", 1e-4)
+    with counted() as once:
+        module(ids(0)).backward()
+    module.zero_grad()
+    with counted() as four:
+        for micro in range(COUNT):
+            with module.no_sync() if micro < COUNT - 1 else nullcontext():
+                module(ids(micro)).backward()
+    with counted() as gathers, torch.no_grad():
+        module(ids(0))
+    reductions = sum(once.values()) - sum(gathers.values())
+    beyond = sum(four.values()) - COUNT * sum(gathers.values())
+    # under fsdp backward gathers again, in every micro-batch
+    assert beyond < 1.05 * reductions if solver == "ddp" else four["all_to_all_single"] == once["all_to_all_single"] > 0
+
+
+def other_cases() -> None:
+    module, beside = parallel("fsdp"), parallel("fsdp")
+    assert not any(p.grad is not None for p in module.parameters())
+
+    def compare(what: str) -> None:
+        for name, parameter in beside.named_parameters():
+            assert_close(whole(module.get_parameter(name).grad), whole(parameter.grad), f"{what}: {name}", 1e-4)
+        module.zero_grad(), beside.zero_grad()
+
+    # what waits is of the module, of whichever program: another mode's backward reduces it too
+    for each in (module, beside):
+        torch.manual_seed(1)
+        with module.no_sync():
+            each(ids(0)).backward()
+            each.eval()
+            each(ids(1)).backward()
+        assert each is beside or all(p.grad is None for p in module.parameters())
+        each.train()
+        each(ids(2)).backward()
+    compare("two programs")
+
+    # dropped by zero_grad of the module
+    with module.no_sync():
+        module(ids(0)).backward()
+    module.zero_grad()
+    for each in (module, beside):
+        torch.manual_seed(2)
+        each(ids(1)).backward()
+    compare("zero_grad")
+
+    # a copy has its own, and its parts are those of the original
+    torch.manual_seed(3)
+    with module.no_sync():
+        module(ids(0)).backward()
+    other = copy.deepcopy(module)
+    for each in (module, other):
+        torch.manual_seed(4)
+        each(ids(1)).backward()
+    for name, parameter in other.named_parameters():
+        assert torch.equal(whole(parameter.grad), whole(module.get_parameter(name).grad))
+    module.zero_grad()
+
+    # frozen parameters have no gradient, and inputs have theirs at once
+    for each in (module, beside):
+        each.norm.requires_grad_(False)
+        torch.manual_seed(5)
+        with module.no_sync():
+            each(ids(0)).backward()
+        each(ids(1)).backward()
+    assert module.norm.weight.grad is None
+    for name, parameter in beside.named_parameters():
+        if parameter.requires_grad:
+            assert_close(whole(module.get_parameter(name).grad), whole(parameter.grad), name, 1e-4)
+
+
+def test_what_waits_is_reduced_by_whichever_backward_comes_and_by_no_other() -> None:
+    run(2, other_cases)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def inputs_and_checks() -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    model = Scaled()
+    x = torch.randn(4, 8)
+    module = autopar.parallelize(model, mesh, (x.clone().requires_grad_(),), solver="ddp", verify=2)
+    given = [x.clone().requires_grad_() for _ in range(2 * COUNT)]
+    for micro, (ours, theirs) in enumerate(zip(given[:COUNT], given[COUNT:], strict=True)):
+        with module.no_sync() if micro < COUNT - 1 else nullcontext():
+            module(ours).backward()  # the first two are compared with one device, and reduce
+        model(theirs).backward()
+        assert_close(whole(ours.grad), theirs.grad, "gradient of an input", 1e-5)
+    for name, parameter in model.named_parameters():
+        gradient = module.get_parameter(name).grad
+        assert isinstance(gradient, DTensor)
+        assert_close(gradient.full_tensor(), parameter.grad, name, 1e-5)
+
+
+def test_gradients_of_inputs_come_at_once_and_checked_steps_reduce() -> None:
+    run(2, inputs_and_checks)
