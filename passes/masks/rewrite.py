@@ -128,11 +128,16 @@ class _Masks:
                 seen = self.known.visible(factor) if whole else None
                 if seen is not None and seen.is_causal(keys):
                     is_causal = True
-                elif seen is None or not seen.is_all(keys):
+                elif not self._holds(factor) and (seen is None or not seen.is_all(keys)):
                     factors.append(factor)
             smaller = self._numel(factors) < self.graph.metas[condition].numel
             self.rests[key] = Rest(tuple(factors), is_causal) if is_causal or smaller else None
         return self.rests[key]
+
+    def _holds(self, factor: str) -> bool:
+        """Whether a factor holds everywhere."""
+        value = self.known.value(factor)
+        return value is not None and bool(value.all())
 
     def _numel(self, factors: list[str]) -> int:
         return math.prod(self._broadcast(*factors)) if factors else 0
