@@ -86,7 +86,7 @@ def test_keys_that_are_padding_are_not_seen(shape: tuple[int, ...]) -> None:
 def test_queries_and_keys_are_split_under_a_causal_mask_beside_another(shape: tuple[int, ...]) -> None:
     """One that is padding on the left hides all keys of the first queries."""
     mask = torch.randn(shape, dtype=torch.float64)
-    mask[..., :2 if shape[-1] > 1 else 0] = -torch.inf
+    mask[..., : 2 if shape[-1] > 1 else 0] = -torch.inf
     size = max(shape[-2:])
     for report in check(*tensors(4, 2, size, size), True, attn_mask=mask):
         assert set(report.factors) == {"b", "h", "q", "k"}

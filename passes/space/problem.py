@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost.redistribute import Acquired
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import Layout, local_meta
+from autopar.ir.layout import Layout, Partial, Routed, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
@@ -59,6 +59,10 @@ class Moved(NamedTuple):
     kept: bool
     is_parameter: bool
     bucketed: bool
+    made: str = ""
+    """The name of what is made where it is read."""
+    copies: int = 1
+    """How many copies of a repeat share it."""
 
 
 def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:
@@ -82,14 +86,20 @@ class ProblemBuilder:
         """Tensors but for their names and variables."""
         self.joined = joined_sites(space.regions(), space.repeats)
 
+    def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
+        """As `moved_of`, in a region of which there are so many copies."""
+        moved = moved_of(self.space.metas[root], maker, readers)
+        return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
+
     def build(self, allowed: Allowed) -> tuple[Problem, _Decoder]:
         """The problem in which each site takes one of its allowed options.
 
         Raises ValueError if a site has no legal option left.
         """
         legal = self._legal(allowed)
-        bodies = [self._region(body, legal) for body in self.space.bodies]
-        variables, tensors, names = self._region(self.space.rest, legal)
+        pairs = zip(self.space.bodies, self.space.repeats, strict=True)
+        bodies = [self._region(body, legal, repeat.count) for body, repeat in pairs]
+        variables, tensors, names = self._region(self.space.rest, legal, 1)
         index = {name: i for i, name in enumerate(names)}
         repeats = []
         for repeat, region, (left, right), (body_variables, body_tensors, body_names) in zip(
@@ -130,7 +140,7 @@ class ProblemBuilder:
         return legal
 
     def _region(
-        self, region: Region, legal: Mapping[str, tuple[Option, ...]]
+        self, region: Region, legal: Mapping[str, tuple[Option, ...]], copies: int
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         variables = []
         readers: dict[str, list[tuple[int, int]]] = {}
@@ -152,12 +162,13 @@ class ProblemBuilder:
                 if root:
                     makers[root] = (number, position)
             for position, read in enumerate(site.reads):
-                readers.setdefault(read.alias.root, []).append((number, position))
+                if not site.made:
+                    readers.setdefault(read.alias.root, []).append((number, position))
         sites = list(region.sites.values())
         tensors = []
         for root, reading in readers.items():
             maker, result = makers[root]
-            tensors.append(self._tensor(root, sites, region_options, maker, result, reading))
+            tensors.append(self._tensor(root, sites, region_options, maker, result, reading, copies))
         return tuple(variables), tuple(tensors), names
 
     def _site_options(self, site: Site, options: tuple[Option, ...]) -> tuple[Option, ...]:
@@ -175,13 +186,14 @@ class ProblemBuilder:
         maker: int,
         result: int,
         reading: list[tuple[int, int]],
+        copies: int,
     ) -> Tensor:
         site = sites[maker]
         produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
         # a forward reader next to its backward twin: solvers take readers in this order, and what
         # stands together is eliminated together
         reading = sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
-        moved = moved_of(self.space.metas[root], site, [(sites[r], sites[r].reads[p].backward) for r, p in reading])
+        moved = self.moved(root, site, [(sites[r], sites[r].reads[p].backward) for r, p in reading], copies)
         positions: dict[int, list[int]] = {}
         for reader, position in reading:
             positions.setdefault(reader, []).append(position)
@@ -232,11 +244,21 @@ class ProblemBuilder:
         is about). For another forward tensor that backward reads, every layout that is wanted of it counts as kept: a
         little more than the truth where forward alone wants one.
         """
+        if moved.made:
+            return self.made(moved, wanted)
         phases = self.acquired(moved, produced, policy, wanted)
         if phases is None:
             return None
         held = self.held_bytes(moved, produced, policy, wanted)
         return sum(sum(item.route.seconds for item in phase) for phase in phases), float(held)
+
+    def made(self, moved: Moved, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
+        """Seconds and kept bytes of a copy's share of what is made where it is read; None for partial sums."""
+        layouts = frozenset(layout for layout, _ in wanted)
+        if any(isinstance(placement, Partial | Routed) for layout in layouts for placement in layout):
+            return None
+        held = sum(local_meta(moved.meta, layout, self.space.mesh).bytes for layout in layouts) if moved.kept else 0
+        return self.space.making.seconds(moved.made, layouts) / moved.copies, held / moved.copies
 
     def acquired(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
