@@ -9,7 +9,7 @@ The rest stays a tensor, which may be of fewer dims: [batch, 1, 1, keys] for pad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from autopar.ops.rule import call_of
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 
 from .known import AND, EXPAND, Known, RuleOf
+
+broadcast: Callable[..., tuple[int, ...]] = torch.broadcast_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class _Masks:
         return name
 
     def _broadcast(self, *names: str) -> tuple[int, ...]:
-        return tuple(torch.broadcast_shapes(*(self.metas[name].shape for name in names)))
+        return tuple(broadcast(*(self.metas[name].shape for name in names)))
 
     def _emit(self, where: Node, op: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
         name = numbered(f"{where.name}_left", self.metas)
