@@ -18,6 +18,7 @@ from autopar.extensions import Table
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
 from autopar.ops.routing import in_token_order
+from autopar.ops.sdpa import ATTENTION
 from autopar.solve import solve
 
 from .blocks.block import Blocks
@@ -31,6 +32,7 @@ from .lower.compact import compact
 from .lower.lowering import Adopted, Lowering, Target, When, always
 from .lower.prefetch import prefetch
 from .lower.slice import SLICING
+from .masks import without_masks
 from .seeds import seeds
 from .segments.search import segments
 from .segments.segment import Segments
@@ -67,6 +69,11 @@ def _routed(graph: JointGraph) -> str:
     return f"{sum(node.op == 'autopar.expert_mm.default' for node in graph.nodes)} products of experts"
 
 
+def _unmasked(graph: JointGraph) -> str:
+    calls = [dict(node.kwargs).get("is_causal", False) for node in graph.nodes if node.op == ATTENTION]
+    return f"{sum(calls)} of {len(calls)} calls of attention are causal"
+
+
 def _segmented(result: Segments) -> str:
     runs = [f"{repeat.count} copies of {len(repeat.copies[0])}" for repeat in result.repeats]
     return f"{', '.join(runs) or 'nothing repeats'}, {len(result.rest)} operators in the rest"
@@ -88,6 +95,7 @@ def _written(program: Program) -> str:
 CAPTURE = Step(name="capture", takes="a model, inputs", gives="the graph of a step", run=capture, did=_captured)
 SEEDS = Step(name="seeds", takes="a graph", gives="one whose random operators read keys", run=seeds, did=_seeded)
 ROUTING = Step(name="routing", takes="a graph", gives="one in token order", run=in_token_order, did=_routed)
+MASKS = Step(name="masks", takes="a graph", gives="one without known masks", run=without_masks, did=_unmasked)
 SEGMENTS = Step(name="segments", takes="a graph", gives="layers that repeat", run=segments, did=_segmented)
 SPACE = Step(name="space", takes="a graph, mesh, cluster, segments", gives="the space", run=strategies, did=_built)
 BLOCKS = Step(name="blocks", takes="a graph", gives="what splits together, for presets", run=blocks, did=_blocked)
@@ -95,7 +103,7 @@ PROBLEM = Step(name="problem", takes="a space, allowed choices", gives="a proble
 SOLVE = Step(name="solve", takes="a problem", gives="a solution, which is an assignment", run=solve)
 CODEGEN = Step(name="codegen", takes="a space, an assignment", gives="a program", run=codegen, did=_written)
 
-STEPS: tuple[Step[..., Any], ...] = (CAPTURE, SEEDS, ROUTING, SEGMENTS, SPACE, BLOCKS, PROBLEM, SOLVE, CODEGEN)
+STEPS: tuple[Step[..., Any], ...] = (CAPTURE, SEEDS, ROUTING, MASKS, SEGMENTS, SPACE, BLOCKS, PROBLEM, SOLVE, CODEGEN)
 
 LOWERINGS = Table(
     "lowering",

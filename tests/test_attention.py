@@ -83,10 +83,14 @@ def test_keys_that_are_padding_are_not_seen(shape: tuple[int, ...]) -> None:
     check(query.abs() * 100, -key.abs() * 100, value, False)
 
 
-def test_a_causal_mask_beside_another_keeps_queries_and_keys_whole() -> None:
-    mask = torch.randn(6, 6, dtype=torch.float64)
-    for report in check(*tensors(4, 4, 6, 6), True, attn_mask=mask):
-        assert set(report.factors) == {"b", "h"}
+@pytest.mark.parametrize("shape", [(6, 6), (2, 1, 1, 6), (2, 4, 6, 6), (7, 7), (2, 1, 1, 7), (1, 1, 7, 1)])
+def test_queries_and_keys_are_split_under_a_causal_mask_beside_another(shape: tuple[int, ...]) -> None:
+    """One that is padding on the left hides all keys of the first queries."""
+    mask = torch.randn(shape, dtype=torch.float64)
+    mask[..., : 2 if shape[-1] > 1 else 0] = -torch.inf
+    size = max(shape[-2:])
+    for report in check(*tensors(4, 2, size, size), True, attn_mask=mask):
+        assert set(report.factors) == {"b", "h", "q", "k"}
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ def json_of(text: str, what: str, give: str) -> Any:
 
 def record(kind: type[T], data: Any, where: str = "") -> T:
     """A dataclass of what JSON or a database holds, each field of the type that it is annotated with: text, truth
-    values, integers from 0 to `MOST`, numbers, tuples (JSON's lists), mappings, and dataclasses of these.
+    values, integers from 0 to `MOST`, numbers, words of a `Literal`, tuples (JSON's lists), mappings, and dataclasses
+    of these.
 
     Raises ValueError that names the first field that is missing, unknown, or of another type. `where` says where the
     dataclass is.
@@ -76,6 +77,10 @@ def _value(annotation: Any, value: Any, where: str) -> Any:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):  # X | None
         return None if value is None else _value(inner[0], value, where)
+    if origin is Literal:
+        if value not in inner:
+            raise ValueError(f"{where} is {_shown(value)}: one of {', '.join(inner)}")
+        return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where} is {_shown(value)}: a list")

@@ -37,14 +37,13 @@ def attended(
     def rule(call: Call) -> OpRule:
         metas = dict(zip(roles(call), call.inputs, strict=True))
         causal = call.argument("is_causal")
-        unsplit: tuple[str, ...] = ("q", "k") if causal and "attn_mask" in metas else ()
         inputs, outputs = template.bind(call)
         heads, keys = metas["key"].shape[1:3]
         rows = math.prod(metas["query"].shape[:3])
         return assemble(
             call,
-            [_named(names, meta, heads, unsplit) for names, meta in zip(inputs, call.inputs, strict=True)],
-            [_named(names, meta, heads, unsplit) for names, meta in zip(outputs, call.outputs, strict=True)],
+            [_named(names, meta, heads) for names, meta in zip(inputs, call.inputs, strict=True)],
+            [_named(names, meta, heads) for names, meta in zip(outputs, call.outputs, strict=True)],
             linear=template.positions(call, linear),
             reductions=reductions,
             expands=("k", "q") if causal else ("k",),
@@ -57,13 +56,13 @@ def attended(
     return rule
 
 
-def _named(names: Named, meta: TensorMeta | None, heads: int, unsplit: tuple[str, ...]) -> Named:
-    """The names, with None for those that cannot be split. Several heads of queries go with one of keys."""
+def _named(names: Named, meta: TensorMeta | None, heads: int) -> Named:
+    """The names. Several heads of queries go with one of keys."""
 
     def named(name: Name, size: int) -> Name:
         if name == "h" and heads > 1 and size not in (1, heads):
             return ("h", size // heads)
-        return None if name in unsplit else name
+        return name
 
     return list(map(named, names, meta.shape if meta else ()))
 

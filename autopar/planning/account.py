@@ -14,7 +14,7 @@ from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program
 from autopar.passes.space.choices import REGATHER, Policy
 from autopar.passes.space.operator_layouts import splits_of
-from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder, moved_of
+from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder
 from autopar.passes.space.recompute import reacquired, recomputed
 from autopar.passes.space.sites import Option, Region, Site
 from autopar.passes.space.space import Space, operand_layouts
@@ -91,7 +91,8 @@ class _Tally:
         self.compute = self.copies = self.communication = self.optimizer = 0.0
         self.waited = 0.0
         """Seconds that operators wait for activations in forward."""
-        self.parameters = self.gradients = self.states = self.activations = 0
+        self.parameters = self.gradients = self.states = 0
+        self.activations = 0.0
         self.kinds: dict[tuple[str, str], list[float]] = {}
 
     @property
@@ -105,6 +106,8 @@ class _Tally:
         twice = recomputed(region) if again else frozenset()
         reacquire = reacquired(region) if again else frozenset()
         shared = {root for site in region.sites.values() if site.kind == "shared" for root in site.makes}
+        pairs = zip(self.space.bodies, self.space.repeats, strict=True)
+        copies = next((repeat.count for body, repeat in pairs if body is region), 1)
         options: dict[str, Option] = {}
         for name, site in region.sites.items():
             option = self.space.option(site, decisions[name])
@@ -121,13 +124,13 @@ class _Tally:
                     policy = option.choice.policy
                     policy = REGATHER if root in reacquire else policy
                     makers[root] = (site, layout, policy)
-            for read, layout in zip(site.reads, option.reads, strict=True):
+            for read, layout in () if site.made else zip(site.reads, option.reads, strict=True):
                 readers = wanted.setdefault(read.alias.root, [])
                 readers.append((site, layout, read.backward))
                 if name in twice and read.alias.root not in shared:
                     readers.append((site, layout, True))
         for root, readers in wanted.items():
-            self._tensor(root, makers[root], readers, count)
+            self._tensor(root, makers[root], readers, count, copies)
 
     def _site(self, site: Site, option: Option, count: int) -> None:
         if site.kind == "parameter":
@@ -170,11 +173,23 @@ class _Tally:
         self.communication += count * seconds
 
     def _tensor(
-        self, root: str, maker: tuple[Site, Layout, Policy], readers: list[tuple[Site, Layout, bool]], count: int
+        self,
+        root: str,
+        maker: tuple[Site, Layout, Policy],
+        readers: list[tuple[Site, Layout, bool]],
+        count: int,
+        copies: int,
     ) -> None:
         site, produced, policy = maker
-        moved = moved_of(self.space.metas[root], site, [(reader, late) for reader, _, late in readers])
+        moved = self.builder.moved(root, site, [(reader, late) for reader, _, late in readers], copies)
         wanted = [(layout, late) for _, layout, late in readers]
+        if moved.made:
+            priced = self.builder.made(moved, wanted)
+            assert priced is not None
+            seconds, held = priced
+            self.compute += count * seconds
+            self.activations += count * held
+            return
         phases = self.builder.acquired(moved, produced, policy, wanted)
         if phases is None:
             raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
@@ -205,7 +220,7 @@ class _Tally:
             parameter_bytes=self.parameters,
             gradient_bytes=self.gradients,
             optimizer_bytes=self.states,
-            activation_bytes=self.activations,
+            activation_bytes=round(self.activations),
             collectives=tuple(
                 Collective(kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
                 for (kind, axis), (count, size, seconds) in sorted(self.kinds.items())

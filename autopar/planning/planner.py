@@ -25,7 +25,7 @@ from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_meta
 from autopar.ir.program import Program
 from autopar.ops import rule_of
-from autopar.passes import CAPTURE, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
+from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
 from autopar.passes.segments.facts import fingerprint
 from autopar.passes.segments.segment import Segments
@@ -63,10 +63,12 @@ def captured_for_planning(
     device_type: str | None = None,
     flow: Flow | None = None,
 ) -> Captured:
-    """What `capture` returns, with random operators that read keys, and experts' rows in the order of tokens."""
+    """What `capture` returns, with random operators that read keys, experts' rows in the order of tokens, and attention
+    without masks that are known."""
     flow = Flow() if flow is None else flow
     captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
-    return replace(captured, graph=flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of))
+    in_order = flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of)
+    return replace(captured, graph=flow.run(MASKS, in_order, rule_of))
 
 
 class Planner:

@@ -110,6 +110,8 @@ class Demand:
     """Root -> the layouts that forward reads, and backward."""
     bucketed: dict[str, bool] = field(default_factory=dict)
     """Root -> whether it travels in a bucket, as the problem priced it."""
+    made: dict[str, Placed] = field(default_factory=dict)
+    """Root -> the operator that makes it wherever it is read."""
     again: dict[str, Placed] = field(default_factory=dict)
     """Root -> the operator that recomputes it in backward."""
     borders: dict[str, Placed] = field(default_factory=dict)
@@ -122,6 +124,11 @@ class Demand:
         demand = Demand(redistributor=space.redistributor)
         readers: dict[str, list[Site]] = {}
         for item in items:
+            if item.site.made:
+                roots = {item.name(root): root for root in item.site.makes if root}
+                demand.made.update(dict.fromkeys(roots, item))
+                demand.metas.update({name: space.metas[root] for name, root in roots.items()})
+                continue
             demand._produce(space, item, reacquired)
             for read, layout in zip(item.site.reads, item.option.reads, strict=True):
                 name = item.name(read.alias.root)
@@ -133,6 +140,8 @@ class Demand:
             if item.site.kind == "border" and item.site.reads:
                 demand.borders[item.name(item.site.name)] = item
         for item in items:
+            if item.site.made:
+                continue
             for name in (item.name(root) for root in item.site.makes if root):
                 demand.bucketed[name] = is_bucketed(item.site, readers.get(name, ()))
         return demand

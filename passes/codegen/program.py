@@ -40,7 +40,7 @@ def codegen(space: Space, assignment: Assignment) -> Program:
             inputs[name] = layout
             for read in item.site.reads:
                 gradients.setdefault(item.name(read.alias.root), []).append(item)
-        elif item.site.kind == "op":
+        elif item.site.kind == "op" and not item.site.made:
             ops.append(item)
         elif item.site.kind == "output":
             outputs[item.name(item.site.name)] = item
@@ -59,12 +59,12 @@ def codegen(space: Space, assignment: Assignment) -> Program:
 
 def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:
     """The layout in which each value of the graph is produced, by the name that it has there and in the program. (Views
-    of these values have no layout of their own.)"""
+    of these values have no layout of their own, nor has what is made where it is read.)"""
     return {
         item.name(root): layout
         for item in placed(space, assignment)
         for root, layout in zip(item.site.makes, item.option.makes, strict=True)
-        if root
+        if root and not item.site.made
     }
 
 

@@ -4,11 +4,13 @@ Where a reader wants another layout than a tensor has, the route that the cost m
 where it is read; what backward recomputes is written where backward first reads it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from autopar.cost.redistribute import RouteStep
 from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta
-from autopar.ir.layout import Layout, Routed, is_routed, local_meta, local_shape
+from autopar.ir.layout import REPLICATE, Layout, Routed, is_routed, local_meta, local_shape
+from autopar.ir.program import COLLECTIVES
 from autopar.ir.rewrite import reading
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.passes.space.choices import REGATHER
@@ -37,6 +39,8 @@ class Values:
     """Per phase: what expansions compute without operands -> its value."""
     fixed: set[str] = field(default_factory=set)
     """Those values."""
+    made: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
+    """What is made where it is read, as far as it is: phase, form, choice and operands -> the local results."""
 
     def define(self, root: str, layout: Layout, phase: int, local: str) -> None:
         meta = self.demand.metas[root]
@@ -49,6 +53,10 @@ class Values:
         """The local value of a root in a layout, written now if it is not there."""
         if (root, layout) in self.there[phase]:
             return self.there[phase][root, layout]
+        if phase == 1 and root in self.demand.made and (root, layout) in self.there[0]:
+            return self.there[0][root, layout]
+        if root in self.demand.made:
+            return self._make(root, layout, phase)
         produced, policy = self.demand.produced.get(root, (None, ""))
         if phase == 1 and root in self.demand.again:
             if (root, produced) not in self.there[1]:
@@ -60,7 +68,12 @@ class Values:
         if layout == produced:
             self._cross(root, layout, phase)
             return self.there[phase][root, layout]
+        if root not in self.demand.wanted or layout not in self.demand.source(root, phase, policy):
+            return self._cut(root, layout, phase)
         source, steps = self.demand.source(root, phase, policy)[layout]
+        return self._moved(root, layout, source, steps, phase)
+
+    def _moved(self, root: str, layout: Layout, source: Layout, steps: Sequence[RouteStep], phase: int) -> str:
         local = self._get(root, source, phase)
         redistribution = Redistribution(
             emitter=self.emitter, mesh=self.space.mesh, root=root, meta=self.demand.metas[root], phase=phase
@@ -69,6 +82,23 @@ class Values:
             local = redistribution.write(local, step)
         self.there[phase][root, layout] = local
         return local
+
+    def _make(self, root: str, layout: Layout, phase: int) -> str:
+        """The local value of a root that is made where it is read, once for all that read it so."""
+        item = self.demand.made[root]
+        position = [item.name(name) for name in item.site.makes].index(root)
+        option = self.space.making.option(item.site.makes[position], layout)
+        if option is None:
+            return self._cut(root, layout, phase)
+        self.operator(replace(item, option=option), phase)
+        return self.there[phase][root, layout]
+
+    def _cut(self, root: str, layout: Layout, phase: int) -> str:
+        """A rank's part of a root that is there in full."""
+        meta, whole = self.demand.metas[root], (REPLICATE,) * len(layout)
+        route = self.space.redistributor.route(meta.shape, meta.dtype, whole, layout)
+        assert route is not None and not any(step.kind in COLLECTIVES for step in route.steps), (root, layout)
+        return self._moved(root, layout, whole, route.steps, phase)
 
     def _cross(self, border: str, layout: Layout, phase: int) -> None:
         """A border tensor: the value behind it in the layout of the border."""
@@ -119,17 +149,27 @@ class Values:
             for read, layout in zip(site.reads, option.reads, strict=True)
         ]
         layouts = operand_layouts(site, option, self.space)
+        key = (phase, site.form, option.choice, *operands)
+        known = dict(zip(site.makes, self.made.get(key, ()), strict=False)) if site.made else {}
         names = {}
         for root, layout in zip(site.makes, option.makes, strict=True):
             if root:
-                name = names[root] = (
-                    self.emitter.fresh(item.name(root)) if phase > int(site.backward) else item.name(root)
-                )
+                name = names[root] = known.get(root) or self._name(item, root, layout, phase)
                 self.define(item.name(root), layout, phase, name)
+        if known:
+            self.emitter.context = outside
+            return
+        if site.made:
+            self.made[key] = tuple(names.get(root, "") for root in site.makes)
         splits = splits_of(rule, option.choice) if rule is not None else ()
         emission = local_program(call, rule, splits, layouts, option.makes, mesh, site.zeros)
         self._write(item, emission, operands, names, phase)
         self.emitter.context = outside
+
+    def _name(self, item: Placed, root: str, layout: Layout, phase: int) -> str:
+        """The name of a local value: that of the root, unless it is one of several."""
+        part = item.site.made and any(placement != REPLICATE for placement in layout)
+        return self.emitter.fresh(item.name(root)) if part or phase > int(item.site.backward) else item.name(root)
 
     def _write(
         self, item: Placed, emission: Emission, operands: list[str], results: Mapping[str, str], phase: int

@@ -1,19 +1,20 @@
 """Building the space: the sites of a graph, region by region, and then the choices of each."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.cost.redistribute import Redistributor
-from autopar.ir.graph import JointGraph, TensorMeta, is_view
+from autopar.ir.graph import JointGraph, Node, TensorMeta, is_view
 from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.passes.dependency.operators import constants_of
 from autopar.passes.segments.segment import Repeated, Segments
 
 from .collapse import Alias, Roots
+from .making import made_where_read
 from .propagation import Propagation
 from .sites import Read, Region, Site, border_name, output_name, output_numbers
 from .space import Space
@@ -41,7 +42,7 @@ def strategies(
     roots = Roots(graph, crossing, home, entering)
     metas = dict(graph.metas)
     metas.update({name: graph.metas[value] for value, name in crossing.items()})
-    builder = _Builder(graph, roots, metas)
+    builder = _Builder(graph, roots, metas, segments)
     rest = builder.rest(segments)
     bodies = tuple(builder.body(repeat) for repeat in segments.repeats)
     modules: dict[str, list[str]] = {}
@@ -90,7 +91,7 @@ def _paths(modules: Sequence[str]) -> tuple[str, ...]:
 class _Builder:
     """Builds the sites, without their choices."""
 
-    def __init__(self, graph: JointGraph, roots: Roots, metas: Mapping[str, TensorMeta]) -> None:
+    def __init__(self, graph: JointGraph, roots: Roots, metas: Mapping[str, TensorMeta], segments: Segments) -> None:
         self.graph, self.roots, self.metas = graph, roots, metas
         self.without_rule: list[int] = []
         """Indices of the nodes that are replicated because their op has no rule."""
@@ -100,6 +101,13 @@ class _Builder:
         self.input_roles = {i.name: i for i in self.graph.inputs}
         self.given = {i.name for i in self.graph.inputs if i.role in ("parameter", "buffer", "input")}
         self.constant = self._constants()
+        shared = self._shared_roots(name for repeat in segments.repeats for name in repeat.shared)
+        self.made = made_where_read(graph, segments, shared)
+        self.read_by_made = {name for index in self.made for name in self._behind(graph.nodes[index])}
+        """Roots that they read."""
+
+    def _behind(self, node: Node) -> Iterator[str]:
+        return (self.roots.alias(name, -1).root for name in node.inputs)
 
     def _constants(self) -> frozenset[str]:
         """Values that depend on no input: they are replicated."""
@@ -114,7 +122,8 @@ class _Builder:
         owned = {name for repeat in segments.repeats for own in repeat.own for name in own}
         result_values = {name for repeat in segments.repeats for results in repeat.results for name in results}
         shared = frozenset(self._shared_roots(name for repeat in segments.repeats for name in repeat.shared))
-        sites = [self._input(i.name, -1, fixed=i.name in shared) for i in self.graph.inputs if i.name not in owned]
+        whole = shared | self.read_by_made
+        sites = [self._input(i.name, -1, fixed=i.name in whole) for i in self.graph.inputs if i.name not in owned]
         sites += self._ops(segments.rest, home=-1, replicated=shared)
         sites += self._outer_borders(segments)
         for name, numbers in output_numbers(self.graph).items():
@@ -220,7 +229,8 @@ class _Builder:
             call = call_of(node, metas)
             key, rule = _key(call), None
             constant = all(not name or name in self.constant for name in node.outputs)
-            if (not constant or not call.inputs) and not replicated.intersection(node.outputs):
+            made = index in self.made
+            if made or ((not constant or not call.inputs) and not replicated.intersection(node.outputs)):
                 if key not in self.rules:
                     self.rules[key] = rule_of(call)
                 rule = self.rules[key]
@@ -238,6 +248,8 @@ class _Builder:
                 call=call,
                 rule=rule,
                 zeros=tuple(read.alias.root in self.given for read in reads),
+                fixed=made,
+                made=made,
                 form=self.forms.setdefault((key, rule is None), len(self.forms)),
             )
             sites.append(site)

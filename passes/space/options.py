@@ -1,5 +1,7 @@
 """Options: what a choice means at a site, or None where it is not legal."""
 
+from dataclasses import replace
+
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_meta, nest
 
@@ -62,6 +64,12 @@ def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Opti
 
 
 def _op_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
+    """What is made where it is read is priced there."""
+    option = operator_option(setting, site, choice)
+    return replace(option, seconds=0.0) if option is not None and site.made else option
+
+
+def operator_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
     call, mesh = site.call, setting.mesh
     assert call is not None
     rule = site.rule

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from autopar.cost.redistribute import Acquired
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import Layout, local_meta
+from autopar.ir.layout import Layout, Partial, Routed, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
@@ -60,6 +60,10 @@ class Moved(NamedTuple):
     kept: bool
     is_parameter: bool
     bucketed: bool
+    made: str = ""
+    """The name of what is made where it is read."""
+    copies: int = 1
+    """How many copies of a repeat share it."""
 
 
 def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:
@@ -122,6 +126,11 @@ class ProblemBuilder:
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Again.of(body) for body in space.bodies)
 
+    def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
+        """As `moved_of`, in a region of which there are so many copies."""
+        moved = moved_of(self.space.metas[root], maker, readers)
+        return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
+
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, _Decoder]:
         """The problem in which each site takes one of its allowed options; to `recompute` copies of segments in
         backward is a choice too, if it is said so.
@@ -130,8 +139,9 @@ class ProblemBuilder:
         """
         legal = self._legal(allowed)
         again = self.again if recompute else (Again(),) * len(self.again)
-        bodies = [self._region(body, legal, of_body) for body, of_body in zip(self.space.bodies, again, strict=True)]
-        variables, tensors, names = self._region(self.space.rest, legal, Again())
+        parts = zip(self.space.bodies, self.space.repeats, again, strict=True)
+        bodies = [self._region(body, legal, of_body, repeat.count) for body, repeat, of_body in parts]
+        variables, tensors, names = self._region(self.space.rest, legal, Again(), 1)
         index = {name: i for i, name in enumerate(names)}
         repeats = []
         for repeat, region, (left, right), (body_variables, body_tensors, body_names) in zip(
@@ -177,7 +187,7 @@ class ProblemBuilder:
         return legal
 
     def _region(
-        self, region: Region, legal: Mapping[str, tuple[Option, ...]], again: Again
+        self, region: Region, legal: Mapping[str, tuple[Option, ...]], again: Again, copies: int
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
         recomputed, a last variable, `SWITCH`, says whether it is."""
@@ -201,12 +211,13 @@ class ProblemBuilder:
                 if root:
                     makers[root] = (number, position)
             for position, read in enumerate(site.reads):
-                readers.setdefault(read.alias.root, []).append((number, position))
+                if not site.made:
+                    readers.setdefault(read.alias.root, []).append((number, position))
         sites = list(region.sites.values())
         tensors: list[Tensor] = []
         for root, reading in readers.items():
             maker, result = makers[root]
-            of_root = root, sites, region_options, maker, result, reading
+            of_root = root, sites, region_options, maker, result, reading, copies
             if root in again.roots or any(sites[reader].name in again.operators for reader, _ in reading):
                 tensors += self._switched(*of_root, again)
             else:
@@ -232,11 +243,12 @@ class ProblemBuilder:
         maker: int,
         result: int,
         reading: list[tuple[int, int]],
+        copies: int,
     ) -> Tensor:
         site = sites[maker]
         produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
         reading = _in_order(sites, reading)
-        moved = moved_of(self.space.metas[root], site, [(sites[r], sites[r].reads[p].backward) for r, p in reading])
+        moved = self.moved(root, site, [(sites[r], sites[r].reads[p].backward) for r, p in reading], copies)
         positions = _positions(reading)
         wanted = tuple(
             tuple(
@@ -273,17 +285,18 @@ class ProblemBuilder:
         maker: int,
         result: int,
         reading: list[tuple[int, int]],
+        copies: int,
         again: Again,
     ) -> Iterator[Tensor]:
         """As `_tensor`, where what a tensor costs depends on whether the copy is recomputed: what is acquired once for
         all readers, or else for those of forward, and for those of backward, each as a tensor that also the switch,
         the last of the variables, reads."""
-        site, meta = sites[maker], self.space.metas[root]
+        site = sites[maker]
         produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
         reading = _in_order(sites, reading)
         phases = {(r, p): again.phases(sites[r], site, backward=sites[r].reads[p].backward) for r, p in reading}
         kept, moved_again = (
-            moved_of(meta, site, [(sites[r], "backward" in phases[r, p][number]) for r, p in reading])
+            self.moved(root, site, [(sites[r], "backward" in phases[r, p][number]) for r, p in reading], copies)
             for number in (0, 1)
         )
         switched = Switched(kept, moved_again, root in again.roots, site.kind == "border")
@@ -353,11 +366,21 @@ class ProblemBuilder:
         is about). For another forward tensor that backward reads, every layout that is wanted of it counts as kept: a
         little more than the truth where forward alone wants one.
         """
+        if moved.made:
+            return self.made(moved, wanted)
         phases = self.acquired(moved, produced, policy, wanted)
         if phases is None:
             return None
         held = self.held_bytes(moved, produced, policy, wanted)
         return sum(sum(item.route.seconds for item in phase) for phase in phases), float(held)
+
+    def made(self, moved: Moved, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
+        """Seconds and kept bytes of a copy's share of what is made where it is read; None for partial sums."""
+        layouts = frozenset(layout for layout, _ in wanted)
+        if any(isinstance(placement, Partial | Routed) for layout in layouts for placement in layout):
+            return None
+        held = sum(local_meta(moved.meta, layout, self.space.mesh).bytes for layout in layouts) if moved.kept else 0
+        return self.space.making.seconds(moved.made, layouts) / moved.copies, held / moved.copies
 
     def acquired(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]

@@ -88,7 +88,7 @@ class Propagation:
                 waiting.append(further)
 
     def _seed(self, site: Site) -> None:
-        rule = site.rule
+        rule = None if site.made else site.rule
         if site.kind in ("parameter", "input"):
             assert site.meta is not None
             for dim, size in enumerate(site.meta.shape):
@@ -127,6 +127,8 @@ class Propagation:
         """A site may split a factor: so may whatever carries it."""
         rule = site.rule
         assert rule is not None
+        if site.made:
+            return
         if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[site.key]:
             return
         self.seeds[site.key][number, period] = None
@@ -242,7 +244,7 @@ class Propagation:
 
     def _may_be_partial(self, read: Read) -> bool:
         maker = self.making.get(read.alias.root)
-        return maker is None or maker.kind in ("op", "border")
+        return maker is None or (maker.kind in ("op", "border") and not maker.made)
 
     def _choices(self, site: Site) -> Iterator[AxisChoice]:
         yield REPLICATED

@@ -11,7 +11,10 @@ from .sites import Region
 def recomputed(region: Region) -> frozenset[str]:
     """Names of the operators of a segment's forward that backward needs something of, itself or through others."""
     makers = {
-        root: site for site in region.sites.values() if site.kind == "op" and not site.backward for root in site.makes
+        root: site
+        for site in region.sites.values()
+        if site.kind == "op" and not site.backward and not site.made
+        for root in site.makes
     }
     waiting = [read.alias.root for site in region.sites.values() for read in site.reads if read.backward]
     names: set[str] = set()

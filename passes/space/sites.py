@@ -52,7 +52,9 @@ class Site:
     rule: OpRule | None = None
     meta: TensorMeta | None = None
     fixed: bool = False
-    """Replicated because every copy of a repeat reads it."""
+    """Replicated because every copy of a repeat reads it, or because it is made where it is read."""
+    made: bool = False
+    """An operator that runs wherever its results are read (`making`)."""
     zeros: tuple[bool, ...] = ()
     """Of which operands of an op padding is zero: of parameters and inputs, which are given so."""
     form: int = -1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 
 from autopar.ir.graph import JointGraph
@@ -16,6 +17,7 @@ from autopar.passes.segments.segment import Repeated, Segments
 
 from .choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from .collapse import Roots, from_root
+from .making import Making
 from .options import OPTION
 from .setting import Setting
 from .sites import Option, Region, Site
@@ -39,6 +41,11 @@ class Space(Setting):
     """Op -> how many nodes have no rule and are replicated."""
     without_rule_in: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Op -> the modules of those nodes, as paths, those of several layers as one with "*" for the number."""
+
+    @cached_property
+    def making(self) -> Making:
+        """How values that depend on nothing are made where they are read."""
+        return Making(self, (site for region in self.regions() for site in region.sites.values()))
 
     @property
     def repeats(self) -> tuple[Repeated, ...]:

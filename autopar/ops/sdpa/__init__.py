@@ -79,11 +79,15 @@ def _call(
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Kernel:
     """The kernel that computes a call on the device of its tensors."""
-    if query.is_cuda and call.kept is None and not compat.is_fake(query):
-        return KERNELS[compat.attention_kernel(query, key, value, call.mask, call.causal, call.scale)]
     sizes = query.shape[-2:], (key.shape[-2], value.shape[-1])
     asked = call.causal, call.mask is not None, call.kept is not None
-    return KERNELS[expected_kernel(query.device.type, query.dtype, *sizes, *asked)]
+    expected = expected_kernel(query.device.type, query.dtype, *sizes, *asked)
+    if query.is_cuda and call.kept is None and not compat.is_fake(query):
+        # torch itself refuses a mask beside a causal one, which the efficient kernel takes
+        both = call.causal and call.mask is not None
+        chosen = compat.attention_kernel(query, key, value, call.mask, call.causal and not both, call.scale)
+        return KERNELS[expected if both and chosen == "cudnn" else chosen]
+    return KERNELS[expected]
 
 
 def expected_kernel(
