@@ -371,7 +371,7 @@ def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], reques
         if request.memory_limit_bytes is None:
             free = descent(None)
             matters = limit is not None and free.score.objective < below
-            if limit is None or not matters or on.steps.peaks_of(limit)[1](free.assignment) <= limit:
+            if limit is None or not matters or on.steps.peaks_of(limit).estimate(free.assignment) <= limit:
                 return free.score.objective
             start = free.assignment
         try:
