@@ -83,7 +83,9 @@ MODELS: Mapping[str, Model] = {
     "Llama-3-8B": _causal("Llama", 8192, **LLAMA_3_8B),
     "Mixtral": _causal("Mixtral"),
     "Qwen3-MoE": _causal("Qwen3Moe"),
-    "T5": Model(head="T5ForConditionalGeneration", config="T5Config", inputs=text(512)),
+    "T5": Model(
+        head="T5ForConditionalGeneration", config="T5Config", inputs=text(512), settings={"decoder_start_token_id": 0}
+    ),
     "Llama-4": Model(head="Llama4ForCausalLM", config="Llama4TextConfig", inputs=text(1024)),
     "gpt-oss": _causal("GptOss"),
     "Gemma-3": Model(head="Gemma3ForCausalLM", config="Gemma3TextConfig", inputs=text(1024)),
