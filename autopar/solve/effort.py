@@ -88,8 +88,10 @@ class Effort:
     """Of what travels in buckets: what the second search takes to pass while the rank computes."""
     hidden_worth: float = 0.02
     """A second search runs where communication has at least this part of the first one's step."""
-    unsure: float = 0.2
-    """Of a step that a program of few copies predicts, with nothing in parts: it may be shorter by so much in truth."""
+    unsplit: float = 0.15
+    """Of a step that a program of few copies predicts, with nothing in parts: parts may save so much."""
+    unsure: float = 0.05
+    """The same, with what is written in parts: it may be shorter by so much in truth."""
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""
