@@ -26,13 +26,13 @@ class Effort:
     """
 
     # ---- one solve: what is spent ends one way of solving and begins the next, cheaper one
-    table_entries: int = 16_000_000
+    table_entries: int = 4_000_000
     """Of the largest table of an elimination, for one price of memory."""
-    elimination_entries: float = 1e9
+    elimination_entries: float = 1e8
     """Of all its tables."""
     tensor_entries: int = 32_000_000
     """Of the table of one tensor, over what its producer and its readers may take."""
-    message_entries: float = 4e9
+    message_entries: float = 1e9
     """Of all tables that message passing goes through, each time that it does, once for each of their nodes."""
     message_sweeps: tuple[int, ...] = (15, 25, 40, 80, 160)
     """Sweeps of message passing before a choice is looked for, time after time."""
