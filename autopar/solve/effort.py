@@ -54,8 +54,8 @@ class Effort:
     """Of all variables: up to so many, several partial choices are kept operator by operator, and one beyond."""
 
     # ---- one search: its work, in table entries that are read, and the shares of its parts
-    work: float = 6e10
-    """Of all parts: some 30 seconds of one core, of which usual models need a tenth."""
+    work: float = 1.5e10
+    """Of all parts: some 8 seconds of one core, of which usual models need a third."""
     descents: float = 0.4
     """From several starts, in equal parts: what they end with is the plan, mostly."""
     pool: float = 0.1
