@@ -25,7 +25,7 @@ from typing import Any
 
 MESH = {"dp": 8, "tp": 8}
 BATCH = 64
-WAITING = 4
+WAITING = 10
 """How many times its seconds of a processor a process may take on a busy machine."""
 
 Row = dict[str, Any]

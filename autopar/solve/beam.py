@@ -53,9 +53,7 @@ def solve_beam(
     return _solve(problem, bytes_limit, WIDTH, bounded, meter)
 
 
-def _solve(
-    problem: Problem, bytes_limit: float | None, width: int, bounded: bool, meter: Meter | None
-) -> Solution:
+def _solve(problem: Problem, bytes_limit: float | None, width: int, bounded: bool, meter: Meter | None) -> Solution:
     check(problem)
     expanded = expand(problem)
     order = _Order(expanded.problem)

@@ -249,7 +249,9 @@ def _copy_bound(
     tables = [(table.nodes, _blocked(table.priced(np.array([weights]))[0])) for table in graph.tables]
     linked = [pair for pair in dict.fromkeys(ends) if pair[0] != pair[1] and graph.sizes[pair[0]] > 1]
     left, sizes = _small(tables, graph.sizes, {v for pair in ends for v in pair}, meter)
-    links = [((min(pair), max(pair)), np.where(np.eye(graph.sizes[pair[0]], dtype=bool), 0.0, np.inf)) for pair in linked]
+    links = [
+        ((min(pair), max(pair)), np.where(np.eye(graph.sizes[pair[0]], dtype=bool), 0.0, np.inf)) for pair in linked
+    ]
     relaxation = Relaxation([*left, *links], sizes, meter, linked=len(links))
     first = len(relaxation.tables) - len(links)
 

@@ -58,9 +58,10 @@ class CutRun:
 class Cut:
     """A shorter record, and what `stamp` reads of the full one. Indices count the calls of the full one.
 
-    `paths` are the nodes' modules, `targets` the tensors of the model that are read in a slot, `readers` the first
-    slot that reads a tensor, `varied` what is read in slots where periods read different values: the call that makes it,
-    and those before it of which it alone is made, the last one first; `order` all tensors of the model in the order of the full record.
+    `paths` are the nodes' modules, `targets` the tensors of the model that are read in a slot, and `readers` the first
+    slot that reads a tensor. `varied` is what is read in slots where periods read different values: the call that
+    makes it, and those before it of which it alone is made, the last one first. `order` are all tensors of the model in
+    the order of the full record.
     """
 
     record: Recorded

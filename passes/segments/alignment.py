@@ -1,7 +1,8 @@
 """Alignment: whether copies are isomorphic, node by node, and what each operand is to its copy.
 
 An operand is a result at one position of the own copy, or crosses a border from the neighbour, or is shared by all
-copies, or is one of a few values of one form that depend on no parameter, or is an input of the copy's own. Copies at either end that do not fit are dropped.
+copies, or is one of a few values of one form that depend on no parameter, or is an input of the copy's own. Copies at
+either end that do not fit are dropped.
 """
 
 import itertools
@@ -174,7 +175,11 @@ class _Roles:
                 ):
                     return k
         # a value is one thing to a copy, so that names can be mapped from copy to copy and back
-        reads = [*self.own, *self.varied, *(b.values[1:] if b.backward else b.values[:-1] for b in self.borders.values())]
+        reads = [
+            *self.own,
+            *self.varied,
+            *(b.values[1:] if b.backward else b.values[:-1] for b in self.borders.values()),
+        ]
         seen = {(k, name) for name in self.shared for k in range(self.count)}
         for names in reads:
             for k, name in enumerate(names):

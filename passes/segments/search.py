@@ -60,7 +60,9 @@ def _apart(facts: Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     last layer of an encoder makes: the rest of the graph makes it, replicated."""
     home = {i: (n, k) for n, repeated in enumerate(repeats) for k, copy in enumerate(repeated.copies) for i in copy}
     making: set[tuple[int, int]] = set()
-    for name in dict.fromkeys(n for repeated in repeats for k in range(repeated.count) for n in repeated.from_outside(k)):
+    for name in dict.fromkeys(
+        n for repeated in repeats for k in range(repeated.count) for n in repeated.from_outside(k)
+    ):
         index = facts.graph.producer.get(name)
         while index is not None and index not in home and is_view(facts.graph.nodes[index]):
             index = facts.graph.producer.get(facts.graph.nodes[index].inputs[0])
