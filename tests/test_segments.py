@@ -31,7 +31,7 @@ def check(graph: JointGraph, found: Segments) -> None:
 def check_repeated(graph: JointGraph, repeated: Repeated) -> None:
     count = len(repeated.copies)
     assert count >= 2 and len({len(copy) for copy in repeated.copies}) == 1
-    assert len(repeated.own) == len(repeated.results) == count
+    assert len(repeated.own) == len(repeated.varied) == len(repeated.results) == count
     copy_of = {i: k for k, copy in enumerate(repeated.copies) for i in copy}
     made = {o: (copy_of[i], repeated.copies[copy_of[i]].index(i), slot)
             for i in copy_of for slot, o in enumerate(graph.nodes[i].outputs) if o}  # fmt: skip
@@ -55,6 +55,10 @@ def check_repeated(graph: JointGraph, repeated: Repeated) -> None:
         for s, name in enumerate(repeated.shared):
             assert name not in made and name not in roles[k]
             roles[k][name] = ("shared", s)
+        for s, name in enumerate(repeated.varied[k]):
+            assert name not in made and name not in roles[k]
+            roles[k][name] = ("varied", s)
+            assert name not in depend_on_parameters(graph)
         for s, name in enumerate(repeated.own[k]):
             assert name in inputs and name not in roles[k]
             roles[k][name] = ("own", s)
@@ -74,6 +78,13 @@ def check_repeated(graph: JointGraph, repeated: Repeated) -> None:
         assert len({made[name][1:] for name in aligned}) == 1
     listed = {name for names in repeated.results for name in names}
     assert set(results) <= listed | allowed
+
+
+def depend_on_parameters(graph: JointGraph) -> set[str]:
+    values = {i.name for i in graph.inputs if i.role not in ("buffer", "input")}
+    for node in graph.nodes:
+        values.update(o for o in node.outputs if values.intersection(node.inputs))
+    return values
 
 
 def describe(graph: JointGraph, node: Node, roles: dict[str, object]) -> object:
@@ -297,17 +308,57 @@ def test_copies_of_a_layer_have_one_fingerprint() -> None:
     assert len({fingerprint(graph, copy) for copy in repeated.copies}) == 1
 
 
-def test_layers_that_alternate_in_what_they_share_repeat_in_pairs() -> None:
+def gemma2(layers: int) -> JointGraph:
     config = transformers.Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=32, sliding_window=4, use_cache=False)  # fmt: skip
     batch = {"input_ids": tokens(2, 8), "labels": tokens(2, 8)}
-    graph = capture(transformers.Gemma2ForCausalLM(config), (), batch).graph
+    return capture(transformers.Gemma2ForCausalLM(config), (), batch).graph
+
+
+@pytest.mark.parametrize("layers", [2, 4, 7])
+def test_layers_that_alternate_in_their_masks_are_copies_of_one(layers: int) -> None:
+    graph = gemma2(layers)
     found = segments(graph)
     check(graph, found)
     (repeated,) = found.repeats
-    assert repeated.count == 2 and len(repeated.borders) == 2
-    assert len(repeated.shared) == 4, "cos, sin, and the masks of full and of sliding attention"
+    assert repeated.count == layers and len(repeated.borders) == 2
+    assert len(repeated.shared) == 2, "cos and sin"
+    masks = [names for (names,) in repeated.varied]
+    assert masks == [masks[k % 2] for k in range(layers)] and masks[0] != masks[1], "of sliding and of full attention"
+    assert "varied" in str(repeated)
+
+
+def test_copies_that_may_not_vary_repeat_in_pairs() -> None:
+    graph = gemma2(4)
+    found = segments(graph, may_vary=False)
+    check(graph, found)
+    (repeated,) = found.repeats
+    assert repeated.count == 2 and len(repeated.shared) == 4
+
+
+def test_a_skip_is_read_where_it_is_made() -> None:
+    """What a layer computes from parameters is no value that copies may vary in: all of it would be replicated."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.up = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            skips = []
+            for layer in self.down:
+                x = torch.relu(layer(x))
+                skips.append(x)
+            for layer in self.up:
+                x = torch.relu(layer(x) + skips.pop())
+            return x.square().mean()
+
+    graph = capture(Skips(), (torch.randn(4, 8),), {}).graph
+    found = segments(graph)
+    check(graph, found)
+    assert not any(names for repeated in found.repeats for names in repeated.varied)
 
 
 def test_a_long_model_without_repeats() -> None:

@@ -171,12 +171,41 @@ def frozen() -> Case:
     return case
 
 
+def masked(kinds: str, of: Callable[[Any, int], torch.Tensor] | None = None) -> Callable[[], Case]:
+    """Layers each of which reads one of two masks: that of its letter."""
+
+    class Masked(Layer):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x + mask * self.down(torch.relu(self.up(self.norm(x)))) * mask.cos()
+
+    def window(_: Any, width: int) -> torch.Tensor:
+        return (torch.arange(6) < width).float()
+
+    class Outer(Stack):
+        def forward(self, x: torch.Tensor) -> Any:
+            masks = {"w": (of or window)(self, 3), "f": (of or window)(self, 5)}
+            x = self.project(x)
+            for layer, kind in zip(self.layers, kinds, strict=True):
+                x = layer(x, masks[kind])
+            return self.head(x)
+
+    return lambda: stack(Outer(len(kinds), Masked))
+
+
+def _trained_mask(model: Any, width: int) -> torch.Tensor:
+    return torch.sigmoid(model.project.weight[0].mean() + torch.arange(6) / width)
+
+
 def evaluated() -> Case:
     case = stack(Stack())
     return replace(case, model=case.model.eval())
 
 
 STAMPED: Mapping[str, Callable[[], Case]] = {
+    "masks in turn": masked("wfwfwfwf"),
+    "a mask every third time": masked("wwfwwfwwfwwf"),
+    "a mask of two layers": masked("wwwwfwwwfwww"),
+    "a mask of the last layers": masked("wwwwwwfff"),
     "mlp, evaluated": evaluated,
     "llama, tied and with a cache": lambda: llama(tie_word_embeddings=True, use_cache=True),
     "gpt2": gpt2,
@@ -361,6 +390,8 @@ UNLIKE: Mapping[str, Callable[[], Case]] = {
     "the first layer by number": numbered(lambda layer: 1.0 if layer.number else 2.0),
     "gpt2 scaled by number": lambda: gpt2(scale_attn_by_inverse_layer_idx=True),
     "one argument differs": outside(_every_other),
+    "a mask of one layer in the middle": masked("wwwwwfwwwww"),
+    "masks of parameters": masked("wfwfwfwf", _trained_mask),
     "one layer is skipped": outside(_skipped),
     "operators between layers": outside(_between),
     "a residual outside of layers": outside(_residual_outside),

@@ -68,7 +68,7 @@ def account(space: Space, assignment: Assignment) -> Account:
 
 def least_seconds(space: Space, assignment: Assignment) -> float:
     """The seconds that overlap cannot hide: operators run one after the other, and so do the collectives of one axis;
-    operators wait for the activations that forward moves, and the optimizer comes last."""
+    the optimizer comes last."""
     return _tally(space, assignment).least_seconds
 
 
@@ -89,8 +89,8 @@ class _Tally:
     def __init__(self, space: Space) -> None:
         self.space, self.builder = space, ProblemBuilder(space)
         self.compute = self.copies = self.communication = self.optimizer = 0.0
-        self.waited = 0.0
-        """Seconds that operators wait for activations in forward."""
+        self.bucketed_copies = 0.0
+        """Seconds of copies into and out of buckets, some of which what travels alone does not need."""
         self.parameters = self.gradients = self.states = 0
         self.activations = 0.0
         self.kinds: dict[tuple[str, str], list[float]] = {}
@@ -100,7 +100,7 @@ class _Tally:
         on_axis: dict[str, float] = {}
         for (_, axis), (_, _, seconds) in self.kinds.items():
             on_axis[axis] = on_axis.get(axis, 0.0) + seconds
-        return self.optimizer + max(self.compute + self.copies + self.waited, *on_axis.values(), 0.0)
+        return self.optimizer + max(self.compute + self.copies - self.bucketed_copies, *on_axis.values(), 0.0)
 
     def region(self, region: Region, decisions: Decisions, count: int, again: bool = False) -> None:
         twice = recomputed(region) if again else frozenset()
@@ -153,7 +153,6 @@ class _Tally:
                 axis = instruction.args[-1]
                 seconds = collective_seconds(kind, size, self.space.redistributor.links[axis])
                 self._collective(kind, axis, count, size, seconds)
-                self.waited += 0.0 if site.backward else count * seconds
                 inside += seconds
         self.compute += count * (option.seconds - inside)
 
@@ -193,20 +192,14 @@ class _Tally:
         phases = self.builder.acquired(moved, produced, policy, wanted)
         if phases is None:
             raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
-        early = {layout for layout, late in wanted if not late and not (moved.bucketed or site.backward)}
         redistributor = self.space.redistributor
-        steps = (
-            (number, item.layout, step)
-            for number, phase in enumerate(phases)
-            for item in phase
-            for step in item.route.steps
-        )
-        for number, layout, step in steps:
+        for step in (step for phase in phases for item in phase for step in item.route.steps):
             moving = redistributor.link_seconds(step, moved.bucketed)
-            self.copies += count * (redistributor.step_seconds(step, moved.bucketed) - moving)
+            copying = count * (redistributor.step_seconds(step, moved.bucketed) - moving)
+            self.copies += copying
+            self.bucketed_copies += copying if moved.bucketed else 0.0
             if step.kind in COLLECTIVES:
                 self._collective(step.kind, step.axis, count, step.bytes, moving)
-                self.waited += count * moving if layout in early and number == 0 else 0.0
         self.activations += count * self.builder.held_bytes(moved, produced, policy, wanted)
         if site.kind == "border" and policy == REGATHER and moved.kept:
             self.activations += count * local_meta(moved.meta, produced, self.space.mesh).bytes

@@ -28,9 +28,11 @@ from autopar.passes.space.choices import KEEP, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import Moved, ProblemBuilder
 from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
-from autopar.solve import TooWide, solve
+from autopar.solve.dp import priced
 from autopar.solve.effort import EFFORT, Effort, Meter
-from autopar.solve.problem import Problem, Variable
+from autopar.solve.pricing import Library
+from autopar.solve.problem import Problem, TooWide, Variable
+from autopar.solve.relax import periodic_bound
 
 ANY = Split(-1, -1)
 """In the space of one axis: a layout that only the joint option of several axes determines."""
@@ -188,7 +190,7 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effor
     allowed = {name: alone.options(site) for region in alone.regions for name, site in region.sites.items()}
     problem, decoder = _BoundBuilder(alone).build(allowed)
 
-    def priced(part: Problem, number: int) -> tuple[Variable, ...]:
+    def weighed(part: Problem, number: int) -> tuple[Variable, ...]:
         variables = []
         for variable in part.variables:
             site = alone.regions[number].sites[variable.name]
@@ -200,17 +202,16 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effor
         return tuple(variables)
 
     repeats = tuple(
-        replace(repeat, body=replace(repeat.body, variables=priced(repeat.body, number)))
+        replace(repeat, body=replace(repeat.body, variables=weighed(repeat.body, number)))
         for number, repeat in enumerate(problem.repeats, 1)
     )
-    problem = replace(problem, variables=priced(problem, 0), repeats=repeats)
+    problem = replace(problem, variables=weighed(problem, 0), repeats=repeats)
+    meter = Meter(most=effort.bound * effort.work / axes, effort=effort)
     try:
-        meter = Meter(most=effort.bound * effort.work / axes, effort=effort)
-        return max(0.0, solve(problem, "dp", meter=meter).lower_bound)
+        return max(0.0, priced(problem, Library(meter), 0.0).score.objective)
     except TooWide:  # as the search does
-        if meter.is_cut:
-            return 0.0
+        pass
     try:
-        return max(0.0, solve(problem, "ilp", meter=Meter(effort=effort)).lower_bound)
+        return max(0.0, periodic_bound(problem, (1.0, 0.0), meter))
     except TooWide:
         return 0.0  # no collective costs less

@@ -93,8 +93,9 @@ class Choice:
         """The plan of `first`, or of one of the others with a shorter step on its timeline."""
         limit = request.bytes_limit
         best, seen = plan, [first.assignment]
+        rivals: list[tuple[float, float, str, SearchResult]] = []
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
-            if least_seconds(self.space, other.assignment) >= best.seconds:
+            if least_seconds(self.space, other.assignment) >= plan.seconds:
                 continue
             if name in PRESETS and limit is not None:
                 nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, None)
@@ -111,8 +112,15 @@ class Choice:
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
-            nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit)
-            if nearly * (1 - self.effort.unsure) > best.seconds:
+            nearly, exposed = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit)
+            rivals.append((nearly, exposed, name, other))
+        sure = 1 - self.effort.unsure
+        # whole programs are written of few: the most promising first
+        for nearly, exposed, name, other in sorted(rivals, key=lambda rival: rival[0]):
+            # what is written in parts saves no more than what is exposed
+            if (nearly - exposed) * sure <= best.seconds and nearly * (1 - self.effort.unsplit) <= best.seconds:
+                nearly, _ = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit, split=True)
+            if nearly * sure > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
             rival = self.flow.timed("describe", self.describe, other, request)

@@ -12,7 +12,7 @@ from itertools import cycle
 
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.choices import SiteChoice
-from autopar.solve import SOLVERS
+from autopar.solve import SOLVERS, TooWide
 from autopar.solve.effort import Effort, Purse
 
 from .beside import together
@@ -137,7 +137,14 @@ class Descent:
 
         for number, axes in enumerate(cycle(order), 1):
             allowed = {name: options.free(options.sites[name], choices, axes) for name, choices in current.items()}
-            solved = self.solve(allowed, self.steps, price=price, bounded=False, purse=purse)
+            try:
+                solved = self.solve(
+                    allowed, self.steps, price=price, bounded=False, last_resort=best is None, purse=purse
+                )
+            except TooWide as error:  # the best so far is better than what a cheaper way of solving would find
+                assert best is not None
+                self.log(f"{error}: this axis stays as it is")
+                solved = best
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - self.effort.gain):

@@ -112,6 +112,7 @@ class Subject:
                 )
             copies.append(tuple(decisions for count, decisions in runs for _ in range(count)))
         again = tuple(tuple(run.recompute for run in s.runs for _ in range(run.count)) for s in plan.segments)
+        again = again if any(map(any, again)) else ()  # as a search leaves it, whose program may be cached
         return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
 
     def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, SiteChoice]:

@@ -33,9 +33,9 @@ class Solved:
         return self.work <= work if self.cut_at is None else self.cut_at == work
 
 
-Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool, bool]
+Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool, bool, bool]
 """All that a solve depends on: each site's allowed options, the solver, the price of memory, its limit, whether to
-compute a bound, and whether the problem is to be narrow."""
+compute a bound, whether the problem is to be narrow, and whether there is a last resort."""
 
 
 class Solves:
@@ -59,21 +59,27 @@ class Solves:
         bytes_limit: float | None = None,
         bounded: bool = True,
         narrow: bool = False,
+        last_resort: bool = True,
         purse: Purse,
     ) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options, `bounded` with a lower bound. The
-        `purse` pays for cached solutions too, so that answers do not depend on earlier questions.
+        `purse` pays for cached solutions too, so that answers do not depend on earlier questions. Without a
+        `last_resort`, it raises TooWide for a problem that the solver cannot solve.
 
         A problem that is too wide for elimination under a limit is solved as an integer program. One that is too wide
         for that, or has no work left, is solved operator by operator; `narrow`: it raises `TooWide` instead. Where
         recomputation makes a problem too wide, a price of memory leads to a solution without.
         """
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
-        question = (options, solver, price, bytes_limit, bounded, narrow)
+        question = (options, solver, price, bytes_limit, bounded, narrow, last_resort)
         solved = self.solved.get(question)
         if solved is None or not solved.is_of(purse.left):
             meter = Meter(most=purse.left, effort=self.effort)
-            solved = self._solve(allowed, solver, price, bytes_limit, bounded, narrow, meter)
+            try:
+                solved = self._solve(allowed, solver, price, bytes_limit, bounded, narrow, last_resort, meter)
+            except TooWide:
+                purse.spend(meter.done)
+                raise
             solved = replace(solved, work=meter.done, cut_at=meter.most if meter.is_cut else None)
             self.solved[question] = solved
         if solved.cut_at is not None:
@@ -90,6 +96,7 @@ class Solves:
         bytes_limit: float | None,
         bounded: bool,
         narrow: bool,
+        last_resort: bool,
         meter: Meter,
     ) -> Solved:
         recompute = self.recompute and (bytes_limit is not None or (price > 0 and not self.is_wide))
@@ -106,16 +113,16 @@ class Solves:
                 self.is_wide = True
                 problem, decoder = self.builder.build(allowed)
                 meter.effort = effort
-                solution = self._solution(priced(problem, price), solver, bytes_limit, bounded, meter)
+                solution = self._solution(priced(problem, price), solver, bytes_limit, bounded, last_resort, meter)
             finally:
                 meter.effort = effort
         else:
-            solution = self._solution(weighed, solver, bytes_limit, bounded, meter)
+            solution = self._solution(weighed, solver, bytes_limit, bounded, last_resort, meter)
         choice = in_runs(problem, solution.choice)
         return Solved(decoder.decode(choice), evaluate(problem, choice), solution.lower_bound, solution.price)
 
     def _solution(
-        self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool, meter: Meter
+        self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool, last_resort: bool, meter: Meter
     ) -> Solution:
         try:
             return solve(problem, solver, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
@@ -124,7 +131,7 @@ class Solves:
         fewer = presolved(problem, limited=bytes_limit is not None)
         few = fewer.problem.option_count <= meter.effort.beam_options
         last = "beam" if few else "greedy"
-        ways = dict.fromkeys((solver, last) if meter.is_cut else (solver, "ilp", last))
+        ways = dict.fromkeys((solver, last) if meter.is_cut else (solver, "ilp", last)) if last_resort else (solver,)
         for way, after in pairwise((*ways, "")):
             try:
                 solution = solve(fewer.problem, way, bytes_limit=bytes_limit, bounded=bounded, meter=meter)

@@ -106,22 +106,28 @@ class Steps:
             if self._is_settled(of_rank.bytes, size, limit):
                 return
 
-    def estimated_seconds(self, assignment: Assignment, limit: float | None) -> float:
-        """The seconds of an assignment's step, estimated from the program of fewer copies with collectives unsplit. If
-        there is none, they are exact, and infinite if the peak is over the limit."""
+    def estimated_seconds(
+        self, assignment: Assignment, limit: float | None, *, split: bool = False
+    ) -> tuple[float, float]:
+        """The seconds of an assignment's step, and for how many of them a rank stalls, estimated from the program of
+        fewer copies, with collectives unsplit unless `split`. If there is none, they are exact, and infinite if the
+        peak is over the limit."""
         short = shortened(self.writer.space, assignment)
         if short is None:
             bucket_bytes = BUCKETS[0]
             if limit is not None:
                 bucket_bytes, of_rank = self.peak(assignment, limit)
                 if of_rank.bytes > limit:
-                    return math.inf
-            return self.seconds(assignment, bucket_bytes)[0]
+                    return math.inf, 0.0
+            return self.seconds(assignment, bucket_bytes)
         tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
         bucket_bytes = BUCKETS[tried - 1]
-        program = self.writer.unsplit(assignment, bucket_bytes, KEPT)
-        step = short.seconds(timeline(program, self.space.cluster, self.operators), program)
-        return step * self._correction(assignment, bucket_bytes) + account(self.space, assignment).optimizer_seconds
+        write = self.writer.written if split else self.writer.unsplit
+        program = write(assignment, bucket_bytes, KEPT)
+        of_few = timeline(program, self.space.cluster, self.operators)
+        step = short.seconds(of_few, program) * self._correction(assignment, bucket_bytes)
+        exposed = step * of_few.exposed_seconds / of_few.seconds
+        return step + account(self.space, assignment).optimizer_seconds, exposed
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""

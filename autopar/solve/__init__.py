@@ -42,8 +42,8 @@ SOLVERS: Table[Solver] = Table(
         Solver(name="dp", run=solve_dp, exact=True, takes=("bounded", "meter")),
         Solver(name="ilp", run=solve_ilp, exact=True, takes=("meter",)),
         Solver(name="exhaustive", run=solve_exhaustive, exact=True),
-        Solver(name="greedy", run=solve_greedy, takes=("meter",)),
-        Solver(name="beam", run=solve_beam, takes=("meter",)),
+        Solver(name="greedy", run=solve_greedy, takes=("bounded", "meter")),
+        Solver(name="beam", run=solve_beam, takes=("bounded", "meter")),
     ),
     functions=("run",),
 )

@@ -35,20 +35,25 @@ PRICES = 24
 """Prices of memory that are tried where there is a limit: doubled until a choice fits, then bisected."""
 
 
-def solve_greedy(problem: Problem, *, bytes_limit: float | None = None, meter: Meter | None = None) -> Solution:
-    """Each variable takes what is cheapest after those before it. `lower_bound` is that of message passing.
+def solve_greedy(
+    problem: Problem, *, bytes_limit: float | None = None, bounded: bool = True, meter: Meter | None = None
+) -> Solution:
+    """Each variable takes what is cheapest after those before it. `lower_bound` is that of message passing, and 0 if
+    not `bounded`.
 
     Raises `Infeasible` where it reaches no choice, or none that fits in `bytes_limit`.
     """
-    return _solve(problem, bytes_limit, 1, meter)
+    return _solve(problem, bytes_limit, 1, bounded, meter)
 
 
-def solve_beam(problem: Problem, *, bytes_limit: float | None = None, meter: Meter | None = None) -> Solution:
+def solve_beam(
+    problem: Problem, *, bytes_limit: float | None = None, bounded: bool = True, meter: Meter | None = None
+) -> Solution:
     """As `solve_greedy`, with the `WIDTH` cheapest partial choices kept at each variable."""
-    return _solve(problem, bytes_limit, WIDTH, meter)
+    return _solve(problem, bytes_limit, WIDTH, bounded, meter)
 
 
-def _solve(problem: Problem, bytes_limit: float | None, width: int, meter: Meter | None) -> Solution:
+def _solve(problem: Problem, bytes_limit: float | None, width: int, bounded: bool, meter: Meter | None) -> Solution:
     check(problem)
     expanded = expand(problem)
     order = _Order(expanded.problem)
@@ -64,7 +69,8 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, meter: Meter
 
     choice, score = at(0.0)
     try:
-        bound = lower_bound(expanded.problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE), meter=meter)
+        weights = 1.0, TIE_BREAK_SECONDS_PER_BYTE
+        bound = lower_bound(expanded.problem, weights, meter=meter) if bounded else 0.0
     except TooWide:
         bound = 0.0  # nothing costs less
     if bytes_limit is not None and score.bytes > bytes_limit:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .effort import Meter
+from .expand import expanded_options
 from .fronts import ProblemFronts, Window
 from .pricing import Library, Pricing
 from .problem import TIE_BREAK_SECONDS_PER_BYTE, Choice, Infeasible, Problem, Score, Solution, TooWide, check, evaluate
@@ -19,6 +20,10 @@ FRONT_POINTS = (32, 256)
 
 BATCH_ENTRIES = 20_000_000
 """Entries that the largest table may have at all prices of a batch together."""
+UNFOLDED_OPTIONS = 20_000
+"""Options of all copies of a problem up to which messages pass through all of them where no choice with a repeated
+middle is found."""
+
 LIMITED_GAP = 1e-4
 """Relative gap under a memory limit at which problems too large to be solved exactly are done."""
 
@@ -78,8 +83,10 @@ def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice,
     if not bounded:
         try:
             return relaxed(problem, weights, library, folded=True)[0], 0.0
-        except TooWide:  # no choice with a repeated middle fits
-            pass
+        except TooWide:
+            if expanded_options(problem) > UNFOLDED_OPTIONS:
+                raise
+            # no choice with a repeated middle fits
     return relaxed(problem, weights, library)
 
 

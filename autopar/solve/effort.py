@@ -26,13 +26,13 @@ class Effort:
     """
 
     # ---- one solve: what is spent ends one way of solving and begins the next, cheaper one
-    table_entries: int = 16_000_000
+    table_entries: int = 4_000_000
     """Of the largest table of an elimination, for one price of memory."""
-    elimination_entries: float = 1e9
+    elimination_entries: float = 1e8
     """Of all its tables."""
     tensor_entries: int = 32_000_000
     """Of the table of one tensor, over what its producer and its readers may take."""
-    message_entries: float = 4e9
+    message_entries: float = 1e9
     """Of all tables that message passing goes through, each time that it does, once for each of their nodes."""
     message_sweeps: tuple[int, ...] = (15, 25, 40, 80, 160)
     """Sweeps of message passing before a choice is looked for, time after time."""
@@ -54,8 +54,8 @@ class Effort:
     """Of all variables: up to so many, several partial choices are kept operator by operator, and one beyond."""
 
     # ---- one search: its work, in table entries that are read, and the shares of its parts
-    work: float = 6e10
-    """Of all parts: some 30 seconds of one core, of which usual models need a tenth."""
+    work: float = 1.5e10
+    """Of all parts: some 8 seconds of one core, of which usual models need a third."""
     descents: float = 0.4
     """From several starts, in equal parts: what they end with is the plan, mostly."""
     pool: float = 0.1
@@ -88,8 +88,10 @@ class Effort:
     """Of what travels in buckets: what the second search takes to pass while the rank computes."""
     hidden_worth: float = 0.02
     """A second search runs where communication has at least this part of the first one's step."""
-    unsure: float = 0.2
-    """Of a step that a program of few copies predicts, with nothing in parts: it may be shorter by so much in truth."""
+    unsplit: float = 0.15
+    """Of a step that a program of few copies predicts, with nothing in parts: parts may save so much."""
+    unsure: float = 0.05
+    """The same, with what is written in parts: it may be shorter by so much in truth."""
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""

@@ -195,11 +195,11 @@ def _schedule(
 
 
 def reduction(
-    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], most: int
+    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], most: int, keep: Iterable[int] = ()
 ) -> tuple[tuple[EliminationStep, ...], dict[int, tuple[int, ...]]]:
-    """Steps that eliminate nodes as long as tables have at most so many entries, and the tables that are left:
-    their places among the given and the new ones, with their scopes."""
-    _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * len(sizes), most=most)
+    """Steps that eliminate nodes, but those to `keep`, as long as tables have at most so many entries, and the tables
+    that are left: their places among the given and the new ones, with their scopes."""
+    _, order = greedy_order(sizes, scopes, set(keep), FILL_WEIGHTS[0], [1.0] * len(sizes), most=most)
     assert order is not None
     steps, live, _ = _steps(sizes, scopes, order)
     return steps, live

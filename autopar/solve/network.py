@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -160,6 +161,13 @@ def _add_tensor(
 
 def _unions(ones: Sequence[Row], others: Sequence[Row]) -> tuple[Ints, list[Row]]:
     """Which state each pair is together [one, other], and the states: `united`, for all pairs at once."""
+    step, states = _cached_unions(tuple(ones), tuple(others))
+    return step, list(states)
+
+
+@lru_cache(maxsize=1024)
+def _cached_unions(ones: tuple[Row, ...], others: tuple[Row, ...]) -> tuple[Ints, tuple[Row, ...]]:
+    """Layers of one structure, and one solve after the other, ask for the same."""
     states: dict[Row, int] = {}
     step = []
     for layout, mask in ones:
@@ -167,7 +175,7 @@ def _unions(ones: Sequence[Row], others: Sequence[Row]) -> tuple[Ints, list[Row]
             step.append([states.setdefault((other, mask | more), len(states)) for other, more in others])
         else:
             step.append([states.setdefault((layout, mask | more), len(states)) for _, more in others])
-    return np.array(step, dtype=np.int64), list(states)
+    return np.array(step, dtype=np.int64), tuple(states)
 
 
 def _allow(entries: int, *shape: int) -> None:

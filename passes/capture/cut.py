@@ -5,8 +5,9 @@
 A record lists what every line of the model's Python did: operators, constants, operands, and regions without
 gradients or with autocast. Nothing is supposed of a layer whose Python did not run. A run is a stretch of the list
 that repeats with a period: node i + period is node i again, with the same operator and constants, values of the same
-form, and operands that are one period further, or the same value for all periods, or tensors of the model of the
-same form that only their own period reads. What autograd makes of equal lists is equal, so it is enough to
+form, and operands that are one period further, or the same value for all periods, or values of the same form from
+before the run that depend on no parameter (a window's mask, or the whole one), or tensors of the model of the same form
+that only their own period reads. What autograd makes of equal lists is equal, so it is enough to
 differentiate the ends of a run. `stamp` checks the rest in the graph that comes out.
 """
 
@@ -57,8 +58,10 @@ class CutRun:
 class Cut:
     """A shorter record, and what `stamp` reads of the full one. Indices count the calls of the full one.
 
-    `paths` are the nodes' modules, `targets` the tensors of the model that are read in a slot, `readers` the first
-    slot that reads a tensor, and `order` all tensors of the model in the order of the full record.
+    `paths` are the nodes' modules, `targets` the tensors of the model that are read in a slot, and `readers` the first
+    slot that reads a tensor. `varied` is what is read in slots where periods read different values: the call that
+    makes it, and those before it of which it alone is made, the last one first. `order` are all tensors of the model in
+    the order of the full record.
     """
 
     record: Recorded
@@ -66,6 +69,7 @@ class Cut:
     paths: tuple[str, ...] = field(repr=False)
     targets: Mapping[Slot, str] = field(repr=False)
     readers: Mapping[str, Slot] = field(repr=False)
+    varied: Mapping[Slot, tuple[int, ...]] = field(repr=False)
     order: tuple[str, ...] = field(repr=False)
 
 
@@ -93,6 +97,7 @@ def cut(record: Recorded) -> Cut | None:
         paths=tuple(listing.paths),
         targets=listing.targets,
         readers=readers,
+        varied={slot: listing.made_of(value) for run in runs for slot, value in _varied(listing, run).items()},
         order=tuple(i.target.removeprefix("model.") for i in record.inputs if i.target),
     )
 
@@ -126,11 +131,24 @@ class _Listing:
                 elif operand is not None and operand.target:
                     self.reading.setdefault(operand.target, []).append(i)
                     self.targets[i, slot] = operand.target.removeprefix("model.")
+        self.untrained = [False] * len(self.nodes)
+        """Of calls whose values depend on inputs, buffers and constants alone."""
+        for i, operands in enumerate(self.operands):
+            self.untrained[i] = all(
+                self.untrained[a] if isinstance(a, int) else a is not None and a.kind != "parameter" for a in operands
+            )
         for node in record.graph.output_node().all_input_nodes:
             if node in self.index:
                 self.readers[self.index[node]].append(len(self.nodes))
             elif node in self.given and self.given[node].target:
                 self.reading.setdefault(self.given[node].target, []).append(len(self.nodes))
+
+    def made_of(self, index: int) -> tuple[int, ...]:
+        """A call, the one whose value is all that it reads, and so on."""
+        calls = [index]
+        while len(self.operands[calls[-1]]) == 1 and isinstance(before := self.operands[calls[-1]][0], int):
+            calls.append(before)
+        return tuple(calls)
 
     def _operand(self, node: fx.Node) -> int | RecordedInput | None:
         return self.index[node] if node in self.index else self.given.get(node)
@@ -237,9 +255,12 @@ def _kinds(listing: _Listing, i: int, period: int) -> tuple[str, ...] | None:
     kinds: list[str] = []
     for a, b in zip(listing.operands[i], listing.operands[i + period], strict=True):
         if isinstance(a, int) and isinstance(b, int):
-            if a != b and b - a != period:
+            if b - a == period:
+                kinds.append("produced")
+            elif a == b or _varies(listing, a, b):
+                kinds.append("shared")
+            else:
                 return None
-            kinds.append("shared" if a == b else "produced")
         elif isinstance(a, RecordedInput) and isinstance(b, RecordedInput):
             if a.target == b.target and a.node is b.node:
                 kinds.append("shared")
@@ -250,6 +271,12 @@ def _kinds(listing: _Listing, i: int, period: int) -> tuple[str, ...] | None:
         else:
             return None
     return tuple(kinds)
+
+
+def _varies(listing: _Listing, a: int, b: int) -> bool:
+    """Whether one period may read one of these values, and another the other, if both are from before the run."""
+    forms = [_form(listing.nodes[i].meta.get("val")) for i in (a, b)]
+    return listing.untrained[a] and listing.untrained[b] and forms[0] == forms[1]
 
 
 def _alike(a: RecordedInput, b: RecordedInput) -> bool:
@@ -286,15 +313,23 @@ def _between(listing: _Listing, period: int, begin: int, end: int) -> CutRun | N
     for j in range(begin, end):
         last = min(max(listing.readers[j], default=j), end)
         crossing[j + 1 - begin : last + 1 - begin] += 1
+    varied = _varied(listing, CutRun(begin=begin, end=end, period=period, start=begin, count=0))
+    if any(value >= begin for value in varied.values()):
+        return None
     best: tuple[int, int, int] | None = None
-    for start in range(begin + period, min(begin + 2 * period, end)):
-        count = (end - period - start) // period
-        while count >= PERIODS_LEAST and straddled[start + count * period - begin]:
-            count -= 1
-        if count < PERIODS_LEAST or straddled[start - begin]:
-            continue
-        if best is None or (-count, crossing[start - begin]) < (-best[1], best[2]):
-            best = (start, count, int(crossing[start - begin]))
+    for ahead in range(1, (end - begin) // period):
+        for start in range(begin + ahead * period, min(begin + (ahead + 1) * period, end)):
+            count = (end - period - start) // period
+            while count >= PERIODS_LEAST and straddled[start + count * period - begin]:
+                count -= 1
+            if count < PERIODS_LEAST or straddled[start - begin]:
+                continue
+            if not _shows_all(varied, start, start + count * period, period):
+                continue
+            if best is None or (-count, crossing[start - begin]) < (-best[1], best[2]):
+                best = (start, count, int(crossing[start - begin]))
+        if best is not None:
+            break
     if best is None:
         return None
     run = CutRun(begin=begin, end=end, period=period, start=best[0], count=best[1])
@@ -303,6 +338,29 @@ def _between(listing: _Listing, period: int, begin: int, end: int) -> CutRun | N
         if any(run.start <= i < run.stop for i in reading) and not all(run.start <= i < run.stop for i in reading):
             return None
     return run
+
+
+def _varied(listing: _Listing, run: CutRun) -> dict[Slot, int]:
+    """What is read in the slots of a run in which some periods read another value than others."""
+    period, varied = run.period, dict[Slot, int]()
+    for first in range(run.begin, min(run.begin + period, run.end)):
+        for slot in range(len(listing.operands[first])):
+            read = {(i, slot): listing.operands[i][slot] for i in range(first, run.end, period)}
+            values = [value for value in read.values() if isinstance(value, int)]
+            steps = {b - a for a, b in itertools.pairwise(values)}
+            if len(values) == len(read) and not steps <= {0} and not steps <= {period}:
+                varied.update(zip(read, values, strict=True))
+    return varied
+
+
+def _shows_all(varied: Mapping[Slot, int], start: int, stop: int, period: int) -> bool:
+    """Whether what is left without calls [start, stop) reads every value that the run reads in a slot."""
+    every, left = dict[Slot, set[int]](), dict[Slot, set[int]]()
+    for (i, slot), value in varied.items():
+        every.setdefault((i % period, slot), set()).add(value)
+        if not start <= i < stop:
+            left.setdefault((i % period, slot), set()).add(value)
+    return every == left
 
 
 def _own(listing: _Listing, period: int, begin: int, end: int) -> set[str]:

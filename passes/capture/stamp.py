@@ -32,7 +32,7 @@ def stamped(graph: JointGraph, places: Mapping[str, int], cut: Cut) -> JointGrap
     `places` says of nodes, by name, which call of the record made them, or whose gradient they compute. Raises Unfit
     where the graph does not repeat as the record does.
     """
-    repeats = segments(graph).repeats
+    repeats = segments(graph, may_vary=bool(cut.varied)).repeats
     plans = [_plan(graph, places, cut, run, repeats) for run in cut.runs]
     for plan in plans:
         graph = _Stamp(graph, plan).graph()
@@ -57,6 +57,8 @@ class _Plan:
     middle: int
     middles: tuple[int, int]
     stride: int
+    varied: Mapping[str, tuple[str, ...]]
+    """What the middle copy reads of what varies -> what each of the copies that are missing reads instead."""
 
     @property
     def shift(self) -> int:
@@ -109,10 +111,11 @@ def _plan(graph: JointGraph, places: Mapping[str, int], cut: Cut, run: CutRun, r
                 continue
             try:
                 _check(graph, draft)
+                varied = _varied(graph, draft)
             except Unfit as error:
                 last = error
             else:
-                return replace(draft, stride=_stride(graph, draft))
+                return replace(draft, stride=_stride(graph, draft), varied=varied)
     raise last or Unfit(f"no repeat of the graph is the run of {_shown(cut, run)}")
 
 
@@ -125,7 +128,7 @@ def _draft(
 ) -> _Plan | None:
     """What to check; None where the copies are no periods of the run."""
     plan = _Plan(
-        cut=cut, run=run, places=places, repeat=repeat, middle=middle, middles=(0, 0), stride=0,
+        cut=cut, run=run, places=places, repeat=repeat, middle=middle, middles=(0, 0), stride=0, varied={},
         copies=tuple(tuple(graph.nodes[i].name for i in copy) for copy in repeat.copies),
     )  # fmt: skip
     inside = [
@@ -152,6 +155,7 @@ def _within(graph: JointGraph, places: Mapping[str, int], run: CutRun, repeat: R
         repeat,
         copies=repeat.copies[low:high],
         borders=tuple(replace(border, values=border.values[low : high + 1]) for border in repeat.borders),
+        varied=repeat.varied[low:high],
         own=repeat.own[low:high],
         results=repeat.results[low:high],
     )
@@ -244,6 +248,30 @@ def _check_tensors(graph: JointGraph, plan: _Plan) -> None:
             slot = plan.slot(output.target)
             if slot is not None and first <= slot[0] <= last and plan.is_own(output.target):
                 raise Unfit(f"the {output.role} of {output.target} is computed outside of the repeat")
+
+
+def _varied(graph: JointGraph, plan: _Plan) -> dict[str, tuple[str, ...]]:
+    """What the copies that are missing read where copies read different values. In the full record these stand in slots
+    that read, in each copy that is there, what the value of this copy was made of, and in no two copies the same unless
+    their values are."""
+    run, middle = plan.run, plan.middle
+    there = [k - middle + run.count * (k > middle) for k in range(plan.repeat.count)]
+    varied: dict[str, tuple[str, ...]] = {}
+    for names in zip(*plan.repeat.varied, strict=True):
+        makers = [plan.places.get(graph.nodes[graph.producer[n]].name) if n in graph.producer else None for n in names]
+        found: set[tuple[str, ...]] = set()
+        for i, slot in plan.cut.varied:
+            if plan.middles[0] <= i <= plan.middles[1]:
+                read = [plan.cut.varied[i + step * run.period, slot] for step in there]
+                name_of = dict(zip(read, names, strict=True))
+                same = [name_of[r] for r in read] == [*names] and len(name_of) == len(set(names))
+                if same and all(maker in made_of for maker, made_of in zip(makers, read, strict=True)):
+                    missing = (plan.cut.varied[i + step * run.period, slot] for step in range(1, run.count + 1))
+                    found.add(tuple(name_of.get(r, "") for r in missing))
+        if len(found) != 1 or "" in (known := found.pop()):
+            raise Unfit(f"{', '.join(dict.fromkeys(names))} of {_shown(plan.cut, run)} vary as no operand does")
+        varied[names[middle]] = known
+    return varied
 
 
 def _stride(graph: JointGraph, plan: _Plan) -> int:
@@ -355,6 +383,8 @@ class _Stamp:
                 names[name] = source if step == 1 else self.fresh[source, step - 1]
             elif name in leaves:
                 names[name] = name if step == self.plan.run.count else self.fresh[leaves[name], step + 1]
+            elif name in self.plan.varied:
+                names[name] = self.plan.varied[name][step - 1]
             else:
                 names[name] = self.fresh.get((name, step), name)
         return reading(

@@ -78,6 +78,8 @@ def _rename(space: Space, repeat: Repeated, k: int) -> dict[str, str]:
             if a:
                 rename[a] = b
     rename.update(zip(repeat.own[0], repeat.own[k], strict=True))
+    for first_name, name in zip(repeat.varied[0], repeat.varied[k], strict=True):
+        rename[space.roots.alias(first_name, -1).root] = space.roots.alias(name, -1).root
     numbers = output_numbers(space.graph)
     for first_value, value in zip(repeat.results[0], repeat.results[k], strict=True):
         places = zip(numbers.get(first_value, ()), numbers.get(value, ()), strict=True)

@@ -198,6 +198,7 @@ def _of(repeat: Repeated, kept: Sequence[int]) -> Repeated:
     return replace(
         repeat,
         copies=tuple(repeat.copies[k] for k in kept),
+        varied=tuple(repeat.varied[k] for k in kept),
         own=tuple(repeat.own[k] for k in kept),
         results=tuple(repeat.results[k] for k in kept),
         borders=tuple(

@@ -1,13 +1,14 @@
 """Alignment: whether copies are isomorphic, node by node, and what each operand is to its copy.
 
 An operand is a result at one position of the own copy, or crosses a border from the neighbour, or is shared by all
-copies, or is an input of the copy's own. Copies at either end that do not fit are dropped.
+copies, or is one of a few values of one form that depend on no parameter, or is an input of the copy's own. Copies at
+either end that do not fit are dropped.
 """
 
 import itertools
 from collections.abc import Sequence
 
-from autopar.ir.graph import JointGraph
+from autopar.ir.graph import JointGraph, is_view
 
 from .facts import Facts, fingerprint
 from .segment import Border, Repeated
@@ -40,6 +41,8 @@ def align(facts: Facts, copies: Sequence[Sequence[int]]) -> Repeated | int:
                 return misfit
     misfit = roles.misfit_outside()
     if misfit is None:
+        misfit = roles.misfit_roots()
+    if misfit is None:
         misfit = roles.misfit_gradients()
     if misfit is not None:
         return misfit
@@ -51,6 +54,7 @@ def align(facts: Facts, copies: Sequence[Sequence[int]]) -> Repeated | int:
         copies=tuple(map(tuple, copies)),
         borders=tuple(roles.borders.values()),
         shared=tuple(roles.shared),
+        varied=tuple(zip(*roles.varied, strict=True)) if roles.varied else ((),) * count,
         own=tuple(zip(*roles.own, strict=True)) if roles.own else ((),) * count,
         results=results,
     )
@@ -64,6 +68,7 @@ class _Roles:
         self.judged: dict[tuple[str, ...], int | None] = {}
         self.borders: dict[tuple[int, int, bool], Border] = {}
         self.shared: dict[str, None] = {}
+        self.varied: dict[tuple[str, ...], None] = {}
         self.own: dict[tuple[str, ...], None] = {}
 
     def maker(self, name: str) -> tuple[int, int, int] | None:
@@ -109,13 +114,55 @@ class _Roles:
         if len(set(names)) == 1:
             self.shared[names[0]] = None
             return None
+        misfit = self._misfit_own(names)
+        if misfit is None:
+            self.own[names] = None
+        elif self.facts.may_vary and self._vary(names):
+            self.varied[names] = None
+            return None
+        return misfit
+
+    def _misfit_own(self, names: tuple[str, ...]) -> int | None:
+        """A copy whose value is no input of the graph that it alone reads."""
         for k, name in enumerate(names):
             if name in self.facts.graph.producer or name in self.facts.outputs or names.count(name) > 1:
                 return k if name != names[self.count // 2] else 0
             if any(self.place.get(reader, (-1,))[0] != k for reader in self.facts.graph.consumers[name]):
                 return k
-        self.own[names] = None
         return None
+
+    def _vary(self, names: tuple[str, ...]) -> bool:
+        """Whether these are values of one form that depend on no parameter."""
+        metas = {self.facts.graph.metas[name] for name in names}
+        return self.facts.untrained.issuperset(names) and len(metas) == 1
+
+    def misfit_roots(self) -> int | None:
+        """A copy with a varied value that is no such view of a value of the same form as its peers' is, or that stands
+        for two."""
+        if not self.varied:
+            return None
+        usual = self.count // 2
+        each = [[self._root(name) for name in (*self.shared, *(names[k] for names in self.varied))]
+                for k in range(self.count)]  # fmt: skip
+        for k, here in enumerate(each):
+            for (root, steps), (peer, as_usual) in zip(here, each[usual], strict=True):
+                if steps != as_usual or self.facts.graph.metas[root] != self.facts.graph.metas[peer]:
+                    return k
+            pairs = {(root, peer) for (root, _), (peer, _) in zip(here, each[usual], strict=True)}
+            if len(pairs) != len({root for root, _ in pairs}) or len(pairs) != len({peer for _, peer in pairs}):
+                return k
+        return None
+
+    def _root(self, name: str) -> tuple[str, tuple[tuple[object, ...], ...]]:
+        """What a value is a view of, and how."""
+        graph, steps = self.facts.graph, list[tuple[object, ...]]()
+        index = graph.producer.get(name)
+        while index is not None and is_view(graph.nodes[index]):
+            node = graph.nodes[index]
+            steps.append((node.op, str(node.args[1:]), graph.metas[name]))
+            name = node.inputs[0]
+            index = graph.producer.get(name)
+        return name, tuple(steps)
 
     def misfit_outside(self) -> int | None:
         """A copy with a value that the rest of the graph reads although it is no end of a border, or
@@ -128,7 +175,11 @@ class _Roles:
                 ):
                     return k
         # a value is one thing to a copy, so that names can be mapped from copy to copy and back
-        reads = [*self.own, *(b.values[1:] if b.backward else b.values[:-1] for b in self.borders.values())]
+        reads = [
+            *self.own,
+            *self.varied,
+            *(b.values[1:] if b.backward else b.values[:-1] for b in self.borders.values()),
+        ]
         seen = {(k, name) for name in self.shared for k in range(self.count)}
         for names in reads:
             for k, name in enumerate(names):

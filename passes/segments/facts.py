@@ -72,13 +72,16 @@ def pieces(run: PeriodicRun, intervals: Iterable[tuple[int, int]]) -> Iterator[P
 class Facts:
     """`labels[i]` is equal for nodes with equal op, constants and metas, whoever their operands are. `outputs[value]`
     are the roles of a graph output, `trained[value]` the graph inputs of the parameters whose gradient a value is,
-    `gradients` the same the other way round."""
+    `gradients` the same the other way round. `untrained` are the values that depend on no parameter, such as masks and
+    the tables of rotations, and `may_vary` says whether copies may read different ones of them."""
 
     graph: JointGraph
     labels: Ints
     outputs: dict[str, tuple[str, ...]]
     trained: dict[str, tuple[str, ...]]
     gradients: dict[str, str]
+    untrained: frozenset[str]
+    may_vary: bool = True
 
     @property
     def middle(self) -> int:
@@ -86,7 +89,7 @@ class Facts:
         return self.graph.first_backward
 
     @staticmethod
-    def of(graph: JointGraph) -> Facts:
+    def of(graph: JointGraph, *, may_vary: bool = True) -> Facts:
         roles: dict[str, tuple[str, ...]] = {}
         trained: dict[str, tuple[str, ...]] = {}
         parameters = graph.parameters
@@ -104,7 +107,18 @@ class Facts:
             outputs=roles,
             trained=trained,
             gradients={parameter: value for value, of in trained.items() for parameter in of},
+            untrained=_untrained(graph),
+            may_vary=may_vary,
         )
+
+
+def _untrained(graph: JointGraph) -> frozenset[str]:
+    """Values of forward that depend on inputs and buffers alone."""
+    values = {i.name for i in graph.inputs if i.role in ("buffer", "input")}
+    for node in graph.nodes[: graph.first_backward]:
+        if values.issuperset(node.inputs):
+            values.update(filter(None, node.outputs))
+    return frozenset(values)
 
 
 def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:

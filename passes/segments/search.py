@@ -23,9 +23,10 @@ RUNS_TRIED = 24
 """Runs that are tried before giving up."""
 
 
-def segments(graph: JointGraph) -> Segments:
-    """Find the repeated layers of a joint graph (CFP section 4.1). Deterministic."""
-    facts = Facts.of(graph)
+def segments(graph: JointGraph, *, may_vary: bool = True) -> Segments:
+    """Find the repeated layers of a joint graph (CFP section 4.1). Deterministic. `may_vary`: copies may read different
+    masks (`Repeated.varied`)."""
+    facts = Facts.of(graph, may_vary=may_vary)
     free = [(0, facts.middle)]
     backward_runs = periodic(facts.labels[facts.middle :], facts.middle)
     forward_runs = periodic(facts.labels[: facts.middle], 0)
@@ -59,7 +60,9 @@ def _apart(facts: Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     last layer of an encoder makes: the rest of the graph makes it, replicated."""
     home = {i: (n, k) for n, repeated in enumerate(repeats) for k, copy in enumerate(repeated.copies) for i in copy}
     making: set[tuple[int, int]] = set()
-    for name in {name: None for repeated in repeats for name in repeated.shared}:
+    for name in dict.fromkeys(
+        n for repeated in repeats for k in range(repeated.count) for n in repeated.from_outside(k)
+    ):
         index = facts.graph.producer.get(name)
         while index is not None and index not in home and is_view(facts.graph.nodes[index]):
             index = facts.graph.producer.get(facts.graph.nodes[index].inputs[0])

@@ -121,7 +121,11 @@ class _Builder:
     def rest(self, segments: Segments) -> Region:
         owned = {name for repeat in segments.repeats for own in repeat.own for name in own}
         result_values = {name for repeat in segments.repeats for results in repeat.results for name in results}
-        shared = frozenset(self._shared_roots(name for repeat in segments.repeats for name in repeat.shared))
+        shared = frozenset(
+            self._shared_roots(
+                name for repeat in segments.repeats for k in range(repeat.count) for name in repeat.from_outside(k)
+            )
+        )
         whole = shared | self.read_by_made
         sites = [self._input(i.name, -1, fixed=i.name in whole) for i in self.graph.inputs if i.name not in owned]
         sites += self._ops(segments.rest, home=-1, replicated=shared)
@@ -145,7 +149,7 @@ class _Builder:
     def body(self, repeat: Repeated) -> Region:
         home = self.roots.home[repeat.copies[0][0]]
         sites = [self._input(name, home) for name in repeat.own[0]]
-        for name in self._shared_roots(repeat.shared):
+        for name in self._shared_roots(repeat.from_outside(0)):
             sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.metas[name]))
         before = len(self.without_rule)
         sites += self._ops(repeat.copies[0], home=home, replicated=frozenset())
