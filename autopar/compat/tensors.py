@@ -221,8 +221,8 @@ def attention_kernel(
         choice = torch._fused_sdp_choice(asked, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
         if not choice and grouped:
             # the efficient kernel takes a head of keys for each of queries, and is given them so: views tell torch
-            expanded = (_of_all_heads(x, query.shape[1]) for x in (key, value))
-            given = SDPAParams(asked, *expanded, mask, 0.0, causal, False)
+            keys, values = (_of_all_heads(x, query.shape[1]) for x in (key, value))
+            given = SDPAParams(asked, keys, values, mask, 0.0, causal, False)  # type: ignore[call-arg]
             return "efficient" if torch.backends.cuda.can_use_efficient_attention(given) else "composed"
     return {1: "flash", 2: "efficient", 3: "cudnn"}.get(choice, "composed")
 
