@@ -222,7 +222,7 @@ def attention_kernel(
         if not choice and grouped:
             # the efficient kernel takes a head of keys for each of queries, and is given them so: views tell torch
             keys, values = (_of_all_heads(x, query.shape[1]) for x in (key, value))
-            given = SDPAParams(asked, keys, values, mask, 0.0, causal, False)  # type: ignore[call-arg]
+            given = SDPAParams(asked, keys, values, mask, 0.0, causal, False)
             return "efficient" if torch.backends.cuda.can_use_efficient_attention(given) else "composed"
     return {1: "flash", 2: "efficient", 3: "cudnn"}.get(choice, "composed")
 
