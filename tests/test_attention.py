@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -188,6 +189,55 @@ def test_the_memory_of_a_call_with_dropout_is_what_is_predicted(key_heads: int, 
         measured = peak_bytes(call, held, query.device) - sum(x.untyped_storage().nbytes() for x in held) - made
         predicted = workspace_bytes(list(map(meta_of, held)), "cpu", backward=held is backward)
         assert 0.95 * measured <= predicted <= 1.1 * measured
+
+
+class Allocating:
+    """CUDA's kernels that make results, of the shapes of torch's, and what their backward accumulates."""
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._backward if name.endswith("backward") else self._forward, "efficient" in name)
+
+    def _forward(self, efficient: bool, query: Any, key: Any, value: Any, *_: Any, scale: float) -> Any:
+        *rows, queries, _ = query.shape
+        sums = query.new_empty(*rows, -(-queries // 32) * 32 if efficient else queries, dtype=torch.float32)
+        return query.new_empty(*query.shape[:-1], value.shape[-1]), sums, None
+
+    def _backward(self, efficient: bool, _: Any, query: Any, key: Any, value: Any, *given: Any, scale: float) -> Any:
+        *rows, queries, width = query.shape
+        columns = -(-width // 32) * 32 + 1
+        accumulated = query.new_empty(*rows, -(-queries // 128) * 128, columns, dtype=torch.float32)
+        of_keys = query.shape[1] if efficient else key.shape[1]
+        expanded = [] if efficient or of_keys == query.shape[1] else [
+            query.new_empty(*rows, *x.shape[-2:]) for x in (key, value)
+        ]  # fmt: skip
+        made = tuple(torch.empty_like(x) for x in (query, key, value))
+        del accumulated, expanded
+        return (*made, None) if efficient else made
+
+
+@pytest.mark.parametrize("keys", [128, 120])
+@pytest.mark.parametrize("key_heads", [2, 8])
+@pytest.mark.parametrize(("width", "mask_dtype"), [(64, None), (60, None), (64, torch.bfloat16), (64, torch.float32)])
+def test_the_memory_of_a_fused_call_is_what_is_predicted(
+    width: int, mask_dtype: torch.dtype | None, key_heads: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that are widened for the kernel, expanded heads, and the bias that is read in a mask's place."""
+    monkeypatch.setattr("autopar.ops.sdpa.fused.aten", Allocating())
+    query = torch.randn(2, 8, 100, width, dtype=torch.bfloat16)
+    key, value = (torch.randn(2, key_heads, keys, width, dtype=torch.bfloat16) for _ in range(2))
+    mask = None if mask_dtype is None else torch.randn(2, 1, 100, keys, dtype=mask_dtype)
+    masks = [] if mask is None else [mask]
+    kernel, call = sdpa.KERNELS["flash" if mask is None else "efficient"], sdpa.Attending(mask=mask, scale=0.1)
+    out, sums = torch.randn_like(query), torch.randn(2, 8, 100)
+    forward, backward = [query, key, value, *masks], [torch.randn_like(query), query, key, value, out, sums, *masks]
+    calls: list[tuple[list[torch.Tensor], Any, int]] = [
+        (forward, lambda: kernel.forward(query, key, value, call), out.nbytes + sums.nbytes),
+        (backward, lambda: kernel.backward(*backward[:6], call), query.nbytes + key.nbytes + value.nbytes),
+    ]
+    for held, run, made in calls:
+        measured = peak_bytes(run, held, query.device) - sum(x.untyped_storage().nbytes() for x in held) - made
+        predicted = workspace_bytes(list(map(meta_of, held)), "cuda", backward=held is backward)
+        assert 0.95 * measured - 1024 <= predicted <= 1.1 * measured
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])

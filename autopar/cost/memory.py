@@ -289,8 +289,6 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
     MM_WEIGHT: lambda inputs, outputs, _: inputs[0].bytes + inputs[1].bytes,  # rows by expert
     SUM: lambda inputs, outputs, _: inputs[0].bytes,  # rows times their weights
     DOT: lambda inputs, outputs, _: inputs[0].bytes,
-    ATTENTION: lambda inputs, _, device: attention_bytes(inputs, device, backward=False),
-    ATTENTION_BACKWARD: lambda inputs, _, device: attention_bytes(inputs, device, backward=True),
     # the bits of the mask come before the result
     "autopar.dropout.default": lambda _, outputs, device: max(0, _bits(outputs, device) - outputs[0].bytes),
     "autopar.uniform.default": lambda _, outputs, device: _bits(outputs, device),
@@ -304,8 +302,11 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
 
 def workspace_bytes(instruction: Node, metas: Mapping[str, TensorMeta], device_type: str) -> int:
     """Bytes that an instruction has alive at once beside its operands and results; 0 for ops without a row."""
+    inputs = tuple(metas[name] for name in instruction.inputs)
+    if instruction.op in (ATTENTION, ATTENTION_BACKWARD):
+        causal = bool(dict(instruction.kwargs).get("is_causal"))
+        return attention_bytes(inputs, device_type, backward=instruction.op == ATTENTION_BACKWARD, causal=causal)
     workspace = WORKSPACE.get(instruction.op)
     if workspace is None:
         return 0
-    inputs = tuple(metas[name] for name in instruction.inputs)
     return workspace(inputs, tuple(metas[name] for name in instruction.outputs if name), device_type)

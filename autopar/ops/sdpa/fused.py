@@ -56,20 +56,20 @@ def _narrowed(gradients: Triple, query: torch.Tensor, value: torch.Tensor) -> Tr
 
 # -- fused kernels on CUDA
 
-_ALIGNED = 8
+ALIGNED = 8
 """Flash attention's widths, and cuDNN's, are multiples of this."""
-_ALIGNED_BIAS = 16
+ALIGNED_BIAS = 16
 """A row of a bias begins at a multiple of this many elements."""
-_ALIGNED_SUMS = 32
+ALIGNED_SUMS = 32
 """The efficient kernel's backward reads a logsumexp with so many queries, or a multiple."""
 
 
-def _round_up(size: int, to: int) -> int:
+def round_up(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
 def _flash_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Pair:
-    width = _round_up(query.shape[-1], _ALIGNED)
+    width = round_up(query.shape[-1], ALIGNED)
     given = [_widened(x, width) for x in (query, key, value)]
     out, logsumexp = aten._scaled_dot_product_flash_attention(*given, 0.0, call.causal, scale=call.scale)[:2]
     return _narrow(out, value.shape[-1]), logsumexp
@@ -84,7 +84,7 @@ def _flash_backward(
     logsumexp: torch.Tensor,
     call: Attending,
 ) -> Triple:
-    width = _round_up(query.shape[-1], _ALIGNED)
+    width = round_up(query.shape[-1], ALIGNED)
     given = [_widened(x, width) for x in (gradient, query, key, value, out)]
     # no sequences of several lengths, and no random numbers
     lengths = None, None, query.shape[-2], key.shape[-2]
@@ -108,7 +108,7 @@ def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> 
     shape = *query.shape[:-1], keys
     if mask.shape[-1] == 1:
         mask = mask.expand(*mask.shape[:-1], keys)
-    rows = contiguous(_widened(mask.to(query.dtype), _round_up(keys, _ALIGNED_BIAS)))
+    rows = contiguous(_widened(mask.to(query.dtype), round_up(keys, ALIGNED_BIAS)))
     return _narrow(rows, keys).expand(shape)
 
 
@@ -170,7 +170,7 @@ def _efficient_backward(
     heads, queries = query.shape[1:3]
     given = gradient, query, _of_all_heads(key, heads), _of_all_heads(value, heads)
     bias = _bias(query, key, call.mask)
-    sums = F.pad(logsumexp, (0, _round_up(queries, _ALIGNED_SUMS) - queries), value=math.inf)
+    sums = F.pad(logsumexp, (0, round_up(queries, ALIGNED_SUMS) - queries), value=math.inf)
     wanted = [True, True, True, False]
     of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         *given, bias, out, sums, *_no_numbers(query), 0.0, wanted, call.causal, scale=call.scale

@@ -1,6 +1,5 @@
 """What the kernels of attention have in memory beside operands and results."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -8,32 +7,68 @@ import torch
 from autopar.ir.graph import TensorMeta
 
 from . import composed, expected_kernel
+from .fused import ALIGNED, ALIGNED_BIAS, ALIGNED_SUMS, round_up
 
 _ROWS, _WIDTHS = 128, 32
 """Flash attention's backward accumulates the gradient of queries in tiles of this many rows and elements."""
 
 
-def workspace_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward: bool) -> int:
+def workspace_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward: bool, causal: bool = False) -> int:
     """Of one call, from its local tensor operands in their order."""
-    query, key, value = tensors[1:4] if backward else tensors[:3]
+    query, _, value = tensors[1:4] if backward else tensors[:3]
     masks = tensors[6 if backward else 3 :]
     dropped = any(mask.dtype == torch.bool for mask in masks)
     batch, heads, queries, width = query.shape
     _, key_heads, keys, value_width = value.shape
     kernel = expected_kernel(
-        device_type, query.dtype, (queries, width), (keys, value_width), False, len(masks) > dropped, dropped
+        device_type, query.dtype, (queries, width), (keys, value_width), causal, len(masks) > dropped, dropped
     )
-    shared = heads != key_heads
+    itemsize = query.dtype.itemsize
     if kernel == "composed":
         scores, widths = (batch, heads, queries, keys), (width, value_width)
-        itemsize = query.dtype.itemsize
         return composed.workspace_bytes(scores, key_heads, widths, itemsize, device_type, backward=backward)
-    if kernel == "flash on cpu":
-        return 0
-    expanded = (key.numel + value.numel) // key_heads * heads * query.dtype.itemsize if shared else 0
-    bias = sum(mask.numel * query.dtype.itemsize for mask in masks)
+    rows, key_rows = batch * heads * queries, batch * key_heads * keys
+    if kernel != "efficient":
+        wider = max(width, value_width) if device_type == "cpu" else round_up(width, ALIGNED)
+        padded = itemsize * _padded((width, value_width), wider, rows, key_rows, backward=backward)
+        if kernel == "flash on cpu":
+            return padded
+        expanded = 2 * batch * heads * keys * wider * itemsize if heads != key_heads else 0
+        return padded + (_accumulated(query) + expanded if backward else 0)
+    both = width + value_width
+    expanded = batch * heads * keys * both * itemsize if heads != key_heads else 0
+    bias, passing = _bias_bytes(masks[0], query.dtype, keys) if masks else (0, 0)
+    sums = 4 * batch * heads * round_up(queries, ALIGNED_SUMS)
+    # a mask's cast is gone before there are results
     if not backward:
-        return bias + (expanded if kernel == "efficient" else 0)
-    rows, columns = (math.ceil(size / to) * to for size, to in ((queries, _ROWS), (width, _WIDTHS)))
-    accumulated = 4 * batch * heads * rows * (columns + 1)
-    return bias + accumulated + expanded * (2 if kernel == "efficient" else 1)
+        return expanded + bias + max(passing - rows * (value_width * itemsize + 4), sums)
+    results = (rows * width + key_rows * both) * itemsize
+    return expanded + bias + max(passing - results, sums + _accumulated(query) + expanded)
+
+
+def _padded(widths: tuple[int, int], wider: int, rows: int, key_rows: int, *, backward: bool) -> int:
+    """Elements of what a kernel of one width for all is given and makes beside operands and results: tensors of
+    queries' and of keys' rows, as wide as queries or as values."""
+    width, value_width = widths
+    given = [(rows, width), (key_rows, width), (key_rows, value_width)]
+    made = [(rows, value_width)]
+    if backward:
+        made, given = given, [*given, *made * 2]  # the output and its gradient
+    copied = sum(count * wider for count, own in given if own != wider)
+    return copied + sum(count * (wider - own) for count, own in made)
+
+
+def _bias_bytes(mask: TensorMeta, dtype: torch.dtype, keys: int) -> tuple[int, int]:
+    """What the kernel reads in a mask's place, and what is there while that is made: the mask in its dtype, which is
+    what the kernel reads where it has the rows that it wants."""
+    columns, wider = mask.shape[-1], round_up(keys, ALIGNED_BIAS)
+    cast = mask.numel * dtype.itemsize if mask.dtype != dtype else 0
+    if columns == wider == keys:
+        return cast, 0
+    return mask.numel // columns * wider * dtype.itemsize, cast
+
+
+def _accumulated(query: TensorMeta) -> int:
+    """The gradient of queries in float32, in tiles, and a sum for each of its rows."""
+    batch, heads, queries, width = query.shape
+    return 4 * batch * heads * round_up(queries, _ROWS) * (round_up(width, _WIDTHS) + 1)
