@@ -156,6 +156,7 @@ def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int, ahead_bytes: int) -
         )
         told = short.most(moments(small, made.optimizer, "cpu"), small, made.optimizer)
         needed = peak(whole, made.optimizer, "cpu").bytes
-        nearly = {"rel": 1e-9} if limit_bytes == 1 else {"rel": 0.03, "abs": 3 * limit_bytes}  # three buckets
+        # three buckets, and as many bytes ahead of what is split on two axes
+        nearly = {"rel": 1e-9} if limit_bytes == 1 else {"rel": 0.03, "abs": 2 * limit_bytes + ahead_bytes}
         assert told == pytest.approx(needed, **nearly)
         assert needed > 1.1 * peak(small, made.optimizer, "cpu").bytes

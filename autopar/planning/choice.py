@@ -98,9 +98,9 @@ class Choice:
             if least_seconds(self.space, other.assignment) >= plan.seconds:
                 continue
             if name in PRESETS and limit is not None:
-                nearly = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, None)
-                if nearly * (1 - self.effort.unsure) > best.seconds:  # and a limit makes no step shorter
-                    logger.info("%s: a step of about %.3f ms without a limit", name, nearly * 1e3)
+                free, _ = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, None)
+                if free * (1 - self.effort.unsure) > best.seconds:  # and a limit makes no step shorter
+                    logger.info("%s: a step of about %.3f ms without a limit", name, free * 1e3)
                     continue
                 try:
                     search = self.searches.search(replace(request, solver="dp"), share=self.effort.preset_share)
