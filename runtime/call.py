@@ -15,8 +15,9 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
-from .held import Shared, State, overlapping
+from .held import State
 from .placements import local_slice
+from .shared import Shared, overlapping
 from .verify import Check
 
 

@@ -3,7 +3,6 @@ of a step."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
-from autopar.compat import is_real, local_tensor, make_dtensor, storage_span
+from autopar.compat import is_real, local_tensor, make_dtensor
 from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
@@ -37,6 +36,7 @@ from .agree import (
 )
 from .execute import Executable, compile
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
+from .shared import Shared
 
 
 def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> torch.Tensor:
@@ -368,80 +368,3 @@ def _form(state: State, output: ProgramOutput) -> tuple[tuple[Placement, ...], C
         return wrapped(unpadded(local, shape, layout, mesh, coordinate))
 
     return state.forms.setdefault(output.target, (placements, wrapped if is_even(shape, layout) else trimmed))
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Of a forward half: results that share memory with an input (a parameter, a buffer, a constant, the caller's
-    batch) or with another result, and what is saved for backward and lies in a buffer that the program writes.
-
-    A program's values never change. What a module hands out and keeps lies in memory that people and optimizers write:
-    a value that shares memory with such a place is copied. Which they are is a property of the program, so one look at
-    where its values lie is enough.
-    """
-
-    results: tuple[int, ...]
-    saved: tuple[int, ...]
-    kept: tuple[int, ...]
-    """Inputs whose memory is kept for backward as it is."""
-
-    @staticmethod
-    def of(
-        given: Sequence[torch.Tensor],
-        written: Sequence[int],
-        results: Sequence[torch.Tensor | None],
-        saved: Sequence[torch.Tensor],
-    ) -> Shared:
-        """`written` are the indices of the inputs that are buffers and written by the program."""
-        storages = [compat.memory_of(x) for x in given]
-        taken, buffers = set(storages), {storages[k] for k in written}
-        behind = [compat.memory_of(x) for x in saved]
-        kept = {storage for storage in behind if storage not in buffers}
-        shared = []
-        for index, value in enumerate(results):
-            if value is not None and value.numel():
-                storage = compat.memory_of(value)
-                if storage in taken:
-                    shared.append(index)
-                taken.add(storage)
-        return Shared(
-            results=tuple(shared),
-            saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
-            kept=tuple(i for i, storage in enumerate(storages) if storage in kept),
-        )
-
-    def apart(
-        self, results: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]
-    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
-        copies, kept = list(results), list(saved)
-        for index in self.results:
-            value = copies[index]
-            assert value is not None
-            copies[index] = value.clone(memory_format=torch.contiguous_format)
-        for index in self.saved:
-            kept[index] = kept[index].clone()
-        return tuple(copies), tuple(kept)
-
-
-def overlapping(
-    gradients: list[torch.Tensor | None], kept: list[tuple[weakref.ref[torch.UntypedStorage], tuple[int, int, int]]]
-) -> tuple[int, ...]:
-    """Indices of the gradients that share memory with an earlier one or with what backward was given and still lives,
-    or are not contiguous, as the parameters are.
-    """
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for weak, (storage, begin, end) in kept:
-        if weak() is not None:
-            taken.setdefault(storage, []).append((begin, end))
-    indices = []
-    for index, value in enumerate(gradients):
-        if value is not None:
-            storage, begin, end = storage_span(value)
-            spans = taken.setdefault(storage, [])
-            if (
-                any(begin < other_end and other_begin < end for other_begin, other_end in spans)
-                or not value.is_contiguous()
-            ):
-                indices.append(index)
-            spans.append((begin, end))
-    return tuple(indices)

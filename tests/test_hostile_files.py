@@ -9,7 +9,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -193,38 +193,47 @@ def test_measurements(data: st.DataObject, tmp_path: Path) -> None:
     loads_or_says_why(lambda: fit(Measurements.load(file), "ours"), file)
 
 
-def used(path: Path) -> None:
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Profiles:
+    return Profiles(tmp_path_factory.mktemp("profiles") / "other.sqlite")
+
+
+@pytest.fixture(scope="module")
+def good_database(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("profiles") / "profiles.sqlite"
+    Profiles(path).add([ROW, PROGRAM, COLLECTIVE])
+    return path.read_bytes()
+
+
+def used(path: Path, other: Profiles) -> None:
     """Everything that reads a database."""
     profiles = Profiles(path)
     for table in TABLES:
         profiles.rows(table)
     profiles.machines()
-    Profiles(path.with_name("another.sqlite")).read(profiles.export())
+    other.read(profiles.export())
     profiles.add([ROW])
     profiles.prune(machine="one")
 
 
+FIGURES = ("'x'", "''", "-1", "x'ff'", "9e999", "1.5", "9223372036854775807", "CAST(x'ff' AS TEXT)")
+
+
 @quickly
 @given(data=st.data())
-def test_profile_databases(data: st.DataObject, tmp_path: Path) -> None:
+def test_profile_databases(data: st.DataObject, good_database: bytes, other: Profiles, tmp_path: Path) -> None:
     for before in tmp_path.iterdir():
         before.unlink()
     path = tmp_path / "profiles.sqlite"
-    Profiles(path).add([ROW, PROGRAM, COLLECTIVE])
     if data.draw(st.booleans()):
-        path.write_bytes(damaged(path.read_bytes(), data.draw))
+        path.write_bytes(damaged(good_database, data.draw))
     else:
+        path.write_bytes(good_database)
         table = data.draw(st.sampled_from(list(TABLES)))
-        column = data.draw(
-            st.sampled_from([c for c in asdict({"operators": ROW, "collectives": COLLECTIVE}.get(table, PROGRAM))])
-        )
-        value = data.draw(
-            st.sampled_from(["'x'", "''", "-1", "x'ff'", "9e999", "1.5", "9223372036854775807", "CAST(x'ff' AS TEXT)"])
-        )
-        with sqlite3.connect(path) as connection:
-            connection.execute(f"UPDATE {table} SET {column} = {value}")
-        connection.close()
-    loads_or_says_why(lambda: used(path), path)
+        column = data.draw(st.sampled_from([f.name for f in fields(TABLES[table][0])]))
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(f"UPDATE {table} SET {column} = {data.draw(st.sampled_from(FIGURES))}")
+    loads_or_says_why(lambda: used(path, other), path)
 
 
 @quickly
