@@ -255,6 +255,12 @@ def test_memory_falls_with_the_split_of_a_batch(masked: bool) -> None:
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
+def test_masks_are_known_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        graph = captured_for_planning(Attends(packed), (torch.empty(BATCH, LENGTH, 8), torch.empty(BATCH))).graph
+    assert all(dict(node.kwargs)["is_causal"] for node in calls(graph))
+
+
 def test_a_graph_without_attention_is_kept() -> None:
     graph = capture(nn.Linear(4, 4), (torch.randn(2, 4),)).graph
     assert without_masks(graph, rule_of) is graph

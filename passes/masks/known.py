@@ -18,6 +18,9 @@ from autopar.ops import localize
 from autopar.ops.randomness import draws
 from autopar.ops.rule import Call, OpRule, call_of
 
+CPU = torch.device("cpu")
+"""Where values are computed, whatever the default device is."""
+
 MOST = 1 << 24
 """Elements of a tensor that is evaluated."""
 
@@ -43,7 +46,7 @@ class Visible:
 
     def is_causal(self, keys: int) -> bool:
         """Whether a query sees the keys up to its own place."""
-        places = torch.arange(1, self.end.shape[-1] + 1).clamp(max=keys)
+        places = torch.arange(1, self.end.shape[-1] + 1, device=CPU).clamp(max=keys)
         return self.end.shape[-1] > 1 and bool((self.first <= 0).all() and (self.end == places).all())
 
 
@@ -144,7 +147,7 @@ class Known:
             return None
         keys, kind = shape[-1], node.op.split(".")[1]
         if node.op in ONES:
-            return Visible(torch.zeros(1, dtype=torch.int64), torch.full((1,), keys))
+            return Visible(torch.zeros(1, dtype=torch.int64, device=CPU), torch.full((1,), keys, device=CPU))
         if node.op in AND:
             parts = [self.visible(operand) for operand in node.inputs]
             one, other = parts[0], parts[-1]
@@ -152,8 +155,9 @@ class Known:
             return one.intersection(other) if whole and one is not None and other is not None else None
         if node.op == "aten.tril.default":
             seen = self.visible(node.inputs[0])
-            ends = torch.arange(1, shape[-2] + 1) + call_of(node, self.graph.metas).argument("diagonal")
-            below = Visible(torch.zeros(1, dtype=torch.int64), ends.clamp(min=0, max=keys))
+            diagonal = call_of(node, self.graph.metas).argument("diagonal")
+            ends = torch.arange(1, shape[-2] + 1, device=CPU) + diagonal
+            below = Visible(torch.zeros(1, dtype=torch.int64, device=CPU), ends.clamp(min=0, max=keys))
             return None if seen is None else seen.intersection(below)
         if node.op in (EXPAND, RESHAPE):
             source = self.meta(node.inputs[0]).shape
@@ -208,6 +212,6 @@ def _run(node: Node, operands: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor
         return [listed(item) for item in value] if isinstance(value, tuple) else value
 
     args, kwargs = (listed(map_references(given, operands.__getitem__)) for given in (node.args, node.kwargs))
-    named = {**dict(kwargs), **({"device": torch.device("cpu")} if takes(node.op, "device") else {})}
+    named = {**dict(kwargs), **({"device": CPU} if takes(node.op, "device") else {})}
     results = overload(node.op)(*args, **named)
     return (results,) if isinstance(results, torch.Tensor) else tuple(results)
