@@ -25,10 +25,9 @@ from autopar import compat
 from autopar.compat import Recorded, RecordedInput
 from autopar.passes.segments.facts import Ints, periodic
 
-logger = logging.getLogger(__name__)
+from .varied import Slot, read_differently, shows_all
 
-Slot = tuple[int, int]
-"""(index of a node of the record, number of an operand)"""
+logger = logging.getLogger(__name__)
 
 PERIODS_LEAST = 2
 """Periods that a cut must take out to pay."""
@@ -97,7 +96,11 @@ def cut(record: Recorded) -> Cut | None:
         paths=tuple(listing.paths),
         targets=listing.targets,
         readers=readers,
-        varied={slot: listing.made_of(value) for run in runs for slot, value in _varied(listing, run).items()},
+        varied={
+            slot: listing.made_of(value)
+            for run in runs
+            for slot, value in read_differently(listing.operands, run.begin, run.end, run.period).items()
+        },
         order=tuple(i.target.removeprefix("model.") for i in record.inputs if i.target),
     )
 
@@ -313,7 +316,7 @@ def _between(listing: _Listing, period: int, begin: int, end: int) -> CutRun | N
     for j in range(begin, end):
         last = min(max(listing.readers[j], default=j), end)
         crossing[j + 1 - begin : last + 1 - begin] += 1
-    varied = _varied(listing, CutRun(begin=begin, end=end, period=period, start=begin, count=0))
+    varied = read_differently(listing.operands, begin, end, period)
     if any(value >= begin for value in varied.values()):
         return None
     best: tuple[int, int, int] | None = None
@@ -324,7 +327,7 @@ def _between(listing: _Listing, period: int, begin: int, end: int) -> CutRun | N
                 count -= 1
             if count < PERIODS_LEAST or straddled[start - begin]:
                 continue
-            if not _shows_all(varied, start, start + count * period, period):
+            if not shows_all(varied, start, start + count * period, period):
                 continue
             if best is None or (-count, crossing[start - begin]) < (-best[1], best[2]):
                 best = (start, count, int(crossing[start - begin]))
@@ -338,29 +341,6 @@ def _between(listing: _Listing, period: int, begin: int, end: int) -> CutRun | N
         if any(run.start <= i < run.stop for i in reading) and not all(run.start <= i < run.stop for i in reading):
             return None
     return run
-
-
-def _varied(listing: _Listing, run: CutRun) -> dict[Slot, int]:
-    """What is read in the slots of a run in which some periods read another value than others."""
-    period, varied = run.period, dict[Slot, int]()
-    for first in range(run.begin, min(run.begin + period, run.end)):
-        for slot in range(len(listing.operands[first])):
-            read = {(i, slot): listing.operands[i][slot] for i in range(first, run.end, period)}
-            values = [value for value in read.values() if isinstance(value, int)]
-            steps = {b - a for a, b in itertools.pairwise(values)}
-            if len(values) == len(read) and not steps <= {0} and not steps <= {period}:
-                varied.update(zip(read, values, strict=True))
-    return varied
-
-
-def _shows_all(varied: Mapping[Slot, int], start: int, stop: int, period: int) -> bool:
-    """Whether what is left without calls [start, stop) reads every value that the run reads in a slot."""
-    every, left = dict[Slot, set[int]](), dict[Slot, set[int]]()
-    for (i, slot), value in varied.items():
-        every.setdefault((i % period, slot), set()).add(value)
-        if not start <= i < stop:
-            left.setdefault((i % period, slot), set()).add(value)
-    return every == left
 
 
 def _own(listing: _Listing, period: int, begin: int, end: int) -> set[str]:

@@ -12,14 +12,15 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, TensorMeta
+from autopar.ir.graph import GraphOutput, JointGraph, Node, TensorMeta
 from autopar.ir.rewrite import distinct, reading, with_own_metas
 from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated
 
 from .cut import Cut, CutRun
+from .order import in_order
+from .varied import read_by_missing
 
 
 class Unfit(Exception):
@@ -259,15 +260,9 @@ def _varied(graph: JointGraph, plan: _Plan) -> dict[str, tuple[str, ...]]:
     varied: dict[str, tuple[str, ...]] = {}
     for names in zip(*plan.repeat.varied, strict=True):
         makers = [plan.places.get(graph.nodes[graph.producer[n]].name) if n in graph.producer else None for n in names]
-        found: set[tuple[str, ...]] = set()
-        for i, slot in plan.cut.varied:
-            if plan.middles[0] <= i <= plan.middles[1]:
-                read = [plan.cut.varied[i + step * run.period, slot] for step in there]
-                name_of = dict(zip(read, names, strict=True))
-                same = [name_of[r] for r in read] == [*names] and len(name_of) == len(set(names))
-                if same and all(maker in made_of for maker, made_of in zip(makers, read, strict=True)):
-                    missing = (plan.cut.varied[i + step * run.period, slot] for step in range(1, run.count + 1))
-                    found.add(tuple(name_of.get(r, "") for r in missing))
+        slots = [slot for slot in plan.cut.varied if plan.middles[0] <= slot[0] <= plan.middles[1]]
+        found = set(read_by_missing(plan.cut.varied, slots, run.period, dict(zip(there, names, strict=True)), makers,
+                                    range(1, run.count + 1)))  # fmt: skip
         if len(found) != 1 or "" in (known := found.pop()):
             raise Unfit(f"{', '.join(dict.fromkeys(names))} of {_shown(plan.cut, run)} vary as no operand does")
         varied[names[middle]] = known
@@ -394,20 +389,3 @@ class _Stamp:
             module=self.plan.path(node, step),
             sequence=node.sequence + step * self.plan.stride if node.sequence >= 0 else node.sequence,
         )
-
-
-Item = TypeVar("Item", GraphInput, GraphOutput)
-
-
-def in_order(graph: JointGraph, order: Sequence[str]) -> JointGraph:
-    """Inputs and outputs in the order of the full record: those of a role stand together."""
-    rank = {target: i for i, target in enumerate(dict.fromkeys(order))}
-
-    def sorted_by(items: Sequence[Item], roles: tuple[str, ...]) -> tuple[Item, ...]:
-        first = {role: i for i, role in reversed([*enumerate(item.role for item in items)])}
-        return tuple(
-            sorted(items, key=lambda i: (first[i.role], rank.get(i.target, len(rank)) if i.role in roles else 0))
-        )
-
-    inputs = sorted_by(graph.inputs, ("parameter", "buffer"))
-    return with_own_metas(replace(graph, inputs=inputs, outputs=sorted_by(graph.outputs, ("gradient", "mutation"))))
