@@ -103,7 +103,7 @@ class Choice:
                     logger.info("%s: a step of about %.3f ms without a limit", name, free * 1e3)
                     continue
                 try:
-                    search = self.searches.search(replace(request, solver="dp"), share=self.effort.preset_share)
+                    search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
                     other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)

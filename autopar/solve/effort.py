@@ -26,7 +26,7 @@ class Effort:
     """
 
     # ---- one solve: what is spent ends one way of solving and begins the next, cheaper one
-    table_entries: int = 4_000_000
+    table_entries: int = 8_000_000
     """Of the largest table of an elimination, for one price of memory."""
     elimination_entries: float = 1e8
     """Of all its tables."""
@@ -95,6 +95,8 @@ class Effort:
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""
+    limited_preset: float = 0.5
+    """Of the work: the search under a limit among what a preset leaves, which few presets come to."""
     own_presets: int = 7
     """Among how many presets the share is divided: one that is registered takes nothing from the others."""
 
