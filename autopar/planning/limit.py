@@ -108,9 +108,12 @@ class Limit:
             if solved is None and fits:  # at the excess of the last solution nothing does any more
                 break
             if solved is None:
-                price = max(self.effort.price_first * unit, self.effort.price_rise * price)
-                if price > self.effort.price_most * unit:
+                most = self.effort.price_most * unit
+                if price >= most:
                     break
+                price = min(most, max(self.effort.price_first * unit, self.effort.price_rise * price))
+                if purse.is_empty:  # what needs the least memory is looked for in any case
+                    price, purse = most, self.descent.purse(self.effort.limit)
             else:
                 price, fits = solved.price, True
             further = solve_at(price, solved or pool.solutions[-1], purse)
@@ -131,7 +134,7 @@ class Limit:
                     excess, corrected = self._excess(solved), True
                 elif is_done:
                     break
-            if purse.is_empty:
+            if purse.is_empty and solved is not None:
                 break
         # the cheapest plan without a limit may lie far from the cheapest within it
         if self.several and price and not purse.is_empty:
@@ -172,7 +175,9 @@ class Limit:
 
     def _smallest(self, pool: "_Pool", *, sure: bool) -> Solved:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
-        smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions], key=self._peak)
+        cheapest = pool.solutions[0].score
+        least = pool.at_price(self.effort.price_most * cheapest.seconds / cheapest.bytes)
+        smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions, *least], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)
         if true > self.bytes_limit:
             error = DoesNotFit(f"no plan fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes")
@@ -224,6 +229,18 @@ class _Pool:
                     offered = [c for c in others if self.allowed is None or c in self.allowed[name]]
                     options[name].update(dict.fromkeys((choice, *offered)))
         return {name: list(choices) for name, choices in options.items()}
+
+    def at_price(self, price: float) -> list[Solved]:
+        """The cheapest of the pool, or of its latest solutions, at a price of memory; none if even that is too wide."""
+        descent, every = self.descent, len(self.solutions)
+        for latest in dict.fromkeys((every, min(2, every), 1)):
+            purse = descent.purse(descent.effort.limit)
+            try:
+                options = self._options(latest)
+                return [descent.solve(options, descent.steps, price=price, bounded=False, narrow=True, purse=purse)]
+            except TooWide:
+                continue
+        return []
 
     def solved(self, row: float, purse: Purse, *, thorough: bool = False) -> Solved | None:
         """The cheapest of the pool with at most `row` bytes in sum, or None if there is none; `thorough`: by the solver

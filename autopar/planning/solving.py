@@ -99,7 +99,7 @@ class Solves:
         last_resort: bool,
         meter: Meter,
     ) -> Solved:
-        recompute = self.recompute and (bytes_limit is not None or (price > 0 and not self.is_wide))
+        recompute = self.recompute and (bytes_limit is not None or (price > 0 and (narrow or not self.is_wide)))
         problem, decoder = self.builder.build(allowed, recompute=recompute)
         weighed = priced(problem, price) if price else problem
         if narrow or (recompute and bytes_limit is None):
