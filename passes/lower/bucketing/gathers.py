@@ -89,8 +89,9 @@ class _Lazy:
                     first -= 1
                 time = need[id(joints[first])] if first >= 0 else 0
                 if number and any(map(self._upstream, joint.members)):
-                    # to start it is to wait for another gather, which then passes while the reader is computed
-                    time = min(need[id(joints[max(first, 0)])] + 1, need[id(joint)])
+                    # to start it is to wait for another gather, which passes while the bucket before is computed with
+                    time = max(time, need[id(joints[max(number - 2, 0)])])
+                    time = min(time + 1, need[id(joint)])
                 starts.append((time, -level, joint))
                 for member in joint.members:
                     self.buckets[member.outputs[0]] = joint
