@@ -25,9 +25,10 @@ from autopar.cost.redistribute import Redistributor
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.build import strategies
 from autopar.passes.space.choices import KEEP, AxisChoice, Policy, SiteChoice
-from autopar.passes.space.problem import Moved, ProblemBuilder
+from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
+from autopar.passes.space.tables import Moved
 from autopar.solve.dp import priced
 from autopar.solve.effort import EFFORT, Effort, Meter
 from autopar.solve.pricing import Library

@@ -8,8 +8,9 @@ from typing import Any
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import REPLICATE, Layout
-from autopar.passes.space.problem import Moved, ProblemBuilder
+from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.space import Space
+from autopar.passes.space.tables import Moved
 from autopar.solve.problem import Tensor
 
 

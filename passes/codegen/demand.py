@@ -11,10 +11,11 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
 from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.choices import REGATHER, SiteChoice
-from autopar.passes.space.problem import Assignment, is_bucketed
+from autopar.passes.space.problem import Assignment
 from autopar.passes.space.recompute import reacquired, recomputed
 from autopar.passes.space.sites import Option, Site, border_name, output_name, output_numbers
 from autopar.passes.space.space import Space
+from autopar.passes.space.tables import is_bucketed
 
 
 @dataclass(frozen=True, slots=True)

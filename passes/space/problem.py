@@ -8,20 +8,20 @@ in every layout in which backward reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any
 
 from autopar.cost.redistribute import Acquired
-from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Partial, Routed, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
-from .recompute import reacquired, recomputed
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
+from .switch import SWITCH, Again, SwitchedTensors, twice
+from .tables import Moved, encoded, in_order, moved_of, of_bits, positions_of
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
@@ -52,69 +52,6 @@ class Assignment:
         return self.recompute[repeat] if self.recompute else (False,) * len(self.copies[repeat])
 
 
-class Moved(NamedTuple):
-    """What the price of having a tensor in several layouts depends on beside these. `kept`: forward makes it, and
-    backward reads it."""
-
-    meta: TensorMeta
-    kept: bool
-    is_parameter: bool
-    bucketed: bool
-    made: str = ""
-    """The name of what is made where it is read."""
-    copies: int = 1
-    """How many copies of a repeat share it."""
-
-
-def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:
-    """Of the site that makes a tensor, and those that read it, each with whether it does so in backward."""
-    kept = not maker.backward and any(late for _, late in readers)
-    return Moved(meta, kept, maker.kind == "parameter", is_bucketed(maker, [site for site, _ in readers]))
-
-
-def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
-    """Whether a tensor travels in a bucket: parameters and gradients do."""
-    return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
-
-
-Acquisition = Literal["once", "forward", "backward"]
-"""What a tensor is acquired for: all readers, or those of one phase."""
-
-ACQUISITIONS = get_args(Acquisition)
-
-SWITCH = "recompute"
-"""The variable of a body that says whether a copy is recomputed in backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """What a copy of a region does again where it is recomputed: its `operators`, and the acquisition of `roots`."""
-
-    operators: frozenset[str] = frozenset()
-    roots: frozenset[str] = frozenset()
-
-    @staticmethod
-    def of(region: Region) -> Again:
-        return Again(recomputed(region), reacquired(region))
-
-    def phases(self, site: Site, maker: Site, *, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The phases in which a site reads what another one makes: without, and with recomputation."""
-        once = ("backward",) if backward else ("forward",)
-        twice = site.name in self.operators and maker.kind != "shared"
-        return once, ("forward", "backward") if twice else once
-
-
-@dataclass(frozen=True, slots=True)
-class Switched:
-    """A tensor of a copy that may be recomputed: how it is moved if it is not (`kept`) and if it is (`again`), whether
-    it is reacquired then, and whether it crosses a border, so that it is kept as it crosses."""
-
-    kept: Moved
-    again: Moved
-    reacquired: bool
-    is_border: bool
-
-
 class ProblemBuilder:
     """Builds problems over one space. Tables are remembered by what they depend on, so that layers of
     one structure, and solves that differ on one axis, share them."""
@@ -125,13 +62,14 @@ class ProblemBuilder:
         """Tensors but for their names and variables."""
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Again.of(body) for body in space.bodies)
+        self.switches = SwitchedTensors(self.tables, self.cost, self.moved, space.mesh)
 
     def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
         """As `moved_of`, in a region of which there are so many copies."""
         moved = moved_of(self.space.metas[root], maker, readers)
         return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
 
-    def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, _Decoder]:
+    def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:
         """The problem in which each site takes one of its allowed options; to `recompute` copies of segments in
         backward is a choice too, if it is said so.
 
@@ -164,7 +102,7 @@ class ProblemBuilder:
                 )
             )
         problem = Problem(variables=variables, tensors=tensors, repeats=tuple(repeats))
-        return problem, _Decoder(
+        return problem, Decoder(
             rest=names,
             bodies=tuple(body_names for _, _, body_names in bodies),
             switched=tuple(bool(of_body.operators) for of_body in again),
@@ -219,13 +157,13 @@ class ProblemBuilder:
             maker, result = makers[root]
             of_root = root, sites, region_options, maker, result, reading, copies
             if root in again.roots or any(sites[reader].name in again.operators for reader, _ in reading):
-                tensors += self._switched(*of_root, again)
+                tensors += self.switches.of(*of_root, again)
             else:
                 tensors.append(self._tensor(*of_root))
         if again.operators:
             variables.append(Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0)))
             numbers = [number for number, site in enumerate(sites) if site.name in again.operators]
-            tensors += [_twice(variables[number], number, len(sites)) for number in numbers]
+            tensors += [twice(variables[number], number, len(sites)) for number in numbers]
         return tuple(variables), tuple(tensors), names
 
     def _site_options(self, site: Site, options: tuple[Option, ...]) -> tuple[Option, ...]:
@@ -247,9 +185,9 @@ class ProblemBuilder:
     ) -> Tensor:
         site = sites[maker]
         produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
-        reading = _in_order(sites, reading)
+        reading = in_order(sites, reading)
         moved = self.moved(root, site, [(sites[r], sites[r].reads[p].backward) for r, p in reading], copies)
-        positions = _positions(reading)
+        positions = positions_of(reading)
         wanted = tuple(
             tuple(
                 tuple((o.reads[p], moved.is_parameter and sites[reader].reads[p].backward) for p in at)
@@ -268,94 +206,14 @@ class ProblemBuilder:
         produced: tuple[tuple[Layout, Policy], ...],
         wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
     ) -> Tensor:
-        codes, masks, items, unions = _encoded(produced, wanted)
+        codes, masks, items, unions = encoded(produced, wanted)
         costs = {}
         for (layout, policy), code in dict(zip(produced, codes, strict=True)).items():
             for union in unions:
-                cost = self.cost(moved, layout, policy, _of_bits(items, union))
+                cost = self.cost(moved, layout, policy, of_bits(items, union))
                 if cost is not None:
                     costs[code, union] = cost
         return Tensor(name="", producer=0, produced=codes, consumers=(), wanted=masks, costs=costs)
-
-    def _switched(
-        self,
-        root: str,
-        sites: list[Site],
-        options: list[tuple[Option, ...]],
-        maker: int,
-        result: int,
-        reading: list[tuple[int, int]],
-        copies: int,
-        again: Again,
-    ) -> Iterator[Tensor]:
-        """As `_tensor`, where what a tensor costs depends on whether the copy is recomputed: what is acquired once for
-        all readers, or else for those of forward, and for those of backward, each as a tensor that also the switch,
-        the last of the variables, reads."""
-        site = sites[maker]
-        produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
-        reading = _in_order(sites, reading)
-        phases = {(r, p): again.phases(sites[r], site, backward=sites[r].reads[p].backward) for r, p in reading}
-        kept, moved_again = (
-            self.moved(root, site, [(sites[r], "backward" in phases[r, p][number]) for r, p in reading], copies)
-            for number in (0, 1)
-        )
-        switched = Switched(kept, moved_again, root in again.roots, site.kind == "border")
-        for part in ACQUISITIONS:
-            positions = _positions([at for at in reading if part == "once" or part in phases[at][1]])
-
-            def is_extra(reader: int, position: int, part: Acquisition = part) -> bool:
-                """Whether a parameter that is gathered again is read in this phase only if the copy is recomputed."""
-                return site.kind == "parameter" and part not in ("once", *phases[reader, position][0])
-
-            wanted = tuple(
-                tuple(tuple((o.reads[p], is_extra(reader, p)) for p in at) for o in options[reader])
-                for reader, at in positions.items()
-            )
-            key = (switched, part, produced, wanted)
-            if key not in self.tables:
-                self.tables[key] = self._switched_table(*key)
-            table = self.tables[key]
-            if not table.is_free:
-                yield replace(table, name=f"{root} {part}", producer=maker, consumers=(*positions, len(sites)))
-
-    def _switched_table(
-        self,
-        switched: Switched,
-        part: Acquisition,
-        produced: tuple[tuple[Layout, Policy], ...],
-        wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
-    ) -> Tensor:
-        codes, masks, items, unions = _encoded(produced, wanted)
-        bit = 1 << len(items)
-        costs = {}
-        for (layout, policy), code in dict(zip(produced, codes, strict=True)).items():
-            for union in unions:
-                for is_again in (False, True):
-                    cost = self._acquisition(switched, part, is_again, layout, policy, _of_bits(items, union))
-                    if cost is not None:
-                        costs[code, union | bit * is_again] = cost
-        masks = (*masks, (0, bit))
-        return Tensor(name="", producer=0, produced=codes, consumers=(), wanted=masks, costs=costs)
-
-    def _acquisition(
-        self,
-        switched: Switched,
-        part: Acquisition,
-        is_again: bool,
-        produced: Layout,
-        policy: Policy,
-        wanted: Sequence[tuple[Layout, bool]],
-    ) -> tuple[float, float] | None:
-        """As `cost`, of a part of what is acquired."""
-        moved = switched.again if is_again else switched.kept
-        policy = REGATHER if is_again and switched.reacquired else policy
-        if (policy == REGATHER) == (part == "once"):
-            return 0.0, 0.0
-        readers = [(layout, part == "backward") for layout, is_extra in wanted if is_again or not is_extra]
-        cost = self.cost(moved, produced, policy, readers)
-        if cost is None or not (part == "forward" and switched.is_border and moved.kept):
-            return cost
-        return cost[0], cost[1] + local_meta(moved.meta, produced, self.space.mesh).bytes
 
     def cost(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
@@ -406,7 +264,7 @@ class ProblemBuilder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Decoder:
+class Decoder:
     """Reads a solver's choice of option indices as an assignment."""
 
     rest: tuple[str, ...]
@@ -431,55 +289,3 @@ class _Decoder:
             ),
             recompute=recompute if any(map(any, recompute)) else (),
         )
-
-
-def _twice(variable: Variable, number: int, switch: int) -> Tensor:
-    """What an operator costs once more where the copy is recomputed, as a tensor between it and the switch."""
-    seconds: dict[float, int] = {}
-    codes = tuple(seconds.setdefault(of_option, len(seconds)) for of_option in variable.seconds)
-    costs = {(code, again): (again * one, 0.0) for one, code in seconds.items() for again in (0, 1)}
-    return Tensor(
-        name=f"{variable.name} again",
-        producer=number,
-        produced=codes,
-        consumers=(switch,),
-        wanted=((0, 1),),
-        costs=costs,
-    )
-
-
-Item = TypeVar("Item")
-
-
-def _in_order(sites: Sequence[Site], reading: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(reader, position), a forward reader next to its backward twin: solvers take readers in this order, and what
-    stands together is eliminated together."""
-    return sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
-
-
-def _positions(reading: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    positions: dict[int, list[int]] = {}
-    for reader, position in reading:
-        positions.setdefault(reader, []).append(position)
-    return positions
-
-
-def _encoded(
-    produced: Sequence[tuple[Layout, Policy]], wanted: Sequence[Sequence[Sequence[Item]]]
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], list[Item], set[int]]:
-    """What is produced, as numbers; what readers want, as masks; the item of each bit; and all unions of masks."""
-    layouts: dict[tuple[Layout, Policy], int] = {}
-    items: dict[Item, int] = {}
-    codes = tuple(layouts.setdefault(p, len(layouts)) for p in produced)
-    masks = tuple(
-        tuple(sum({1 << items.setdefault(item, len(items)) for item in each}) for each in per_option)
-        for per_option in wanted
-    )
-    unions = {0}
-    for per_option in masks:
-        unions = {union | mask for union in unions for mask in set(per_option)}
-    return codes, masks, list(items), unions
-
-
-def _of_bits(items: Sequence[Item], union: int) -> list[Item]:
-    return [item for bit, item in enumerate(items) if union >> bit & 1]

@@ -1,0 +1,72 @@
+"""What the table of a tensor depends on, and how its layouts are encoded as numbers and masks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import Layout
+
+from .choices import Policy
+from .sites import Site
+
+
+class Moved(NamedTuple):
+    """What the price of having a tensor in several layouts depends on beside these. `kept`: forward makes it, and
+    backward reads it."""
+
+    meta: TensorMeta
+    kept: bool
+    is_parameter: bool
+    bucketed: bool
+    made: str = ""
+    """The name of what is made where it is read."""
+    copies: int = 1
+    """How many copies of a repeat share it."""
+
+
+def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:
+    """Of the site that makes a tensor, and those that read it, each with whether it does so in backward."""
+    kept = not maker.backward and any(late for _, late in readers)
+    return Moved(meta, kept, maker.kind == "parameter", is_bucketed(maker, [site for site, _ in readers]))
+
+
+def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
+    """Whether a tensor travels in a bucket: parameters and gradients do."""
+    return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
+
+
+Item = TypeVar("Item")
+
+
+def in_order(sites: Sequence[Site], reading: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(reader, position), a forward reader next to its backward twin: solvers take readers in this order, and what
+    stands together is eliminated together."""
+    return sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
+
+
+def positions_of(reading: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    positions: dict[int, list[int]] = {}
+    for reader, position in reading:
+        positions.setdefault(reader, []).append(position)
+    return positions
+
+
+def encoded(
+    produced: Sequence[tuple[Layout, Policy]], wanted: Sequence[Sequence[Sequence[Item]]]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], list[Item], set[int]]:
+    """What is produced, as numbers; what readers want, as masks; the item of each bit; and all unions of masks."""
+    layouts: dict[tuple[Layout, Policy], int] = {}
+    items: dict[Item, int] = {}
+    codes = tuple(layouts.setdefault(p, len(layouts)) for p in produced)
+    masks = tuple(
+        tuple(sum({1 << items.setdefault(item, len(items)) for item in each}) for each in per_option)
+        for per_option in wanted
+    )
+    unions = {0}
+    for per_option in masks:
+        unions = {union | mask for union in unions for mask in set(per_option)}
+    return codes, masks, list(items), unions
+
+
+def of_bits(items: Sequence[Item], union: int) -> list[Item]:
+    return [item for bit, item in enumerate(items) if union >> bit & 1]
