@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,9 @@ from .constraints import Constraints
 from .costs import COSTS
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model, check_profiles
-from .meshes import best_mesh
+from .over import best_over
 from .plan import Plan
+from .reports import report_captured, report_without_rule
 from .request import Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
@@ -112,10 +113,10 @@ class Planner:
         self.captured_for = self.kind_of_device
         graph = self.captured.graph
         self.example_values = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
-        _report_captured(self.captured)
+        report_captured(self.captured)
         self.segments: Segments = self.seconds.run(SEGMENTS, graph)
         self._place()
-        _report_without_rule(self.space)
+        report_without_rule(self.space)
 
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
@@ -211,7 +212,7 @@ class Planner:
     def over(self, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
         """The best plan on any of several meshes. Raises ValueError as `plan` if no mesh has one."""
         with uncollected():
-            return _best_over(self, candidates, request)
+            return best_over(self, candidates, request)
 
     def plan(
         self,
@@ -318,72 +319,3 @@ class Planner:
     def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
         """`best_at_rest` in this planner's space."""
         return best_at_rest(self.space, at_rest)
-
-
-def _report_captured(captured: Captured) -> None:
-    """Warns of parameters that do not train, and of numbers that the model's Python reads off inputs."""
-    if names := captured.without_gradient:
-        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        logger.warning(
-            "%d trainable parameters get no gradient, since nothing that is differentiated depends on them: %s",
-            len(names),
-            shown,
-        )
-    if captured.pinned:
-        logger.warning(
-            "the model's Python reads %s: a program is right for inputs of which it reads the same, and "
-            "parallelize captures and plans again for others",
-            captured.pinned,
-        )
-
-
-def _report_without_rule(space: Space) -> None:
-    if space.without_rule:
-        modules = space.without_rule_in
-        ops = "; ".join(
-            f"{count} x {op} in {', '.join(path or 'the model' for path in modules[op])}"
-            for op, count in space.without_rule.items()
-        )
-        logger.warning("replicated, since the op has no rule: %s", ops)
-
-
-def _best_over(planner: Planner, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
-    planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
-    mode = COSTS[request.cost]
-
-    @cache
-    def of(axes: tuple[tuple[str, int], ...]) -> Plan:
-        return planners[axes].planned(request)
-
-    def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
-        plan = of(tuple(mesh.items()))
-        return plan.seconds if mode.by_timeline or mode.plan is not None else plan.objective_seconds, plan
-
-    def quick(mesh: Mapping[str, int], below: float) -> float:
-        on = planners[tuple(mesh.items())]
-        share, limit = min(1.0, on.effort.meshes_work / len(candidates)), on.limit(request)
-
-        def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
-            asked = replace(request, solver="dp", memory_limit_bytes=math.inf if limit is None else limit)
-            return on.search(asked, share=share).run(bounded=False, thorough=False, below=below, start=start)
-
-        start = None
-        if request.memory_limit_bytes is None:
-            free = descent(None)
-            matters = limit is not None and free.score.objective < below
-            if limit is None or not matters or on.steps.peaks_of(limit).estimate(free.assignment) <= limit:
-                return free.score.objective
-            start = free.assignment
-        try:
-            return descent(limit, start).score.objective
-        except Infeasible:
-            return math.inf
-
-    def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
-        try:
-            return planned(mesh)[0]
-        except ValueError:
-            return math.inf
-
-    first = preset_seconds if request.preset else quick
-    return best_mesh(candidates, first, planned, logger.info, planner.effort.mesh_finalists)

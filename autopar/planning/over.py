@@ -1,0 +1,83 @@
+"""The best plan on any of several meshes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol
+
+from autopar.cluster.machine import Cluster
+from autopar.passes.space.problem import Assignment
+from autopar.solve.effort import Effort
+from autopar.solve.problem import Infeasible
+
+from .costs import COSTS
+from .meshes import best_mesh
+from .plan import Plan
+from .request import Request
+from .search import Search, SearchResult
+from .steps import Steps
+
+logger = logging.getLogger("autopar")
+
+
+class OnMeshes(Protocol):
+    """A planner, and those of the same model on other meshes."""
+
+    cluster: Cluster
+    effort: Effort
+    steps: Steps
+
+    def on(self, mesh_shape: Mapping[str, int], cluster: Any, effort: Effort | None = None) -> OnMeshes: ...
+
+    def planned(self, request: Request) -> Plan: ...
+
+    def limit(self, request: Request) -> float | None: ...
+
+    @property
+    def search(self) -> Callable[..., Search]: ...
+
+
+def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
+    planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
+    mode = COSTS[request.cost]
+
+    @cache
+    def of(axes: tuple[tuple[str, int], ...]) -> Plan:
+        return planners[axes].planned(request)
+
+    def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
+        plan = of(tuple(mesh.items()))
+        return plan.seconds if mode.by_timeline or mode.plan is not None else plan.objective_seconds, plan
+
+    def quick(mesh: Mapping[str, int], below: float) -> float:
+        on = planners[tuple(mesh.items())]
+        share, limit = min(1.0, on.effort.meshes_work / len(candidates)), on.limit(request)
+
+        def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
+            asked = replace(request, solver="dp", memory_limit_bytes=math.inf if limit is None else limit)
+            return on.search(asked, share=share).run(bounded=False, thorough=False, below=below, start=start)
+
+        start = None
+        if request.memory_limit_bytes is None:
+            free = descent(None)
+            matters = limit is not None and free.score.objective < below
+            if limit is None or not matters or on.steps.peaks_of(limit).estimate(free.assignment) <= limit:
+                return free.score.objective
+            start = free.assignment
+        try:
+            return descent(limit, start).score.objective
+        except Infeasible:
+            return math.inf
+
+    def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
+        try:
+            return planned(mesh)[0]
+        except ValueError:
+            return math.inf
+
+    first = preset_seconds if request.preset else quick
+    return best_mesh(candidates, first, planned, logger.info, planner.effort.mesh_finalists)
