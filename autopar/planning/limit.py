@@ -7,7 +7,7 @@ computes the exact peak of the answer.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.passes.space.choices import KEEP, REGATHER, SiteChoice
@@ -52,7 +52,7 @@ class Limit:
         log: Callable[[str], None],
     ) -> None:
         self.allowed = allowed
-        self.descent, self.space, self.several, self.log = descent, descent.space, several, log
+        self.descent, self.several, self.log = descent, several, log
         self.effort, self.peaks = descent.effort, peaks
         self.bytes_limit = self.aim = limit_bytes
         """`aim` is the limit on estimates, so that the exact peak keeps `bytes_limit`."""
@@ -211,32 +211,41 @@ class _Pool:
 
     def __init__(self, descent: Descent, first: Solved, allowed: Allowed | None) -> None:
         self.descent, self.allowed = descent, allowed
-        self.solutions: list[Solved] = [first]
+        self.solutions: list[Solved] = []
+        self.took: list[dict[str, list[SiteChoice]]] = []
+        """What each solution took, and may take of a parameter instead."""
+        self.add(first)
 
     def add(self, solved: Solved) -> bool:
         """Whether that adds an option."""
-        before = self._options(len(self.solutions))
+        took = {
+            name: list(dict.fromkeys(c for choice in choices for c in (choice, *self._policies(name, choice))))
+            for name, choices in taken(self.descent.space, solved.assignment).items()
+        }
+        is_new = any(all(c not in before[name] for before in self.took) for name, new in took.items() for c in new)
         self.solutions.append(solved)
-        return self._options(len(self.solutions)) != before
+        self.took.append(took)
+        return is_new
 
-    def _options(self, latest: int) -> dict[str, list[SiteChoice]]:
-        """Those that the latest solutions took."""
-        options: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.descent.options.sites}
-        for solved in self.solutions[-latest:]:
-            for name, choices in taken(self.descent.space, solved.assignment).items():
-                for choice in choices:
-                    others = (choice._replace(policy=policy) for policy in (KEEP, REGATHER) if choice.policy)
-                    offered = [c for c in others if self.allowed is None or c in self.allowed[name]]
-                    options[name].update(dict.fromkeys((choice, *offered)))
-        return {name: list(choices) for name, choices in options.items()}
+    def _policies(self, name: str, choice: SiteChoice) -> list[SiteChoice]:
+        """The choice of a parameter with each policy that is allowed."""
+        policies = (choice._replace(policy=policy) for policy in (KEEP, REGATHER) if choice.policy)
+        return [c for c in policies if self.allowed is None or c in self.allowed[name]]
+
+    def _smaller(self) -> Iterator[tuple[int, Allowed]]:
+        """(number of latest solutions, the options that they took): of all, then of fewer."""
+        every = len(self.solutions)
+        for latest in dict.fromkeys((every, min(2, every), 1)):
+            took = self.took[-latest:]
+            names = self.descent.options.sites
+            yield latest, {name: list(dict.fromkeys(c for of_one in took for c in of_one[name])) for name in names}
 
     def at_price(self, price: float) -> list[Solved]:
         """The cheapest of the pool, or of its latest solutions, at a price of memory; none if even that is too wide."""
-        descent, every = self.descent, len(self.solutions)
-        for latest in dict.fromkeys((every, min(2, every), 1)):
+        descent = self.descent
+        for _, options in self._smaller():
             purse = descent.purse(descent.effort.limit)
             try:
-                options = self._options(latest)
                 return [descent.solve(options, descent.steps, price=price, bounded=False, narrow=True, purse=purse)]
             except TooWide:
                 continue
@@ -246,15 +255,15 @@ class _Pool:
         """The cheapest of the pool with at most `row` bytes in sum, or None if there is none; `thorough`: by the solver
         that was asked for. A pool that is too wide is solved for its latest solutions; that of one is small, and solved
         when the purse is empty too."""
-        descent, every = self.descent, len(self.solutions)
+        descent = self.descent
         solver = descent.solver if thorough else descent.steps
-        for latest in dict.fromkeys((every, min(2, every), 1)):
+        for latest, options in self._smaller():
             if purse.is_empty and latest > 1:
                 continue
-            if latest == 1 and every > 1:
+            if latest == 1 and len(self.solutions) > 1:
                 purse = descent.purse(descent.effort.limit)
             try:
-                return descent.solve(self._options(latest), solver, bytes_limit=row, narrow=latest > 1, purse=purse)
+                return descent.solve(options, solver, bytes_limit=row, narrow=latest > 1, purse=purse)
             except TooWide:
                 continue
             except Infeasible:

@@ -54,10 +54,16 @@ class Tensor:
     @property
     def is_free(self) -> bool:
         """Whether it costs nothing, whatever is chosen."""
-        unions = {0}
-        for masks in self.wanted:
-            unions = {union | mask for union in unions for mask in set(masks)}
+        unions = unions_of(self.wanted)
         return all(self.costs.get((code, union)) == (0.0, 0.0) for code in set(self.produced) for union in unions)
+
+
+def unions_of(wanted: Sequence[Sequence[int]]) -> set[int]:
+    """All that readers may want together, each one of its masks."""
+    unions = {0}
+    for masks in wanted:
+        unions = {union | mask for union in unions for mask in set(masks)}
+    return unions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

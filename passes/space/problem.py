@@ -21,7 +21,7 @@ from .choices import REGATHER, Policy, SiteChoice
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
 from .switch import SWITCH, Again, SwitchedTensors, twice
-from .tables import Moved, encoded, in_order, moved_of, of_bits, positions_of
+from .tables import Moved, RootTensor, encoded, in_order, moved_of, of_bits, positions_of
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
@@ -155,11 +155,19 @@ class ProblemBuilder:
         tensors: list[Tensor] = []
         for root, reading in readers.items():
             maker, result = makers[root]
-            of_root = root, sites, region_options, maker, result, reading, copies
+            tensor = RootTensor(
+                root=root,
+                sites=sites,
+                options=region_options,
+                maker=maker,
+                result=result,
+                reading=in_order(sites, reading),
+                copies=copies,
+            )
             if root in again.roots or any(sites[reader].name in again.operators for reader, _ in reading):
-                tensors += self.switches.of(*of_root, again)
+                tensors += self.switches.of(tensor, again)
             else:
-                tensors.append(self._tensor(*of_root))
+                tensors.append(self._tensor(tensor))
         if again.operators:
             variables.append(Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0)))
             numbers = [number for number, site in enumerate(sites) if site.name in again.operators]
@@ -173,32 +181,22 @@ class ProblemBuilder:
         own = (self.option(site, option.choice) for option in options)
         return tuple(option for option in own if option is not None)
 
-    def _tensor(
-        self,
-        root: str,
-        sites: list[Site],
-        options: list[tuple[Option, ...]],
-        maker: int,
-        result: int,
-        reading: list[tuple[int, int]],
-        copies: int,
-    ) -> Tensor:
-        site = sites[maker]
-        produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
-        reading = in_order(sites, reading)
-        moved = self.moved(root, site, [(sites[r], sites[r].reads[p].backward) for r, p in reading], copies)
-        positions = positions_of(reading)
+    def _tensor(self, of: RootTensor) -> Tensor:
+        sites, produced = of.sites, of.produced
+        readers = [(sites[r], sites[r].reads[p].backward) for r, p in of.reading]
+        moved = self.moved(of.root, sites[of.maker], readers, of.copies)
+        positions = positions_of(of.reading)
         wanted = tuple(
             tuple(
                 tuple((o.reads[p], moved.is_parameter and sites[reader].reads[p].backward) for p in at)
-                for o in options[reader]
+                for o in of.options[reader]
             )
             for reader, at in positions.items()
         )
         key = (moved, produced, wanted)
         if key not in self.tables:
             self.tables[key] = self._table(moved, produced, wanted)
-        return replace(self.tables[key], name=root, producer=maker, consumers=tuple(positions))
+        return replace(self.tables[key], name=of.root, producer=of.maker, consumers=tuple(positions))
 
     def _table(
         self,

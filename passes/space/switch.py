@@ -15,8 +15,8 @@ from autopar.solve.problem import Tensor, Variable
 
 from .choices import REGATHER, Policy
 from .recompute import reacquired, recomputed
-from .sites import Option, Region, Site
-from .tables import Moved, encoded, in_order, of_bits, positions_of
+from .sites import Region, Site
+from .tables import Moved, RootTensor, encoded, of_bits, positions_of
 
 Cost = Callable[[Moved, Layout, Policy, Sequence[tuple[Layout, bool]]], tuple[float, float] | None]
 """`ProblemBuilder.cost`."""
@@ -71,26 +71,15 @@ class SwitchedTensors:
     moved: Move
     mesh: Shape
 
-    def of(
-        self,
-        root: str,
-        sites: list[Site],
-        options: list[tuple[Option, ...]],
-        maker: int,
-        result: int,
-        reading: list[tuple[int, int]],
-        copies: int,
-        again: Again,
-    ) -> Iterator[Tensor]:
-        """As `_tensor`, where what a tensor costs depends on whether the copy is recomputed: what is acquired once for
-        all readers, or else for those of forward, and for those of backward, each as a tensor that also the switch,
-        the last of the variables, reads."""
-        site = sites[maker]
-        produced = tuple((o.makes[result], o.choice.policy) for o in options[maker])
-        reading = in_order(sites, reading)
+    def of(self, tensor: RootTensor, again: Again) -> Iterator[Tensor]:
+        """The tensors of a root whose cost depends on whether the copy is recomputed: what is acquired once for all
+        readers, or else for those of forward, and for those of backward, each as a tensor that also the switch, the
+        last of the variables, reads."""
+        sites, reading, produced = tensor.sites, tensor.reading, tensor.produced
+        root, site = tensor.root, sites[tensor.maker]
         phases = {(r, p): again.phases(sites[r], site, backward=sites[r].reads[p].backward) for r, p in reading}
         kept, moved_again = (
-            self.moved(root, site, [(sites[r], "backward" in phases[r, p][number]) for r, p in reading], copies)
+            self.moved(root, site, [(sites[r], "backward" in phases[r, p][number]) for r, p in reading], tensor.copies)
             for number in (0, 1)
         )
         switched = Switched(kept, moved_again, root in again.roots, site.kind == "border")
@@ -102,7 +91,7 @@ class SwitchedTensors:
                 return site.kind == "parameter" and part not in ("once", *phases[reader, position][0])
 
             wanted = tuple(
-                tuple(tuple((o.reads[p], is_extra(reader, p)) for p in at) for o in options[reader])
+                tuple(tuple((o.reads[p], is_extra(reader, p)) for p in at) for o in tensor.options[reader])
                 for reader, at in positions.items()
             )
             key = (switched, part, produced, wanted)
@@ -110,7 +99,7 @@ class SwitchedTensors:
                 self.tables[key] = self._table(*key)
             table = self.tables[key]
             if not table.is_free:
-                yield replace(table, name=f"{root} {part}", producer=maker, consumers=(*positions, len(sites)))
+                yield replace(table, name=f"{root} {part}", producer=tensor.maker, consumers=(*positions, len(sites)))
 
     def _table(
         self,

@@ -1,13 +1,15 @@
 """What the table of a tensor depends on, and how its layouts are encoded as numbers and masks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
+from autopar.solve.problem import unions_of
 
 from .choices import Policy
-from .sites import Site
+from .sites import Option, Site
 
 
 class Moved(NamedTuple):
@@ -33,6 +35,25 @@ def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]
 def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
     """Whether a tensor travels in a bucket: parameters and gradients do."""
     return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootTensor:
+    """A root in a region of `copies` copies: site number `maker` makes it, as one of its results, and those of
+    `reading` read it, each as (site, position of the operand)."""
+
+    root: str
+    sites: Sequence[Site]
+    options: Sequence[tuple[Option, ...]]
+    maker: int
+    result: int
+    reading: Sequence[tuple[int, int]]
+    copies: int
+
+    @property
+    def produced(self) -> tuple[tuple[Layout, Policy], ...]:
+        """By each option of the maker."""
+        return tuple((o.makes[self.result], o.choice.policy) for o in self.options[self.maker])
 
 
 Item = TypeVar("Item")
@@ -62,10 +83,7 @@ def encoded(
         tuple(sum({1 << items.setdefault(item, len(items)) for item in each}) for each in per_option)
         for per_option in wanted
     )
-    unions = {0}
-    for per_option in masks:
-        unions = {union | mask for union in unions for mask in set(per_option)}
-    return codes, masks, list(items), unions
+    return codes, masks, list(items), unions_of(masks)
 
 
 def of_bits(items: Sequence[Item], union: int) -> list[Item]:
