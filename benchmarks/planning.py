@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 900
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """Of a processor: of this process and of those that it waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 

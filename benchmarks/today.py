@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from planning import cpu_seconds
+
 MESH = {"dp": 8, "tp": 8}
 BATCH = 64
 WAITING = 10
@@ -112,12 +114,6 @@ MODELS: Mapping[str, Model] = {
 # ---- in the process of one model ----------------------------------------------------------------------
 
 
-def used() -> float:
-    """Seconds of a processor, those of ended children included."""
-    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in spent)
-
-
 def measure(name: str, seconds: int, memory_bytes: int, profile: str | None, verbose: bool, rows: Connection) -> None:
     """One model. Sends its row after each stage."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -154,12 +150,12 @@ def _measure(row: Row, model: Model, seconds: int, profile: str | None, verbose:
 
     row["stage"] = "capture"
     rows.send(row)
-    before, began = used(), time.perf_counter()
+    before, began = cpu_seconds(), time.perf_counter()
     limit = int(before) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
     profiler = _profiler(profile)
     captured = captured_for_planning(built, kwargs=kwargs, device_type="cuda")
-    row |= {"capture_seconds": used() - before, "nodes": len(captured.graph.nodes), "stage": "plan"}
+    row |= {"capture_seconds": cpu_seconds() - before, "nodes": len(captured.graph.nodes), "stage": "plan"}
     rows.send(row)
     planner = Planner(built, MESH, kwargs=kwargs, cluster="dgx-h100", captured=captured)
     row["segments"] = [(repeat.count, len(repeat.copies[0])) for repeat in planner.segments.repeats]
@@ -171,7 +167,7 @@ def _measure(row: Row, model: Model, seconds: int, profile: str | None, verbose:
         profiler.disable()
         profiler.dump_stats(str(profile))
     row |= {
-        "plan_seconds": used() - before - row["capture_seconds"],
+        "plan_seconds": cpu_seconds() - before - row["capture_seconds"],
         "wall_seconds": time.perf_counter() - began,
         "seconds": {name: round(took, 2) for name, took in planner.seconds.items()},
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
