@@ -10,11 +10,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.passes import Flow
-from autopar.passes.space.problem import Allowed
+from autopar.passes.space.problem import Allowed, Assignment
 from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible
 
@@ -39,6 +39,18 @@ class Describe(Protocol):
 
 Rival = tuple[str, SearchResult]
 
+OWN = "cheapest"
+"""The name of the search's own result among its rivals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """A rival with the seconds of its step, estimated from a program of few copies."""
+
+    name: str
+    result: SearchResult
+    seconds: float
+
 
 class Choice:
     """Chooses among the candidates of one space. What a choice without a memory limit computed, a second one within a
@@ -52,81 +64,120 @@ class Choice:
         self.bound: float | None = None
         self.presets: list[Rival] | None = None
 
-    def shortest(self, search: Search, request: Request, *, bounded: bool) -> Plan:
+    def shortest(self, search: Search, request: Request, *, bounded: bool, below: float = math.inf) -> Plan | None:
         """The plan with the shortest step on its timeline, of the search's own and `_others`. Forked processes compute
-        the others and the bound while this one applies the limit and writes the first plan's program."""
+        the others and the bound while this one applies the limit. None if that plan clearly needs more than `below`
+        bytes."""
         cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.cheapest)
         with (
             self._bounding(search, bounded) as bound,
             beside(lambda: self._others(cheapest, request), worthwhile=search.is_large) as others,
         ):
-            best: SearchResult = self.flow.timed("search", self._within, search)
+            own = self.flow.timed("search", self._within, search)
             self.bound = self.flow.timed("bound", bound)
-            best = replace(best, lower_bound=max(best.lower_bound, self.bound))
-            plan = self.flow.timed("describe", self.describe, best, request)
             hidden, self.presets = self.flow.timed("others", others)
-            plan = self._shorter(best, plan, [*hidden, *self.presets], request)
         self.cheapest = cheapest
-        seconds = time.perf_counter() - self.started
-        return replace(plan, lower_bound_seconds=best.lower_bound, solve_seconds=seconds)
+        rivals = self._estimated(own, [*hidden, *self.presets], request)
+        if self.steps.peaks_of(None).estimate(rivals[0].result.assignment) > below * (1 + self.effort.limit_unsure):
+            return None
+        plan = self._best_of(rivals, search, request)
+        bound_seconds, seconds = max(own.lower_bound, self.bound), time.perf_counter() - self.started
+        return replace(plan, lower_bound_seconds=bound_seconds, solve_seconds=seconds)
 
     def _bounding(self, search: Search, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
         known = self.bound
         return search.bounding(bounded) if known is None else nullcontext(lambda: known)
 
     def _within(self, search: Search) -> SearchResult:
-        """The search's best under its limit, if it has one: with the largest buckets, or, if nothing fits beside those,
-        with smaller ones, which need less memory and hide less."""
+        """The search's best under its limit by estimated peaks, if it has one: with the largest buckets, or, if nothing
+        fits beside those, with smaller ones, which need less memory and hide less."""
         limit = search.bytes_limit
         if limit is None:
             return search.within(None)
         try:
-            best = search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
+            return search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
         except Infeasible as error:
-            logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
-            self.steps.forget()
-            return search.within(self.steps.peaks_of(limit))
-        self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
+            return self._with_smaller_buckets(search, error)
+
+    def _confirmed(self, search: Search) -> SearchResult:
+        """The search's best under its limit by exact peaks."""
+        limit = search.bytes_limit
+        try:
+            best = search.confirmed()
+        except Infeasible as error:
+            self._with_smaller_buckets(search, error)
+            return search.confirmed()
+        if limit is not None:
+            self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
         return best
 
-    def _shorter(self, first: SearchResult, plan: Plan, others: Sequence[Rival], request: Request) -> Plan:
-        """The plan of `first`, or of one of the others with a shorter step on its timeline."""
+    def _with_smaller_buckets(self, search: Search, error: Infeasible) -> SearchResult:
+        logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
+        self.steps.forget()
+        return search.within(self.steps.peaks_of(search.bytes_limit))
+
+    def _estimated(self, own: SearchResult, others: Sequence[Rival], request: Request) -> list[Estimated]:
+        """The search's own result and those of the others that may have a shorter step, under the limit, the shortest
+        estimated step first."""
         limit = request.bytes_limit
-        best, seen = plan, [first.assignment]
-        rivals: list[tuple[float, float, str, SearchResult]] = []
+        found = [self._in_few(OWN, own, limit, math.inf)]
+        presets: list[Assignment] = []
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
-            if least_seconds(self.space, other.assignment) >= plan.seconds:
+            least = min(one.seconds for one in found)
+            if least_seconds(self.space, other.assignment) >= least or other.assignment in presets:
                 continue
             if name in PRESETS and limit is not None:
-                free, _ = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, None)
-                if free * (1 - self.effort.unsure) > best.seconds:  # and a limit makes no step shorter
-                    logger.info("%s: a step of about %.3f ms without a limit", name, free * 1e3)
+                presets.append(other.assignment)
+                if (within := self._preset_within(name, other, request, least)) is None:
                     continue
-                try:
-                    search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
-                    other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
-                except Infeasible as error:
-                    logger.info("no plan by %s: %s", name, error)
-                    continue
-                other = self.searches.priced(other)
-            if other.assignment in seen:
+                other = within
+            if all(other.assignment != one.result.assignment for one in found):
+                found.append(self._in_few(name, other, limit, least))
+        return sorted(found, key=lambda one: one.seconds)
+
+    def _preset_within(self, name: str, free: SearchResult, request: Request, least: float) -> SearchResult | None:
+        """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
+        its best without a limit says."""
+        seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
+        if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
+            logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
+            return None
+        search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
+        try:
+            best = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
+        except Infeasible as error:
+            logger.info("no plan by %s: %s", name, error)
+            return None
+        return self.searches.priced(best)
+
+    def _in_few(self, name: str, result: SearchResult, limit: float | None, least: float) -> Estimated:
+        """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""
+        sure, assignment = 1 - self.effort.unsure, result.assignment
+        seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
+        # what is written in parts saves no more than what is exposed
+        if (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least:
+            seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
+        logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
+        return Estimated(name=name, result=result, seconds=seconds)
+
+    def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request) -> Plan:
+        """The plan with the shortest step: whole programs are written of the most promising. How far the estimate of
+        the first was off says how far others may be."""
+        limit, best, doubt = request.bytes_limit, None, self.effort.unsure
+        for rival in rivals:
+            if best is not None and rival.seconds * (1 - doubt) > best.seconds:
+                break
+            result = self.flow.timed("search", self._confirmed, search) if rival.name == OWN else rival.result
+            plan = self.flow.timed("describe", self.describe, result, request)
+            if result.assignment == rival.result.assignment:
+                wrong = abs(plan.seconds / rival.seconds - 1)
+                doubt = min(doubt, max(self.effort.least_doubt, self.effort.doubt_rise * wrong))
+            logger.info("%s: a step of %.3f ms, %d bytes", rival.name, plan.seconds * 1e3, plan.bytes)
+            if rival.name != OWN and limit is not None and plan.bytes > limit:
                 continue
-            seen.append(other.assignment)
-            nearly, exposed = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit)
-            rivals.append((nearly, exposed, name, other))
-        sure = 1 - self.effort.unsure
-        # whole programs are written of few: the most promising first
-        for nearly, exposed, name, other in sorted(rivals, key=lambda rival: rival[0]):
-            # what is written in parts saves no more than what is exposed
-            if (nearly - exposed) * sure <= best.seconds and nearly * (1 - self.effort.unsplit) <= best.seconds:
-                nearly, _ = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit, split=True)
-            if nearly * sure > best.seconds:
-                logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
-                continue
-            rival = self.flow.timed("describe", self.describe, other, request)
-            if rival.seconds < best.seconds * (1 - self.effort.gain) and (limit is None or rival.bytes <= limit):
-                logger.info("%s: a step of %.3f ms instead of %.3f", name, rival.seconds * 1e3, best.seconds * 1e3)
-                best = rival
+            if best is None or plan.seconds < best.seconds * (1 - self.effort.gain):
+                best = plan
+        assert best is not None  # the search's own fits
         return best
 
     def _others(self, cheapest: Solved, request: Request) -> tuple[list[Rival], list[Rival]]:

@@ -38,20 +38,23 @@ SolveAt = Callable[[float, Solved, Purse], Solved]
 
 
 class Limit:
-    """A limit on the peak of an assignment; without `peaks`, on its sum of bytes. `several` says that the cheapest plan
-    is that of descents from several starts, `allowed` that the options of sites are restricted."""
+    """A limit on the peak of an assignment; without `peaks`, on its sum of bytes. Without one the plan is `cheapest`;
+    `several` says that it is that of descents from several starts, `allowed` that the options of sites are restricted.
+    """
 
     def __init__(
         self,
         descent: Descent,
         limit_bytes: float,
         peaks: Peaks | None,
+        cheapest: Solved,
+        solve_at: SolveAt,
         *,
         several: bool,
         allowed: Allowed | None,
         log: Callable[[str], None],
     ) -> None:
-        self.allowed = allowed
+        self.cheapest, self.solve_at, self.allowed = cheapest, solve_at, allowed
         self.descent, self.several, self.log = descent, several, log
         self.effort, self.peaks = descent.effort, peaks
         self.bytes_limit = self.aim = limit_bytes
@@ -60,23 +63,27 @@ class Limit:
         """What rough estimates leave out."""
         self.estimated: dict[Assignment, tuple[Solved, float]] = {}
 
-    def best(self, cheapest: Solved, solve_at: SolveAt, *, sure: bool) -> Solved:
-        """The best that keeps the limit by its estimated peak, or, if it is to be `sure`, by its exact one. If the
-        answer's exact peak is over, the next round aims below the limit by as much; the last round estimates nothing.
-        """
-        for _ in range(self.effort.confirmations):
-            best = self._within_limit(cheapest, solve_at, sure=sure) if self._is_over(cheapest) else cheapest
-            if not sure or (true := self._true_peak(best)) <= self.bytes_limit:
+    def best(self, *, sure: bool) -> Solved:
+        """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
+        return self._within_limit(sure=sure) if self._is_over(self.cheapest) else self.cheapest
+
+    def confirmed(self, best: Solved) -> Solved:
+        """`best` if its exact peak keeps the limit, or the best whose exact peak does. If a peak is over, the next
+        round aims below the limit by as much; the last round estimates nothing."""
+        for left in reversed(range(self.effort.confirmations)):
+            if (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
             self.log(f"estimated peak {self._peak(best):.0f} bytes, exact peak {true:.0f}")
             nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
             self.aim = nearer - max(true - self.bytes_limit, self.effort.limit_margin * self.bytes_limit)
+            if left:
+                best = self.best(sure=True)
         if self.peaks is not None:
             self.peaks = Peaks(self.peaks.exact, self.peaks.exact, self.peaks.exact)
         self.aim, self.correction, self.estimated = self.bytes_limit, 0.0, {}
-        return self._within_limit(cheapest, solve_at, sure=True) if self._is_over(cheapest) else cheapest
+        return self.best(sure=True)
 
-    def _within_limit(self, cheapest: Solved, solve_at: SolveAt, *, sure: bool) -> Solved:
+    def _within_limit(self, *, sure: bool) -> Solved:
         """The best that keeps the limit: of a pool of options, solved under a limit on the sum of bytes, where layers
         of one structure mix their options. The peak is that sum and an excess (temporaries, less what is not alive at
         once), and the excess of one solution says which sum to allow the next.
@@ -85,20 +92,20 @@ class Limit:
         the bound without a limit.
         """
         purse = self.descent.purse(self.effort.limit)
-        pool = _Pool(self.descent, cheapest, self.allowed)
-        excess, bound = self._generate(pool, solve_at, purse, sure=sure)
+        pool = _Pool(self.descent, self.cheapest, self.allowed)
+        excess, bound = self._generate(pool, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
         best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool, sure=sure)
         self.log(f"within {self.aim:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
         return replace(best, lower_bound=min(bound, best.score.objective))
 
-    def _generate(self, pool: "_Pool", solve_at: SolveAt, purse: Purse, *, sure: bool) -> tuple[float, float]:
+    def _generate(self, pool: "_Pool", purse: Purse, *, sure: bool) -> tuple[float, float]:
         """Fills the pool with what is worth having at the price that the limit puts on memory in it (column
         generation), and gives the excess of the last solution, and a lower bound.
 
         Where nothing in the pool fits, prices rise until something does.
         """
-        cheapest = pool.solutions[0]
+        cheapest = self.cheapest
         unit = cheapest.score.seconds / cheapest.score.bytes
         excess, bound = self._excess(cheapest), cheapest.lower_bound
         price, fits, corrected = 0.0, False, False
@@ -116,7 +123,7 @@ class Limit:
                     price, purse = most, self.descent.purse(self.effort.limit)
             else:
                 price, fits = solved.price, True
-            further = solve_at(price, solved or pool.solutions[-1], purse)
+            further = self.solve_at(price, solved or pool.solutions[-1], purse)
             if self.peaks is None:
                 bound = max(bound, further.lower_bound - price * row)
             is_new = pool.add(further)
@@ -175,7 +182,7 @@ class Limit:
 
     def _smallest(self, pool: "_Pool", *, sure: bool) -> Solved:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
-        cheapest = pool.solutions[0].score
+        cheapest = self.cheapest.score
         least = pool.at_price(self.effort.price_most * cheapest.seconds / cheapest.bytes)
         smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions, *least], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)

@@ -166,7 +166,7 @@ class Planner:
         start = self.assignment(plan)
         plans: list[Plan] = []
 
-        def near(space: Space, request: Request) -> Plan:
+        def near(space: Space, request: Request, _: float) -> Plan:
             result = self.search(request, space).run(start=start, bounded=False, thorough=False)
             return self.describe(replace(self.searches.priced(result), lower_bound=0.0), request)
 
@@ -239,21 +239,23 @@ class Planner:
         """The bytes that a rank may need: as requested, or what its device has for a step."""
         return self.cluster.device.usable_bytes if request.memory_limit_bytes is None else request.bytes_limit
 
-    def fitting(self, request: Request, attempt: Callable[[Request], Plan]) -> Plan:
+    def fitting(self, request: Request, attempt: Callable[[Request, float], Plan | None]) -> Plan:
         """The plan that `attempt` makes within the limit. If the limit is the device's, the plan without one comes
-        first, and mostly fits: searches within a limit take longer. Raises `Infeasible`, which says what would fit."""
+        first, and mostly fits: searches within a limit take longer. It is None if it clearly needs more than so many
+        bytes. Raises `Infeasible`, which says what would fit."""
         limit, by_device = self.limit(request), request.memory_limit_bytes is None
         if by_device:
-            plan = attempt(replace(request, memory_limit_bytes=math.inf))
-            if limit is None:
+            plan = attempt(replace(request, memory_limit_bytes=math.inf), math.inf if limit is None else limit)
+            if plan is not None and limit is None:
                 return replace(plan, memory_limit_from="none")
-            if plan.bytes <= limit:
+            if plan is not None and limit is not None and plan.bytes <= limit:
                 return replace(plan, memory_limit_bytes=limit, memory_limit_from="device")
-            logger.info("without a limit the peak is %d bytes, and the device has %d for it", plan.bytes, limit)
+            logger.info("without a limit the plan does not fit in the %d bytes of the device", limit)
         try:
-            plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit))
+            plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit), math.inf)
         except DoesNotFit as error:
             raise self._shortfall(error, request) from error
+        assert plan is not None
         return replace(plan, memory_limit_from="device") if by_device else plan
 
     def _shortfall(self, error: DoesNotFit, request: Request) -> Infeasible:
@@ -282,10 +284,10 @@ class Planner:
         bounded = space.cluster.device.operators is None  # bounds hold only for rooflines
         choice = Choice(self.searches, self.steps, self.describe, self.seconds)
 
-        def attempt(request: Request) -> Plan:
+        def attempt(request: Request, below: float) -> Plan | None:
             search = self.search(request, space, pinned=mode.pinned if preset is None else None)
             if preset is None and mode.by_timeline:
-                return choice.shortest(search, request, bounded=bounded)
+                return choice.shortest(search, request, bounded=bounded, below=below)
             best: SearchResult = self.seconds.timed("search", search.run, allowed, bounded=bounded)
             if space is not self.space:
                 logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)

@@ -70,6 +70,8 @@ class Search:
         )
         self.cheapest: tuple[Solved, SolveAt] | None = None
         """The cheapest solution without a limit, and a function that solves at a price of memory."""
+        self.limited: tuple[Limit | None, Solved] | None = None
+        """The best within the limit by estimated peaks."""
         self.proved = False
         """Whether the space is one problem, so that its bound holds for the space."""
         self.several = False
@@ -103,7 +105,10 @@ class Search:
         if not best.score.objective < below:
             return self._result(best, started)
         with self.bounding(bounded) as bound:
-            result = self._result(self._limited(self.peaks, sure=thorough if sure is None else sure), started)
+            sure = thorough if sure is None else sure
+            result = self._result(self._limited(self.peaks, sure=sure), started)
+            if sure:
+                result = self.confirmed()
             result = replace(result, lower_bound=max(result.lower_bound, bound()))
         return replace(result, seconds=time.perf_counter() - started)
 
@@ -158,16 +163,34 @@ class Search:
         return bound
 
     def within(self, peaks: Peaks | None) -> SearchResult:
-        """The best that keeps the limit, if any, by such peaks, after `explore`. Raises `Infeasible` as `run`."""
+        """The best that keeps the limit, if any, by such peaks, which are estimated, after `explore`. Raises
+        `Infeasible` as `run`."""
         started = time.perf_counter()
         return self._result(self._limited(peaks, sure=True), started)
 
+    def confirmed(self) -> SearchResult:
+        """What `within` returned if its exact peak keeps the limit, or the best that does. Raises `Infeasible` as
+        `run`."""
+        started = time.perf_counter()
+        assert self.limited is not None
+        limit, best = self.limited
+        self.limited = limit, best if limit is None else limit.confirmed(best)
+        return self._result(self.limited[1], started)
+
     def _limited(self, peaks: Peaks | None, *, sure: bool) -> Solved:
         assert self.cheapest is not None
-        if self.bytes_limit is None:
-            return self.cheapest[0]
-        limit = Limit(self.descent, self.bytes_limit, peaks, several=self.several, allowed=self.allowed, log=self.log)
-        return limit.best(*self.cheapest, sure=sure)
+        best, solve_at = self.cheapest
+        limit = None
+        if self.bytes_limit is not None:
+            limit = Limit(
+                *(self.descent, self.bytes_limit, peaks, best, solve_at),
+                several=self.several,
+                allowed=self.allowed,
+                log=self.log,
+            )
+            best = limit.best(sure=sure)
+        self.limited = limit, best
+        return best
 
     def _result(self, best: Solved, started: float) -> SearchResult:
         return SearchResult(

@@ -92,6 +92,12 @@ class Effort:
     """Of a step that a program of few copies predicts, with nothing in parts: parts may save so much."""
     unsure: float = 0.05
     """The same, with what is written in parts: it may be shorter by so much in truth."""
+    doubt_rise: float = 4.0
+    """If such a prediction was off for one plan, others may be off by so many times as much, up to `unsure`."""
+    least_doubt: float = 0.005
+    """The least that others may be off."""
+    limit_unsure: float = 0.03
+    """A plan without a limit whose estimated peak is over by so much is not written."""
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""
