@@ -127,6 +127,7 @@ def predictions(cell: Cell, file: str, measured: Mapping[str, Any], folder: Path
 
     from autopar.planning.plan import Plan
     from autopar.planning.planner import Planner
+    from autopar.planning.repriced import repriced
     from autopar.profile.database import Profiles
     from autopar.profile.programs import Costs, Order, structure
     from autopar.runtime.profiler import bench_alone
@@ -156,7 +157,7 @@ def predictions(cell: Cell, file: str, measured: Mapping[str, Any], folder: Path
         models = dict(zip(KINDS, (nominally, on, on.profiled(here), on.profiled(there)), strict=True))
         for key, plan in plans.items():
             if tuple(plan.mesh.items()) == mesh:
-                predicted[key] = {kind: model.again(plan).seconds for kind, model in models.items()}
+                predicted[key] = {kind: repriced(model, plan).seconds for kind, model in models.items()}
     return predicted
 
 

@@ -33,6 +33,7 @@ from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.segments.search import segments
 from autopar.planning.planner import Planner
+from autopar.planning.repriced import repriced
 from autopar.planning.request import Request
 from autopar.profile.database import CollectiveRow, DatabaseError, OperatorRow, Profiles, ProgramRow, links_key
 from autopar.profile.programs import Costs, segment_programs, structure
@@ -265,7 +266,7 @@ def test_measured_prices_do_not_change_the_program_of_a_plan(tmp_path: Path) -> 
     assert structure(codegen(quickest.space, quickest.assignment(plan))) != structure(codegen(planner.space, one))
     assert structure(codegen(measured.space, other)) == structure(codegen(planner.space, one))
     assert structure(planner.program(plan)) == structure(measured.program(plan))
-    told, priced = planner.again(plan).account, measured.again(plan).account
+    told, priced = repriced(planner, plan).account, repriced(measured, plan).account
     assert told.communication_seconds < priced.communication_seconds
     both = [sorted((r.kind, r.axis, r.count, r.bytes) for r in found.collectives) for found in (told, priced)]
     assert both[0] == both[1]
@@ -314,7 +315,7 @@ def test_hybrid_costs_are_measured_once_on_one_device(tmp_path: Path) -> None:
     machine = next(iter(Profiles(path).machines()))
     costs = Costs(profiles=Profiles(path), machine=machine, cluster=planner.cluster, with_links=False)
     # the plan's step is made of measured operators, and of the cluster's links
-    assert plan.seconds == pytest.approx(planner.profiled(costs).again(plan).seconds)
+    assert plan.seconds == pytest.approx(repriced(planner.profiled(costs), plan).seconds)
     keys = {row.key for row in costs.profiles.rows("operators")}
     for event in timeline(planner.program(plan), costs.measured((2, 2))).events:
         assert event.stream != "compute" or any(key.startswith(event.op + " ") for key in keys)

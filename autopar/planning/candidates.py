@@ -16,6 +16,7 @@ from autopar.profile.programs import Costs, Measure, Order, segment_programs, st
 
 from .plan import Plan
 from .presets import PRESETS
+from .repriced import nearby, repriced
 from .request import Request
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Candidates:
         best_of_all = done[min(done, key=seconds.__getitem__)]
         summary = Profiled(programs=programs, pruned=pruned, phases=self.phases, **self.counts)
         logger.info("%s", summary)
-        plan = self.phases.timed("compose", lambda: planner.profiled(self.costs).again(best_of_all.plan))
+        plan = self.phases.timed("compose", lambda: repriced(planner.profiled(self.costs), best_of_all.plan))
         return replace(plan, cost=self.request.cost), summary
 
     def _candidates(self, plans: Iterable[Plan]) -> list[Candidate]:
@@ -150,7 +151,7 @@ class Candidates:
         """The solver's plans from there, at the measured prices."""
         if self.request.preset:
             return []
-        plans = self.planner.profiled(self.costs).nearby(start.plan, replace(self.request, cost="analytical"))
+        plans = nearby(self.planner.profiled(self.costs), start.plan, replace(self.request, cost="analytical"))
         return self._candidates(plans)
 
     def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:

@@ -8,21 +8,21 @@ presets.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.passes import Flow
-from autopar.passes.space.problem import Allowed, Assignment
-from autopar.solve import SOLVERS
+from autopar.passes.space.problem import Assignment
 from autopar.solve.problem import Infeasible
 
-from .account import account, least_seconds
+from .account import least_seconds
 from .beside import beside
 from .plan import Plan
 from .presets import PRESETS
 from .request import Request
+from .rivals import Rival, Rivals
 from .search import Search, SearchResult
 from .searches import Searches
 from .solving import Solved
@@ -36,8 +36,6 @@ class Describe(Protocol):
 
     def __call__(self, result: SearchResult, request: Request) -> Plan: ...
 
-
-Rival = tuple[str, SearchResult]
 
 OWN = "cheapest"
 """The name of the search's own result among its rivals."""
@@ -62,24 +60,26 @@ class Choice:
         self.started = time.perf_counter()
         self.cheapest: Solved | None = None
         self.bound: float | None = None
-        self.presets: list[Rival] | None = None
+        self.rivals = Rivals(searches, steps, flow)
 
     def shortest(self, search: Search, request: Request, *, bounded: bool, below: float = math.inf) -> Plan | None:
-        """The plan with the shortest step on its timeline, of the search's own and `_others`. Forked processes compute
-        the others and the bound while this one applies the limit. None if that plan clearly needs more than `below`
+        """The plan with the shortest step on its timeline, of the search's own and its rivals. Forked processes
+        compute these and the bound while this one applies the limit. None if that plan clearly needs more than `below`
         bytes."""
         cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.cheapest)
         with (
             self._bounding(search, bounded) as bound,
-            beside(lambda: self._others(cheapest, request), worthwhile=search.is_large) as others,
+            beside(lambda: self.rivals.find(cheapest, request), worthwhile=search.is_large) as others,
         ):
             own = self.flow.timed("search", self._within, search)
             self.bound = self.flow.timed("bound", bound)
-            hidden, self.presets = self.flow.timed("others", others)
+            hidden, self.rivals.presets = self.flow.timed("others", others)
         self.cheapest = cheapest
-        rivals = self._estimated(own, [*hidden, *self.presets], request)
-        if self.steps.peaks_of(None).estimate(rivals[0].result.assignment) > below * (1 + self.effort.limit_unsure):
-            return None
+        rivals = self._estimated(own, [*hidden, *self.rivals.presets], request)
+        if below < math.inf:
+            peak_bytes = self.steps.peaks_of(None).estimate(rivals[0].result.assignment)
+            if peak_bytes > below * (1 + self.effort.limit_unsure):
+                return None
         plan = self._best_of(rivals, search, request)
         bound_seconds, seconds = max(own.lower_bound, self.bound), time.perf_counter() - self.started
         return replace(plan, lower_bound_seconds=bound_seconds, solve_seconds=seconds)
@@ -128,27 +128,12 @@ class Choice:
                 continue
             if name in PRESETS and limit is not None:
                 presets.append(other.assignment)
-                if (within := self._preset_within(name, other, request, least)) is None:
+                if (within := self.rivals.preset_within(name, other, request, least)) is None:
                     continue
                 other = within
             if all(other.assignment != one.result.assignment for one in found):
                 found.append(self._in_few(name, other, limit, least))
         return sorted(found, key=lambda one: one.seconds)
-
-    def _preset_within(self, name: str, free: SearchResult, request: Request, least: float) -> SearchResult | None:
-        """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
-        its best without a limit says."""
-        seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
-        if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
-            logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
-            return None
-        search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
-        try:
-            best = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
-        except Infeasible as error:
-            logger.info("no plan by %s: %s", name, error)
-            return None
-        return self.searches.priced(best)
 
     def _in_few(self, name: str, result: SearchResult, limit: float | None, least: float) -> Estimated:
         """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""
@@ -179,38 +164,3 @@ class Choice:
                 best = plan
         assert best is not None  # the search's own fits
         return best
-
-    def _others(self, cheapest: Solved, request: Request) -> tuple[list[Rival], list[Rival]]:
-        """Rivals that overlap may favour, by name, at the prices of the first search: the result, under the limit, of a
-        second search from the cheapest plan, in which most of the traffic in buckets is hidden; and those of the
-        presets, some of which hide much, without a limit yet."""
-        hidden = list(self._hidden(cheapest, request))
-        return hidden, list(self._of_presets(request)) if self.presets is None else self.presets
-
-    def _hidden(self, cheapest: Solved, request: Request) -> Iterator[Rival]:
-        priced = account(self.space, cheapest.assignment)
-        if priced.communication_seconds >= self.effort.hidden_worth * priced.seconds:
-            search = self.searches.search(
-                request, self.searches.hiding(self.effort.hidden_part), self.effort.hidden_share
-            )
-            try:
-                hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
-                yield "hidden buckets", self.searches.priced(hidden)
-            except Infeasible as error:
-                logger.info("no plan with most of the traffic in buckets hidden: %s", error)
-
-    def _of_presets(self, request: Request) -> Iterator[Rival]:
-        free = replace(request, solver="dp", memory_limit_bytes=math.inf)
-        search = self.searches.search(free, share=self.effort.preset_share)
-        tried: list[Allowed] = []
-        for name in PRESETS if SOLVERS[request.solver].exact else ():
-            try:
-                allowed = self.searches.preset(name)
-                options = sum(map(len, allowed.values())) / len(allowed)
-                if options > self.effort.preset_options:
-                    logger.info("no plan by %s: it leaves %.0f options a site", name, options)
-                elif allowed not in tried:
-                    tried.append(allowed)
-                    yield name, self.searches.priced(search.run(allowed, bounded=False))
-            except ValueError as error:
-                logger.info("no plan by %s: %s", name, error)

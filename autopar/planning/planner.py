@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
 from autopar.solve.effort import EFFORT, Effort
-from autopar.solve.problem import Infeasible, Score
+from autopar.solve.problem import Infeasible
 
-from .account import account
 from .at_rest import best_at_rest
 from .choice import Choice
 from .constraints import Constraints
@@ -159,38 +157,6 @@ class Planner:
         other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(placements=self.memory)
         other._gather()
         return other
-
-    def nearby(self, plan: Plan, request: Request) -> list[Plan]:
-        """The results of two descents from a plan at this planner's prices: one as if nothing overlapped, the other as
-        if most of the traffic in buckets did."""
-        start = self.assignment(plan)
-        plans: list[Plan] = []
-
-        def near(space: Space, request: Request, _: float) -> Plan:
-            result = self.search(request, space).run(start=start, bounded=False, thorough=False)
-            return self.describe(replace(self.searches.priced(result), lower_bound=0.0), request)
-
-        for hidden in (0.0, self.effort.hidden_part):
-            try:
-                plans.append(self.fitting(request, partial(near, self.searches.hiding(hidden))))
-            except Infeasible as error:
-                logger.info("nothing near: %s", error)
-        return plans
-
-    def again(self, plan: Plan) -> Plan:
-        """The plan at this planner's prices."""
-        assignment = self.assignment(plan)
-        self.steps.peaks = {assignment: (plan.bucket_bytes, plan.peak)}
-        priced = account(self.space, assignment)
-        score = Score(seconds=priced.seconds, bytes=priced.bytes)
-        result = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
-        request = Request(
-            solver=plan.solver,
-            cost=plan.cost,
-            memory_limit_bytes=math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes,
-            constraints=plan.constraints,
-        )
-        return replace(self.describe(result, request), memory_limit_from=plan.memory_limit_from)
 
     def moved_bytes(self, program: Program) -> int:
         """The bytes that a step of the optimizer reads and writes."""

@@ -1,0 +1,56 @@
+"""Plans at other prices: those near a plan, and the plan itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from autopar.passes.space.space import Space
+from autopar.solve.problem import Infeasible, Score
+
+from .account import account
+from .plan import Plan
+from .request import Request
+from .search import SearchResult
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+logger = logging.getLogger("autopar")
+
+
+def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
+    """The results of two descents from a plan at a planner's prices: one as if nothing overlapped, the other as
+    if most of the traffic in buckets did."""
+    start = planner.assignment(plan)
+    plans: list[Plan] = []
+
+    def near(space: Space, request: Request, _: float) -> Plan:
+        result = planner.search(request, space).run(start=start, bounded=False, thorough=False)
+        return planner.describe(replace(planner.searches.priced(result), lower_bound=0.0), request)
+
+    for hidden in (0.0, planner.effort.hidden_part):
+        try:
+            plans.append(planner.fitting(request, partial(near, planner.searches.hiding(hidden))))
+        except Infeasible as error:
+            logger.info("nothing near: %s", error)
+    return plans
+
+
+def repriced(planner: Planner, plan: Plan) -> Plan:
+    """The plan at a planner's prices."""
+    assignment = planner.assignment(plan)
+    planner.steps.peaks = {assignment: (plan.bucket_bytes, plan.peak)}
+    priced = account(planner.space, assignment)
+    score = Score(seconds=priced.seconds, bytes=priced.bytes)
+    result = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
+    request = Request(
+        solver=plan.solver,
+        cost=plan.cost,
+        memory_limit_bytes=math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes,
+        constraints=plan.constraints,
+    )
+    return replace(planner.describe(result, request), memory_limit_from=plan.memory_limit_from)

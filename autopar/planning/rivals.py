@@ -1,0 +1,86 @@
+"""Rivals of the cheapest plan: those that overlap may favour.
+
+Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. Where most of the
+traffic in buckets is hidden, another plan may be the quickest, and what some presets leave hides much.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.passes import Flow
+from autopar.passes.space.problem import Allowed
+from autopar.solve import SOLVERS
+from autopar.solve.problem import Infeasible
+
+from .account import account
+from .presets import PRESETS
+from .request import Request
+from .search import SearchResult
+from .searches import Searches
+from .solving import Solved
+from .steps import Steps
+
+logger = logging.getLogger("autopar")
+
+Rival = tuple[str, SearchResult]
+
+
+class Rivals:
+    """Finds the rivals of one space, at the prices of its first search. What presets leave without a limit is found
+    once."""
+
+    def __init__(self, searches: Searches, steps: Steps, flow: Flow) -> None:
+        self.searches, self.steps, self.flow = searches, steps, flow
+        self.effort = searches.effort
+        self.presets: list[Rival] | None = None
+
+    def find(self, cheapest: Solved, request: Request) -> tuple[list[Rival], list[Rival]]:
+        """The result, under the limit, of a second search from the cheapest plan, in which most of the traffic in
+        buckets is hidden; and those of the presets, without a limit yet."""
+        hidden = list(self._hidden(cheapest, request))
+        return hidden, list(self._of_presets(request)) if self.presets is None else self.presets
+
+    def _hidden(self, cheapest: Solved, request: Request) -> Iterator[Rival]:
+        priced = account(self.searches.space, cheapest.assignment)
+        if priced.communication_seconds >= self.effort.hidden_worth * priced.seconds:
+            search = self.searches.search(
+                request, self.searches.hiding(self.effort.hidden_part), self.effort.hidden_share
+            )
+            try:
+                hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
+                yield "hidden buckets", self.searches.priced(hidden)
+            except Infeasible as error:
+                logger.info("no plan with most of the traffic in buckets hidden: %s", error)
+
+    def _of_presets(self, request: Request) -> Iterator[Rival]:
+        free = replace(request, solver="dp", memory_limit_bytes=math.inf)
+        search = self.searches.search(free, share=self.effort.preset_share)
+        tried: list[Allowed] = []
+        for name in PRESETS if SOLVERS[request.solver].exact else ():
+            try:
+                allowed = self.searches.preset(name)
+                options = sum(map(len, allowed.values())) / len(allowed)
+                if options > self.effort.preset_options:
+                    logger.info("no plan by %s: it leaves %.0f options a site", name, options)
+                elif allowed not in tried:
+                    tried.append(allowed)
+                    yield name, self.searches.priced(search.run(allowed, bounded=False))
+            except ValueError as error:
+                logger.info("no plan by %s: %s", name, error)
+
+    def preset_within(self, name: str, free: SearchResult, request: Request, least: float) -> SearchResult | None:
+        """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
+        its best without a limit says."""
+        seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
+        if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
+            logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
+            return None
+        search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
+        try:
+            best = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
+        except Infeasible as error:
+            logger.info("no plan by %s: %s", name, error)
+            return None
+        return self.searches.priced(best)
