@@ -8,6 +8,7 @@ dropouts, which are 0, is compared with autopar's step on one rank, whose number
 
 Each architecture has a process, a time and a memory limit of its own. Its row is appended to a file of JSON lines as
 soon as it is known; with `--resume` what stands there is not run again. Ends with a table of outcomes.
+`--until plan --sample 60` draws 60 of them, always the same, and says what planning takes after capture.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import multiprocessing
 import os
+import random
 import resource
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -61,18 +65,19 @@ OUTCOMES = (
     "does not run on CUDA",
     "trains in eager",
     "captured",
+    "planned",
     "cannot train in eager",
     "not done in time",
     "died",
 )
 """What can come of an architecture. `refused`: capture says in one sentence why not. `crash`: an error that is no
-ValueError. `runs on CUDA`: its programs have a kernel for every operator there, tried on fakes. `trains in eager` and
-`captured`: no more was asked for (`--until`)."""
+ValueError. `runs on CUDA`: its programs have a kernel for every operator there, tried on fakes. `trains in eager`,
+`captured` and `planned`: no more was asked for (`--until`)."""
 
-QUIET = ("equal in all three", "runs on CUDA", "trains in eager", "captured", "cannot train in eager")
+QUIET = ("equal in all three", "runs on CUDA", "trains in eager", "captured", "planned", "cannot train in eager")
 """Outcomes with nothing to say besides."""
 
-STAGES = ("eager", "capture", "cuda", "run")
+STAGES = ("eager", "capture", "plan", "cuda", "run")
 
 Row = dict[str, Any]
 
@@ -117,6 +122,7 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     import tiny
     import torch
     import transformers
+    from planning import cpu_seconds
 
     from autopar.planning.planner import Planner
 
@@ -149,6 +155,12 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     row |= {"nodes": len(planner.captured.graph.nodes), "without_rule": dict(planner.space.without_rule)}
     if until == "capture":
         row["outcome"] = "captured"
+        return
+    if until == "plan":
+        entered("plan")
+        began = cpu_seconds()
+        planner.program(planner.plan())
+        row |= {"outcome": "planned", "planning_seconds": round(cpu_seconds() - began, 2)}
         return
     expected = trains.expected
     if trains.random:
@@ -314,6 +326,14 @@ def printed(rows: Sequence[Row]) -> None:
         if row["outcome"] not in QUIET:
             console.print(f"{row['model']} ({row.get('class', '')}): {described(row)[:400]}", markup=False)
     seconds = [row["seconds_in_all"] for row in rows]
+    planned = sorted((row["planning_seconds"], row["model"]) for row in rows if "planning_seconds" in row)
+    if planned:
+        of = [seconds for seconds, _ in planned]
+        slowest = ", ".join(f"{model} {seconds:.1f}" for seconds, model in planned[:-6:-1])
+        console.print(
+            f"planned in seconds of a processor: median {statistics.median(of):.2f}, 95th percentile "
+            f"{of[math.ceil(0.95 * len(of)) - 1]:.2f}; slowest: {slowest}"
+        )
     if seconds:
         console.print(f"{len(rows)} architectures, {sum(seconds):.0f} s, {sum(seconds) / len(seconds):.1f} s each")
 
@@ -327,6 +347,7 @@ def read(file: Path) -> dict[str, Row]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="model types, such as llama")
+    parser.add_argument("--sample", type=int, help="so many of them, drawn with a fixed seed")
     parser.add_argument("--outcome", nargs="+", choices=OUTCOMES, help="run again those whose last row says this")
     parser.add_argument("--without-loss", action="store_true", help="model types without a loss, too")
     parser.add_argument("--resume", action="store_true", help="leave out those with a row")
@@ -351,6 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = [name for name in names if name in rows and rows[name]["outcome"] in options.outcome]
     elif options.resume:
         names = [name for name in names if name not in rows]
+    if options.sample:
+        names = random.Random(0).sample(names, min(options.sample, len(names)))
     if options.list:
         return print("\n".join(names))
     with options.rows.open("a") as file:

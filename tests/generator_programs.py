@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import signal
@@ -13,17 +14,22 @@ from typing import Any
 
 from generator import Built, Spec, build
 
+from autopar.cost.memory import peak
 from autopar.passes.codegen.program import layouts
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import CHUNKING
 from autopar.passes.lower.slice import SLICING
 from autopar.planning.presets import PRESETS
+from autopar.solve.problem import Infeasible
 from autopar.testing import Row, Trial, random_assignment
 
 MESHES: tuple[Mapping[str, int], ...] = ({"a": 2, "b": 2}, {"a": 4}, {"a": 3}, {"a": 2, "b": 3})
 
 RANDOM, RANDOM_LOWERED = 5, 2
 """Random plans on a mesh: as they are, and as they would run."""
+
+SHARES = (0.85, 0.7, 0.55, 0.4)
+"""Limits, as shares of the peak without one."""
 
 BUDGET_SECONDS = 60.0
 """Of processor time, after which a program hangs."""
@@ -102,6 +108,8 @@ def plans(trial: Trial, mesh: Mapping[str, int], draw: random.Random) -> Iterato
     """The plans of a mesh, by name, each with what runs it (None: it is one that ran before)."""
     for solver in ("dp", *draw.sample(tuple(PRESETS), 2)):
         yield solver, lambda solver=solver: trial.of_solver(mesh, solver)  # type: ignore[misc]
+    share = draw.choice(SHARES)
+    yield f"within {share}", lambda: limited(trial, mesh, share)
     for number in range(RANDOM + RANDOM_LOWERED):
         seed = draw.randrange(10**6)
         lower = number >= RANDOM
@@ -110,6 +118,23 @@ def plans(trial: Trial, mesh: Mapping[str, int], draw: random.Random) -> Iterato
         if number < 2:
             for parts in ("sliced", "chunked"):
                 yield f"{parts} {seed}", lambda seed=seed, parts=parts: in_parts(trial, mesh, seed, parts)  # type: ignore[misc]
+
+
+def limited(trial: Trial, mesh: Mapping[str, int], share: float) -> Row:
+    """A plan within a share of what the plan without a limit needs, or, if none fits, within the smallest peak that the
+    error names."""
+    planner = trial.on(mesh)
+    limit = share * planner.plan(memory_limit_bytes=math.inf).bytes
+    try:
+        plan = planner.plan(memory_limit_bytes=limit)
+    except Infeasible as error:
+        assert error.smallest_bytes is not None and error.smallest_bytes > limit, error
+        limit = error.smallest_bytes
+        plan = planner.plan(memory_limit_bytes=limit)
+    program = planner.program(plan)
+    needed = peak(program, planner.optimizer, planner.kind_of_device, planner.memory).bytes
+    assert needed == plan.bytes <= limit, f"the peak is {needed}, the plan says {plan.bytes}, the limit is {limit}"
+    return trial.row(f"within {limit}", program, layouts(planner.space, planner.assignment(plan)))
 
 
 def in_parts(trial: Trial, mesh: Mapping[str, int], seed: int, parts: str) -> Row | None:
@@ -126,6 +151,8 @@ def named(trial: Trial, mesh: Mapping[str, int], plan: str) -> Row | None:
     kind, _, seed = plan.partition(" ")
     if kind in ("sliced", "chunked"):
         return in_parts(trial, mesh, int(seed), kind)
+    if kind == "within":
+        return limited(trial, mesh, float(seed))
     if kind == "random":
         return trial.of_random(mesh, int(seed.split()[0]), lower=seed.endswith("lowered"))
     return trial.of_solver(mesh, plan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from generator import ODDITIES, OPERATORS, STATES, TABLES, Spec, build, chain, specs
-from generator_programs import FAILURES, Hang, Outcome, named, outcomes, within
+from generator_programs import FAILURES, Hang, Outcome, limited, named, outcomes, within
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from autopar.testing.trial import Trial
@@ -55,6 +55,18 @@ def test_layers_that_repeat_in_forward_alone() -> None:
     trial = Trial(built.model, built.args, loss_fn=built.loss_fn, steps=spec.steps)
     row = named(trial, {"a": 2, "b": 3}, "dp")
     assert row is not None and row.equal
+
+
+def test_a_limit_on_layers_of_which_nothing_can_be_computed_again() -> None:
+    """Their parameters could be gathered again, which is no choice of a copy then."""
+    parts = (("linear", 2), ("mlp", 7), ("writes", 5))
+    spec = Spec(
+        family="runs", shape=(3, 1, 2), parts=parts, others=(("lookup", 6),), copies=(2, 3, 4), odd="frozen",
+        at=(1, 5, 7), loss="field", mode="partly",
+    )  # fmt: skip
+    built = build(spec)
+    trial = Trial(built.model, built.args, loss_fn=built.loss_fn, steps=spec.steps)
+    assert limited(trial, {"a": 2, "b": 3}, 0.85).equal
 
 
 def test_a_preset_where_one_run_ends_and_the_next_begins() -> None:

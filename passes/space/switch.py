@@ -42,7 +42,9 @@ class Again:
 
     @staticmethod
     def of(region: Region) -> Again:
-        return Again(recomputed(region), reacquired(region))
+        """Nothing, if no operator can be recomputed."""
+        operators = recomputed(region)
+        return Again(operators, reacquired(region)) if operators else Again()
 
     def phases(self, site: Site, maker: Site, *, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The phases in which a site reads what another one makes: without, and with recomputation."""
