@@ -154,8 +154,8 @@ class Choice:
                 break
             result = self.flow.timed("search", self._confirmed, search) if rival.name == OWN else rival.result
             plan = self.flow.timed("describe", self.describe, result, request)
-            if result.assignment == rival.result.assignment:
-                wrong = abs(plan.seconds / rival.seconds - 1)
+            if result.assignment == rival.result.assignment and plan.seconds:
+                wrong = abs(rival.seconds / plan.seconds - 1)
                 doubt = min(doubt, max(self.effort.least_doubt, self.effort.doubt_rise * wrong))
             logger.info("%s: a step of %.3f ms, %d bytes", rival.name, plan.seconds * 1e3, plan.bytes)
             if rival.name != OWN and limit is not None and plan.bytes > limit:
