@@ -106,7 +106,7 @@ class Limit:
         Where nothing in the pool fits, prices rise until something does.
         """
         cheapest = self.cheapest
-        unit = cheapest.score.seconds / cheapest.score.bytes
+        unit = _unit(cheapest)
         excess, bound = self._excess(cheapest), cheapest.lower_bound
         price, fits, corrected = 0.0, False, False
         while True:
@@ -182,8 +182,7 @@ class Limit:
 
     def _smallest(self, pool: "_Pool", *, sure: bool) -> Solved:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
-        cheapest = self.cheapest.score
-        least = pool.at_price(self.effort.price_most * cheapest.seconds / cheapest.bytes)
+        least = pool.at_price(self.effort.price_most * _unit(self.cheapest))
         smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions, *least], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)
         if true > self.bytes_limit:
@@ -276,6 +275,11 @@ class _Pool:
             except Infeasible:
                 return None
         raise AssertionError("one solution is not too wide")
+
+
+def _unit(solved: Solved) -> float:
+    """Seconds a byte, in which prices of memory are counted."""
+    return solved.score.seconds / max(1, solved.score.bytes)
 
 
 def _weighed(solved: Solved, price: float) -> float:
