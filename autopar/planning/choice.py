@@ -58,7 +58,7 @@ class Choice:
         self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
         self.space, self.effort = searches.space, searches.effort
         self.started = time.perf_counter()
-        self.cheapest: Solved | None = None
+        self.known: list[Solved] = []
         self.bound: float | None = None
         self.rivals = Rivals(searches, steps, flow)
 
@@ -66,7 +66,7 @@ class Choice:
         """The plan with the shortest step on its timeline, of the search's own and its rivals. Forked processes
         compute these and the bound while this one applies the limit. None if that plan clearly needs more than `below`
         bytes."""
-        cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.cheapest)
+        cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.known)
         with (
             self._bounding(search, bounded) as bound,
             beside(lambda: self.rivals.find(cheapest, request), worthwhile=search.is_large) as others,
@@ -74,7 +74,7 @@ class Choice:
             own = self.flow.timed("search", self._within, search)
             self.bound = self.flow.timed("bound", bound)
             hidden, self.rivals.presets = self.flow.timed("others", others)
-        self.cheapest = cheapest
+        self.known = search.descent.ends
         rivals = self._estimated(own, [*hidden, *self.rivals.presets], request)
         if below < math.inf:
             peak_bytes = self.steps.peaks_of(None).estimate(rivals[0].result.assignment)

@@ -8,7 +8,7 @@ is the distance to a lower bound (`bound`).
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,10 +120,10 @@ class Search:
         bounded: bool = True,
         thorough: bool = True,
         below: float = math.inf,
-        known: Solved | None = None,
+        known: Sequence[Solved] = (),
     ) -> Solved:
         """The cheapest solution without the memory limit, with its bound if the space is one problem. A search of the
-        same space without a limit may have it already: `known`."""
+        same space without a limit may have found it already, among those that it ended with: `known`."""
         if allowed is not None:
             allowed = {name: self.options.keeping(self.sites[name], choices) for name, choices in allowed.items()}
         elif (
@@ -135,20 +135,22 @@ class Search:
         self.proved, self.several = allowed is not None, allowed is None and thorough
         self.allowed = allowed
         descent = self.descent
+        found = min(known, key=lambda solved: solved.score.objective, default=None)
         if allowed is not None:
             options = allowed
             purse = descent.purse(self.effort.descents + self.effort.pool)
-            best = known or self.solve(options, descent.solver, bounded=bounded, purse=purse)
+            best = found or self.solve(options, descent.solver, bounded=bounded, purse=purse)
             self.cheapest = best, lambda price, _, purse: self.solve(options, descent.steps, price=price, purse=purse)
         else:
             first = self.options.replicated() if start is None else taken(self.space, start)
             one = descent.purse(self.effort.descents)
-            best = known or (
+            best = found or (
                 descent.from_all_starts(side_by_side=self.is_large)
                 if thorough
                 else descent.descend(first, descent.axes(), below=below, purse=one)
             )
             self.cheapest = best, descent.at_price
+        descent.ends = descent.ends or [*known] or [best]
         return best
 
     def bounding(self, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
