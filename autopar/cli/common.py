@@ -124,6 +124,7 @@ Kept = Annotated[
     typer.Option("--optimizer", help=f"Whose states count: {', '.join(OPTIMIZERS)}; or bytes per element."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
 
 

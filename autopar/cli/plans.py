@@ -50,6 +50,7 @@ def plan_command(
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
+    full: common.Full = False,
     as_json: common.AsJson = False,
 ) -> None:
     """Plan a model on a mesh, without devices.
@@ -73,7 +74,7 @@ def plan_command(
         )
     if save is not None:
         plan.save(save)
-    _print(plan, as_json)
+    _print(plan, as_json, full)
 
 
 @common.reports_bad_input
@@ -180,14 +181,16 @@ def simulate_command(
 
 @common.reports_bad_input
 def show_command(
-    path: Annotated[Path, typer.Argument(help="What plan --out wrote.")], as_json: common.AsJson = False
+    path: Annotated[Path, typer.Argument(help="What plan --out wrote.")],
+    full: common.Full = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Print a saved plan."""
-    _print(Plan.load(path), as_json)
+    _print(Plan.load(path), as_json, full)
 
 
-def _print(plan: Plan, as_json: bool) -> None:
-    typer.echo(json.dumps(plan.to_json()) if as_json else plan)
+def _print(plan: Plan, as_json: bool, full: bool) -> None:
+    typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
 
 
 @common.reports_bad_input

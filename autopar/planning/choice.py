@@ -23,6 +23,7 @@ from .beside import beside
 from .plan import Plan
 from .presets import PRESETS
 from .request import Request
+from .rivals import Rivals
 from .search import Search, SearchResult
 from .searches import Searches
 from .solving import Solved
@@ -91,14 +92,16 @@ class Choice:
 
     def _shorter(self, first: SearchResult, plan: Plan, others: Sequence[Rival], request: Request) -> Plan:
         """The plan of `first`, or of one of the others with a shorter step on its timeline."""
-        limit = request.bytes_limit
-        best, seen = plan, [first.assignment]
+        limit, known = request.bytes_limit, Rivals(self.steps)
+        best, seen = known.described(plan, "search"), [first.assignment]
         rivals: list[tuple[float, float, str, SearchResult]] = []
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
-            if least_seconds(self.space, other.assignment) >= plan.seconds:
+            if (least := least_seconds(self.space, other.assignment)) >= plan.seconds:
+                known.tell(name, least, "at least")
                 continue
             if name in PRESETS and limit is not None:
                 free, _ = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, None)
+                known.tell(name, free, "at least")
                 if free * (1 - self.effort.unsure) > best.seconds:  # and a limit makes no step shorter
                     logger.info("%s: a step of about %.3f ms without a limit", name, free * 1e3)
                     continue
@@ -107,12 +110,14 @@ class Choice:
                     other = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
                 except Infeasible as error:
                     logger.info("no plan by %s: %s", name, error)
+                    known.forget(name)
                     continue
                 other = self.searches.priced(other)
             if other.assignment in seen:
                 continue
             seen.append(other.assignment)
             nearly, exposed = self.flow.timed("steps", self.steps.estimated_seconds, other.assignment, limit)
+            known.tell(name, nearly, "estimated")
             rivals.append((nearly, exposed, name, other))
         sure = 1 - self.effort.unsure
         # whole programs are written of few: the most promising first
@@ -123,11 +128,11 @@ class Choice:
             if nearly * sure > best.seconds:
                 logger.info("%s: a step of about %.3f ms", name, nearly * 1e3)
                 continue
-            rival = self.flow.timed("describe", self.describe, other, request)
+            rival = known.described(self.flow.timed("describe", self.describe, other, request), name)
             if rival.seconds < best.seconds * (1 - self.effort.gain) and (limit is None or rival.bytes <= limit):
                 logger.info("%s: a step of %.3f ms instead of %.3f", name, rival.seconds * 1e3, best.seconds * 1e3)
                 best = rival
-        return best
+        return known.added(best, {name: other.assignment for name, other in others} if limit is None else {})
 
     def _others(self, cheapest: Solved, request: Request) -> tuple[list[Rival], list[Rival]]:
         """Rivals that overlap may favour, by name, at the prices of the first search: the result, under the limit, of a

@@ -1,10 +1,12 @@
 """Assignments as plans, which people read and edit, and plans as assignments."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autopar.cost.memory import Peak
+from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.choices import SiteChoice, parse_choice
 from autopar.passes.space.problem import Assignment, Decisions
@@ -13,16 +15,22 @@ from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .provenance import ModelFacts
 from .request import Request
 from .search import SearchResult
+from .timing import timing
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What plans are for: the model, and its space on a mesh of a cluster."""
 
-    model: str
     space: Space
+    facts: ModelFacts
+
+    @property
+    def model(self) -> str:
+        return self.facts.name
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -41,10 +49,12 @@ class Subject:
         peak: Peak,
         seconds: float,
         exposed_seconds: float,
+        step: Timeline,
     ) -> Plan:
-        """The result of a search as the plan that answers a request, with the seconds and the memory of its step."""
+        """The result of a search as the plan that answers a request, with its step."""
         space, assignment = self.space, result.assignment
-        return Plan(
+        items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
+        plan = Plan(
             model=self.model,
             graph=self.graph,
             mesh=self.mesh,
@@ -64,6 +74,8 @@ class Subject:
                     at_rest=_placements(space, name, rest),
                     in_use=tuple(_placements(space, name, u) for u in uses),
                     gather=gather,
+                    shape=space.graph.metas[space.graph.parameters[name]].shape,
+                    kind=self.facts.kinds.get(name, ""),
                 )
                 for name, rest, uses, gather in parameter_layouts(space, assignment)
             },
@@ -74,7 +86,7 @@ class Subject:
                 if (option := space.option(site, assignment.rest[site.name])) is not None
             },
             optimizer=space.optimizer.name,
-            account=account(space, assignment),
+            account=items,
             peak=peak,
             bucket_bytes=bucket_bytes,
             seconds=seconds,
@@ -83,7 +95,10 @@ class Subject:
             lower_bound_seconds=result.lower_bound,
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
+            timing=timing(step, items.optimizer_seconds, seconds),
+            provenance=replace(provenance, winner=request.preset or provenance.winner),
         )
+        return replace(plan, described=plan.digest)
 
     def check(self, plan: Plan) -> None:
         """Raises ValueError where a plan is for another mesh or another model."""
