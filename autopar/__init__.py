@@ -1,6 +1,6 @@
 """autopar: a graph compiler that parallelizes PyTorch models over a device mesh."""
 
-from autopar.api import compare, parallelize, plan
+from autopar.api import compare, parallelize, plan, read_plan
 from autopar.cluster.library import CLUSTERS, read_cluster, register_cluster
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.ops.oracle import check_rule
@@ -31,6 +31,7 @@ __all__ = [
     "parallelize",
     "plan",
     "read_cluster",
+    "read_plan",
     "register_cluster",
     "register_cost",
     "register_lowering",

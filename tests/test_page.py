@@ -168,7 +168,7 @@ def test_an_edited_plan_says_that_its_figures_are_old() -> None:
         ("embedding", "R S(1)", ["R S(1)", "R R"], "keep", "features on tp, gathered once where it is read whole"),
         ("experts", "S(0) R", ["S(0) R"], "keep", "experts on dp"),
         ("", "R S(1)", ["R S(1)"], "keep", "dim 1 on tp"),
-        ("linear", "R S(0%64)", ["R S(0%64)"], "keep", "column in runs of 64 on tp"),
+        ("linear", "R S(0%64)", ["R S(0%64)"], "keep", "column in periods of 64 on tp"),
         ("linear", "R R", ["R S(1)"], "keep", "row on tp in use (each rank stores all)"),
         ("linear", "R S(0)", ["R S(1)"], "keep", "row on tp in use (column at rest)"),
         ("linear", "R R", ["R R"], "keep", "replicated"),

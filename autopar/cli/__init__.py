@@ -1,8 +1,10 @@
 """The command line. It reads options, calls the library and prints."""
 
+import sys
+
 import typer
 
-from . import machines, plans, profiles
+from . import common, machines, plans, profiles, questions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -11,9 +13,11 @@ app = typer.Typer(
     help="Parallelize PyTorch models over a device mesh.",
 )
 plans.add(app)
+questions.add(app)
 machines.add(app)
 profiles.add(app)
 
 
 def main() -> None:
+    common.TYPED[:] = sys.argv[1:]
     app()

@@ -7,10 +7,11 @@ import inspect
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -21,7 +22,9 @@ from torch import nn
 
 from autopar.cost.optimizers import OPTIMIZERS
 from autopar.planning.costs import COSTS
+from autopar.planning.plan import Plan
 from autopar.planning.presets import PRESETS
+from autopar.planning.provenance import Source
 from autopar.solve import SOLVERS
 
 P = ParamSpec("P")
@@ -193,6 +196,32 @@ class Loaded:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any]
     loss_fn: Callable[[Any], torch.Tensor] | None = None
+
+
+TYPED: list[str] = []
+"""The words of the command line as a person typed them; none where the library runs a command."""
+
+
+def recorded(plan: Plan, model: str, settings: Sequence[str], *, batch: int, sequence: int, dtype: str) -> Plan:
+    """The plan with the command that made it, and what builds its model again."""
+    if plan.provenance is None:
+        return plan
+    values = dict(setting.split("=", 1) for setting in settings)
+    source = Source(model=model, settings=values, batch=batch, sequence=sequence, dtype=dtype)
+    command = shlex.join(["autopar", *TYPED]) if TYPED else ""
+    return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
+
+
+def built(plan: Plan, source: Source | None = None) -> Loaded:
+    """The model of a plan, built as it was for it, or from another `source`. Raises ValueError if neither says how."""
+    source = source or (plan.provenance.source if plan.provenance is not None else None)
+    if source is None:
+        raise ValueError(
+            f"the plan does not say how to build its model {plan.model}: give --model, and --set, --batch, --seq and "
+            f"--dtype as autopar plan takes them (plans that it writes say it themselves)"
+        )
+    settings = parsed([f"{key}={value}" for key, value in source.settings.items()])
+    return load(source.model, settings, batch=source.batch, sequence=source.sequence, dtype=source.dtype)
 
 
 def load(

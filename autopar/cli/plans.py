@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +17,8 @@ from autopar.report.simulation import merged, simulate
 from autopar.testing import check
 
 from . import common
+from .questions import reopened
+from .working import working
 
 
 def add(app: typer.Typer) -> None:
@@ -72,6 +71,7 @@ def plan_command(
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
         )
+    plan = common.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
         plan.save(save)
     _print(plan, as_json, full)
@@ -185,8 +185,12 @@ def show_command(
     full: common.Full = False,
     as_json: common.AsJson = False,
 ) -> None:
-    """Print a saved plan."""
-    _print(Plan.load(path), as_json, full)
+    """Print a saved plan; the figures of one that was edited are computed again, if it says how its model is built."""
+    plan = Plan.load(path)
+    if plan.is_edited and plan.provenance is not None and plan.provenance.source is not None:
+        with working():
+            plan = reopened(plan)
+    _print(plan, as_json, full)
 
 
 def _print(plan: Plan, as_json: bool, full: bool) -> None:
@@ -231,23 +235,3 @@ def check_command(
     typer.echo(json.dumps(report.to_json()) if as_json else report)
     if not report.equal:
         raise typer.Exit(1)
-
-
-@contextmanager
-def working() -> Iterator[None]:
-    """Shows on a terminal what the planner logs."""
-    console = common.notes()
-    if not console.is_terminal:
-        yield
-        return
-    logger, level = logging.getLogger("autopar"), logging.getLogger("autopar").level
-    with console.status("capture") as status:
-        handler = logging.Handler()
-        handler.emit = lambda record: status.update(record.getMessage().splitlines()[0][:100])  # type: ignore[method-assign]
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)

@@ -80,7 +80,7 @@ class Subject:
                 for name, rest, uses, gather in parameter_layouts(space, assignment)
             },
             inputs={
-                site.module: _texts(option.makes[0], site.meta.shape, space.mesh)
+                site.module: texts(option.makes[0], site.meta.shape, space.mesh)
                 for site in space.rest.sites.values()
                 if site.kind == "input" and site.meta is not None
                 if (option := space.option(site, assignment.rest[site.name])) is not None
@@ -170,19 +170,19 @@ def _runs(copies: Sequence[Decisions], recompute: Sequence[bool]) -> tuple[Run, 
 
 
 def _placements(space: Space, parameter: str, layout: Layout) -> tuple[str, ...]:
-    return _texts(layout, space.graph.metas[space.graph.parameters[parameter]].shape, space.mesh)
+    return texts(layout, space.graph.metas[space.graph.parameters[parameter]].shape, space.mesh)
 
 
-def _texts(layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[str, ...]:
+def texts(layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[str, ...]:
     """Placements as people write them: S(0) for contiguous shards."""
-    texts = []
+    written = []
     owned: dict[int, int] = {}
     for placement, ranks in zip(layout, mesh, strict=True):
         if isinstance(placement, Split):
             left = shape[placement.dim] // owned.get(placement.dim, 1)
             contiguous = placement.period == left
             owned[placement.dim] = owned.get(placement.dim, 1) * ranks
-            texts.append(f"S({placement.dim})" if contiguous else f"S({placement.dim}%{placement.period})")
+            written.append(f"S({placement.dim})" if contiguous else f"S({placement.dim}%{placement.period})")
         else:
-            texts.append(str(placement))
-    return tuple(texts)
+            written.append(str(placement))
+    return tuple(written)

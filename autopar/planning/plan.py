@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -19,6 +20,7 @@ from autopar.files import json_of, record, text_of
 from autopar.ir.graph import JointGraph
 from autopar.passes.lower.bucket import LIMIT_BYTES
 
+from .explain.answer import Answers, Explanation
 from .page import full_text, page, page_html, page_text, page_width
 from .record import LimitFrom, ParameterPlan, Record, Run, Segment
 from .texts import bytes_text, seconds_text, table
@@ -31,7 +33,34 @@ LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Record):
-    """A plan, its file, and its texts."""
+    """A plan, its file, its texts, and its answers."""
+
+    _answers: ClassVar[Answers | None] = None
+
+    def answering(self, answers: Answers) -> Plan:
+        """The plan with what answers questions about it: it stays in this process."""
+        plan = copy(self)
+        object.__setattr__(plan, "_answers", answers)
+        return plan
+
+    def explain(self, name: str, *, replan: int = 0) -> Explanation:
+        """Why a parameter, an input, a module, an operator or a collective is planned so: each alternative with all
+        else as it is, in seconds and bytes, what it changes, and what speaks for the choice. The `replan` most
+        promising alternatives are also pinned, with everything else planned again (about as long as planning, each).
+
+        `name` is that of a parameter or an input ("lm_head.weight"), of a module ("model.layers.*.mlp"), of an
+        operator, as in `decisions`, or a collective on a mesh axis ("all_gather tp"). Raises ValueError for a name that
+        the plan does not have, and for a plan without its model: `autopar.read_plan` reads a file with it.
+        """
+        if self._answers is None:
+            raise ValueError(
+                "this plan was read without its model, which questions need: read it with "
+                "autopar.read_plan(path, model, kwargs=batch)"
+            )
+        return self._answers.explain(self, name, replan=replan)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_answers"}
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}

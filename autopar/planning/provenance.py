@@ -25,6 +25,9 @@ from autopar.passes.capture.captured import Captured
 VERSIONED = ("autopar", "torch")
 """Packages whose versions a plan carries; so does it that of the model's own package."""
 
+EDITED = "edited"
+"""The winner of a plan whose decisions a person changed."""
+
 TOKENS = ("input_ids", "tokens", "decoder_input_ids", "idx")
 """Inputs whose elements are tokens."""
 

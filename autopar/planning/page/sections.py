@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..provenance import Candidate
+from ..provenance import EDITED, Candidate
 from ..record import Record
 from ..texts import digits, short_bytes, short_seconds
 from .full import recomputed
@@ -81,6 +81,9 @@ def _choice(plan: Record) -> str:
         return f"by {plan.solver}"
     if origin.winner == plan.solver:
         return f"{plan.solver}, as asked"
+    if origin.winner == EDITED:
+        before = origin.candidates[0] if origin.candidates else None
+        return f"edited by hand; before, the step was {short_seconds(before.seconds)}" if before else "edited by hand"
     chosen = WINNERS.get(origin.winner, f"{origin.winner}'s plan, the shortest of the search and the presets")
     limit = plan.memory_limit_bytes
     fitting = [c for c in origin.candidates if limit is None or c.bytes is None or c.bytes <= limit]

@@ -20,7 +20,8 @@ EXPLAINED: Mapping[str, str] = {
     "column": "column: a rank has some of the layer's outputs",
     "row": "row: a rank has some of its inputs, and the results are summed",
     "gathered": "gathered once: backward keeps what forward gathered; twice: it gathers again",
-    "runs": "in runs of n: a rank has every k-th run of n elements of the dim, not one block",
+    "regather": "keep: backward keeps what forward gathered; regather: it gathers again",
+    "periods": "in periods of n: of every n elements a rank has its share, instead of one block",
 }
 """The words that a reader may not know."""
 
@@ -70,13 +71,13 @@ def _of(plan: ParameterPlan, texts: Sequence[str]) -> str:
 
 
 def split_words(text: str, kind: str, dims: int) -> str:
-    """A placement that is no R: "column", "dim 2", "column in runs of 64"."""
+    """A placement that is no R: "column", "dim 2", "column in periods of 64"."""
     match = _SPLIT.fullmatch(text)
     if match is None:
         return text
     dim, names = int(match[1]), DIMS.get(kind, ())
     word = names[dim] if dim < len(names) else "split" if dims == 1 else f"dim {dim}"
-    return f"{word} in runs of {match[2]}" if match[2] else word
+    return f"{word} in periods of {match[2]}" if match[2] else word
 
 
 def input_words(placements: Sequence[str], axes: Sequence[str], shape: str) -> str:
@@ -88,7 +89,7 @@ def input_words(placements: Sequence[str], axes: Sequence[str], shape: str) -> s
             dim = int(match[1])
             is_named = dim == 0 or (dim == 1 and dims == 2 and shape.startswith("int"))
             word = INPUT_DIMS[dim] if is_named else f"dim {dim}"
-            told.setdefault(f"{word} in runs of {match[2]}" if match[2] else word, []).append(axis)
+            told.setdefault(f"{word} in periods of {match[2]}" if match[2] else word, []).append(axis)
     return ", ".join(f"{word} on {' and '.join(on)}" for word, on in told.items()) or "replicated"
 
 
