@@ -11,6 +11,7 @@ from autopar.planning.costs import CostMode, register_cost
 from autopar.planning.plan import Plan
 from autopar.planning.presets import Preset, register_preset
 from autopar.report.comparison import Comparison
+from autopar.report.difference import Difference, difference
 from autopar.report.simulation import Simulation, simulate
 from autopar.solve import Solver, register_solver
 
@@ -20,6 +21,7 @@ __all__ = [
     "Comparison",
     "CostMode",
     "Device",
+    "Difference",
     "Level",
     "Lowering",
     "Plan",
@@ -28,6 +30,7 @@ __all__ = [
     "Solver",
     "check_rule",
     "compare",
+    "difference",
     "parallelize",
     "plan",
     "read_cluster",

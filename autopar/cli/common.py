@@ -204,22 +204,33 @@ TYPED: list[str] = []
 
 def recorded(plan: Plan, model: str, settings: Sequence[str], *, batch: int, sequence: int, dtype: str) -> Plan:
     """The plan with the command that made it, and what builds its model again."""
-    if plan.provenance is None:
-        return plan
     values = dict(setting.split("=", 1) for setting in settings)
     source = Source(model=model, settings=values, batch=batch, sequence=sequence, dtype=dtype)
+    return with_source(plan, source)
+
+
+def with_source(plan: Plan, source: Source) -> Plan:
+    """The plan with what builds its model, and the command as it was typed."""
+    if plan.provenance is None:
+        return plan
     command = shlex.join(["autopar", *TYPED]) if TYPED else ""
     return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
 
 
-def built(plan: Plan, source: Source | None = None) -> Loaded:
-    """The model of a plan, built as it was for it, or from another `source`. Raises ValueError if neither says how."""
+def source_of(plan: Plan, source: Source | None = None) -> Source:
+    """What builds a plan's model: another `source`, or that of the plan. Raises ValueError if neither says it."""
     source = source or (plan.provenance.source if plan.provenance is not None else None)
     if source is None:
         raise ValueError(
             f"the plan does not say how to build its model {plan.model}: give --model, and --set, --batch, --seq and "
             f"--dtype as autopar plan takes them (plans that it writes say it themselves)"
         )
+    return source
+
+
+def built(plan: Plan, source: Source | None = None) -> Loaded:
+    """The model of a plan, built as it was for it, or from another `source`. Raises ValueError if neither says how."""
+    source = source_of(plan, source)
     settings = parsed([f"{key}={value}" for key, value in source.settings.items()])
     return load(source.model, settings, batch=source.batch, sequence=source.sequence, dtype=source.dtype)
 
