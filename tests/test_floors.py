@@ -26,7 +26,7 @@ FLOORS = (
     ("api",),
     ("testing",),
     ("cli",),
-    ("",),
+    ("", "__main__"),
 )
 """Lowest first. The package itself stands above all: it names what people import."""
 
@@ -120,7 +120,7 @@ def test_no_import_hides_in_a_function() -> None:
 
 def test_the_root_holds_what_people_import() -> None:
     assert {path.name for path in (ROOT / "autopar").iterdir() if path.is_file()} == {
-        "__init__.py", "api.py", "py.typed",
+        "__init__.py", "__main__.py", "api.py", "py.typed",
     }  # fmt: skip
 
 

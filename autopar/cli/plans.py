@@ -56,8 +56,10 @@ def plan_command(
 
     Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
     """
-    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    common.writable(save, "--out")
+    Plan.check_path(save)
     with working():
+        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
         plan = planned(
             loaded.model,
             "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh),
@@ -97,6 +99,7 @@ def compare_command(
     as_json: common.AsJson = False,
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
+    common.drawable(figure)
     loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
     meshes, limit = [common.mesh_shape(text) for text in mesh], common.byte_count(memory_limit)
     with common.progress() as tell:
@@ -155,8 +158,10 @@ def simulate_command(
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
     if real is not None and trace is None:
         raise ValueError("--real goes with --trace: say where to write both as one trace")
-    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    common.drawable(figure)
+    common.writable(trace, "--trace")
     with working():
+        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
         simulation = simulate(
             loaded.model,
             dict(given.mesh) if mesh is None and given is not None else common.mesh_shape(mesh or ""),
@@ -220,18 +225,19 @@ def check_command(
         loaded = common.load(
             model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu"
         )
-    report = check(
-        loaded.model,
-        common.mesh_shape(mesh),
-        loaded.args,
-        loaded.kwargs,
-        loss_fn=loaded.loss_fn,
-        solver=solver,
-        plans=plans,
-        seed=seed,
-        dtype=getattr(torch, dtype),
-        steps=steps,
-    )
+    with working("checking"):
+        report = check(
+            loaded.model,
+            common.mesh_shape(mesh),
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            solver=solver,
+            plans=plans,
+            seed=seed,
+            dtype=getattr(torch, dtype),
+            steps=steps,
+        )
     typer.echo(json.dumps(report.to_json()) if as_json else report)
     if not report.equal:
         raise typer.Exit(1)

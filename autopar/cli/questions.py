@@ -89,12 +89,14 @@ def what_if_command(
 
     Example: autopar what-if plan.json --memory-limit 20GiB
     """
+    common.writable(save, "--out")
+    Plan.check_path(save)
     before = Plan.load(path)
     source = changed(_source(before, model, None, None, None, None), before, settings, batch, sequence, dtype)
-    loaded = common.built(before, source)
     asked = request_of(before)
     limit = common.byte_count(memory_limit)
     with working():
+        loaded = common.built(before, source)
         after = planned(
             loaded.model,
             dict(before.mesh) if mesh is None else common.mesh_shape(mesh),

@@ -6,20 +6,30 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import common
+from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS
+
+from .telling import Ticker
+
+READING, SEARCHING = "reading the model", "searching"
+
+STEPS_OF_READING = tuple(f"{step.name}:" for step in (CAPTURE, SEEDS, ROUTING, MASKS))
 
 
 @contextmanager
-def working() -> Iterator[None]:
-    """Shows on a terminal what the planner logs."""
-    console = common.notes()
-    if not console.is_terminal:
-        yield
-        return
-    logger, level = logging.getLogger("autopar"), logging.getLogger("autopar").level
-    with console.status("capture") as status:
+def working(doing: str = READING) -> Iterator[None]:
+    """Says what the planner is doing, from what it logs."""
+    logger = logging.getLogger("autopar")
+    level = logger.level
+    with Ticker(doing) as ticker:
+
+        def emit(record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if record.levelno == logging.INFO and doing == READING:
+                is_reading = message.startswith(STEPS_OF_READING)
+                ticker.tell(READING if is_reading else SEARCHING)
+
         handler = logging.Handler()
-        handler.emit = lambda record: status.update(record.getMessage().splitlines()[0][:100])  # type: ignore[method-assign]
+        handler.emit = emit  # type: ignore[method-assign]
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:

@@ -69,11 +69,16 @@ class Plan(Record):
         """Raises ValueError if the file cannot be written, or holds something else than a plan."""
         path = Path(path)
         try:
-            if path.exists() and not path.is_dir() and not _is_empty_or_plan(path):
-                raise ValueError(f"{path} is there, and is no plan: move it away, or give another path")
+            self.check_path(path)
             path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
         except OSError as error:
             raise ValueError(f"{path} cannot be written ({error.strerror}): give the path of a file") from error
+
+    @staticmethod
+    def check_path(path: Path | None) -> None:
+        """Raises ValueError for a file that holds something else than a plan."""
+        if path is not None and path.exists() and not path.is_dir() and not _is_empty_or_plan(path):
+            raise ValueError(f"{path} is there, and is no plan: move it away, or give another path")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
