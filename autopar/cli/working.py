@@ -24,9 +24,8 @@ def working(doing: str = READING) -> Iterator[None]:
 
         def emit(record: logging.LogRecord) -> None:
             message = record.getMessage()
-            if record.levelno == logging.INFO and doing == READING:
-                is_reading = message.startswith(STEPS_OF_READING)
-                ticker.tell(READING if is_reading else SEARCHING)
+            if record.levelno == logging.INFO and doing == READING and not message.startswith(STEPS_OF_READING):
+                ticker.tell(SEARCHING)
 
         handler = logging.Handler()
         handler.emit = emit  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from autopar.planning.page.words import legend
 from autopar.planning.plan import Plan
 from autopar.planning.texts import digits, short_bytes, short_seconds
 
-ALIKE = 1e-5
+ALIKE = 5e-4
 """Figures that differ by less than this part are the same."""
 
 MOST_ROWS = 20
@@ -189,12 +189,12 @@ def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
         together.setdefault((module and f"{module}*", was, words), []).append((end, len(names)))
     for (module, was, words), ends in together.items():
         count = max(number for _, number in ends)
-        names = joined(tuple(end.removesuffix(".weight") for end, _ in ends))
-        yield Moved(names=f"{module} ({count} layers): {names}" if module else names, before=was, after=words)
+        told = joined(tuple(end.removesuffix(".weight") for end, _ in ends))
+        yield Moved(names=f"{module} ({count} layers): {told}" if module else told, before=was, after=words)
     inputs = dict(input_rows(before))
-    for names, words in input_rows(after):
-        if inputs.get(names) not in (None, words):
-            yield Moved(names=names, before=inputs[names], after=words)
+    for which, words in input_rows(after):
+        if inputs.get(which) not in (None, words):
+            yield Moved(names=which, before=inputs[which], after=words)
 
 
 def _words(plan: Plan) -> Iterator[tuple[str, str]]:

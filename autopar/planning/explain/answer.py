@@ -86,6 +86,7 @@ class Explanation:
             if self.chosen is not None:
                 console.print()
                 console.print(self._table(self.chosen))
+                self._print_omitted(console)
                 if (again := self._replanned(self.chosen)) is not None:
                     console.print()
                     console.print(again)
@@ -102,6 +103,11 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text()
+
+    def _print_omitted(self, console: Console) -> None:
+        if self.omitted:
+            less = "take less time" if self.kind == "collective" else "cost more as if nothing overlapped"
+            console.print(Text(f"  and {self.omitted} more, which {less}"))
 
     def _table(self, chosen: Alternative) -> Table:
         """The choice, and each alternative beside it."""
