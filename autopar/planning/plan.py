@@ -12,7 +12,7 @@ import re
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -35,13 +35,16 @@ LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
 class Plan(Record):
     """A plan, its file, its texts, and its answers."""
 
-    _answers: ClassVar[Answers | None] = None
-
     def answering(self, answers: Answers) -> Plan:
         """The plan with what answers questions about it: it stays in this process."""
         plan = copy(self)
-        object.__setattr__(plan, "_answers", answers)
+        plan.__dict__["answers"] = answers
         return plan
+
+    @property
+    def _answers(self) -> Answers | None:
+        answers: Answers | None = self.__dict__.get("answers")
+        return answers
 
     def explain(self, name: str, *, replan: int = 0) -> Explanation:
         """Why a parameter, an input, a module, an operator or a collective is planned so: each alternative with all
@@ -60,7 +63,7 @@ class Plan(Record):
         return self._answers.explain(self, name, replan=replan)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_answers"}
+        return {name: value for name, value in self.__dict__.items() if name != "answers"}
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
