@@ -181,8 +181,11 @@ def test_a_name_that_nothing_has_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", ["head.weight", "layers.0.weight", "head", "tp", "dp"])
 def test_an_answer_fits_the_width(name: str, width: int) -> None:
-    text = answer(name).text(width)
+    told = answer(name)
+    text = told.text(width)
     assert max(map(len, text.splitlines())) <= width
+    assert text.count(" more, which ") == (1 if told.omitted else 0)
+    assert len({a.words for a in told.alternatives}) == len(told.alternatives)
 
 
 def test_memory_that_binds_is_said() -> None:

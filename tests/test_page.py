@@ -173,6 +173,7 @@ def test_an_edited_plan_says_that_its_figures_are_old() -> None:
         ("linear", "R S(0)", ["R S(1)"], "keep", "row on tp in use (column at rest)"),
         ("linear", "R R", ["R R"], "keep", "replicated"),
         ("linear", "R R", [], "keep", "replicated"),
+        ("linear", "{x} R", ["{x} R"], "keep", "{x} on dp"),
     ],
 )
 def test_placements_in_words(kind: str, at_rest: str, in_use: list[str], gather: str, words: str) -> None:

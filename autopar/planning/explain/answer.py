@@ -93,11 +93,7 @@ class Explanation:
             if self.rows:
                 console.print()
                 console.print(_columns(self.rows))
-            if self.omitted:
-                less = (
-                    "which take less time" if self.kind == "collective" else "which cost more as if nothing overlapped"
-                )
-                console.print(Text(f"  and {self.omitted} more, {less}"))
+                self._print_omitted(console)
             self._closing(console)
         return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
 

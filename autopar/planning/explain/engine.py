@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -72,6 +73,7 @@ class Explainer:
         candidates = self._candidates(place, assignment, choice)
         others = self._estimated(plan, place, assignment, candidates[:CLOSE])
         others = _shortest_policy(others) if place.site.kind == "parameter" else others
+        others = _distinct(others, words)
         others.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0))
         if replan:
             others = [self._replanned(plan, of, place, a) if k < replan else a for k, a in enumerate(others)]
@@ -183,6 +185,8 @@ class Explainer:
         if site.meta is not None:
             size = f"{site.meta}, {site.meta.bytes:,} bytes"
             yield size if place.body is None else f"{size}, in each of {len(place.names)} layers, which change together"
+        if site.fixed:
+            yield "it stays replicated, since every copy of a repeated layer reads it"
         if site.node is not None:
             yield f"{site.node.op} of {place.pattern or 'the model'}, in {'backward' if site.backward else 'forward'}"
         if alone := self._alike(place):
@@ -325,6 +329,16 @@ def _with(place: Place, assignment: Assignment, choice: SiteChoice, instead_of: 
         tuple(map(changed, here)) if number == place.body else here for number, here in enumerate(assignment.copies)
     )
     return replace(assignment, copies=copies)
+
+
+def _distinct(others: list[Alternative], taken: str) -> list[Alternative]:
+    """Alternatives whose words are those of another one, or of what is taken, with their choice as in the plan's
+    file."""
+    counts = Counter([taken, *(other.words for other in others)])
+    return [
+        replace(other, words=f"{other.words} [{other.choice}]") if counts[other.words] > 1 else other
+        for other in others
+    ]
 
 
 def _shortest_policy(others: list[Alternative]) -> list[Alternative]:

@@ -24,9 +24,10 @@ class Place:
     @property
     def pattern(self) -> str:
         """One name for all copies, with * where they differ."""
-        if len(self.names) == 1:
+        split = [name.split(".") for name in self.names]
+        if len({len(parts) for parts in split}) > 1:
             return self.names[0]
-        parts = zip(*(name.split(".") for name in self.names), strict=True)
+        parts = zip(*split, strict=True)
         return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
@@ -46,7 +47,7 @@ def places(space: Space) -> Iterator[Place]:
     for region in space.regions():
         number = next((k for k, body in enumerate(space.bodies) if body is region), None)
         for site in region.sites.values():
-            if site.kind in ("parameter", "input", "op") and not site.fixed:
+            if site.kind in ("parameter", "input") or (site.kind == "op" and not site.fixed):
                 yield Place(site=site, names=_names(space, region, number, site), body=number)
 
 

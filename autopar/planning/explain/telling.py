@@ -55,7 +55,8 @@ def _operator_parts(space: Space, site: Site, choice: SiteChoice) -> Iterator[st
         if on_axis.splits and site.rule is not None:
             cut = owned.get(on_axis.factor, 1)
             owned[on_axis.factor] = cut * ranks
-            if on_axis.period != period_of(-(-site.rule.factors[on_axis.factor].size // cut), ranks):
+            size = site.rule.factors[on_axis.factor].size
+            if on_axis.period not in (period_of(size, ranks), period_of(-(-size // cut), ranks)):
                 words += f" in periods of {on_axis.period}"
         yield words
 

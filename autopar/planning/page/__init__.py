@@ -93,7 +93,7 @@ def _bars(bars: list[sections.Bar], width: int) -> Table:
     grid.add_column(no_wrap=True, justify="right")
     room = max(10, width - max(len(bar.label) for bar in bars) - max(len(bar.text) for bar in bars) - 6)
     for bar in bars:
-        grid.add_row(f"  {bar.label}", "█" * max(1, round(bar.part * room)), bar.text)
+        grid.add_row(f"  {bar.label}", "█" * max(1, round(min(bar.part, 1.0) * room)), bar.text)
     return grid
 
 

@@ -37,7 +37,7 @@ def parameter_words(plan: ParameterPlan, axes: Sequence[str]) -> str:
         uses = list(dict.fromkeys(layout[i] for layout in plan.in_use))
         if phrase := _on_axis(plan, plan.at_rest[i], uses):
             phrases.setdefault(phrase, []).append(axis)
-    told = [phrase.format(axes=" and ".join(on)) for phrase, on in sorted(phrases.items(), key=_order)]
+    told = [phrase.replace("{axes}", " and ".join(on)) for phrase, on in sorted(phrases.items(), key=_order)]
     gathered = "gathered once" if plan.gather == "keep" else "gathered twice"
     if any("sharded at rest" in phrase for phrase in phrases):
         told.append(gathered)
