@@ -97,16 +97,26 @@ def read_plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    cluster: str | Cluster | None = None,
+    optimizer: str | float | Optimizer | None = None,
 ) -> Plan:
     """A saved plan with its model: its step, its peak and all tables are computed again, on the cluster by the figures
     that the plan carries, so that an edited plan shows its own; and it answers questions (`Plan.explain`).
 
-    `plan` is a file that `Plan.save` wrote, or a plan; the others are as for `autopar.plan`. Raises ValueError for a
-    plan of another model or other inputs, and for decisions that contradict themselves.
+    `plan` is a file that `Plan.save` wrote, or a plan; the others are as for `autopar.plan`. Give a `cluster` to see
+    the plan on another one (figures of a file leave out single operators that were measured), and an `optimizer` if it
+    is one of your own. Raises ValueError for a plan of another model or other inputs, and for decisions that contradict
+    themselves.
     """
     saved = plan if isinstance(plan, Plan) else Plan.load(plan)
     planner = Planner(
-        model, saved.mesh, args, kwargs, loss_fn=loss_fn, cluster=cluster_of(saved), optimizer=optimizer_of(saved)
+        model,
+        saved.mesh,
+        args,
+        kwargs,
+        loss_fn=loss_fn,
+        cluster=cluster_of(saved) if cluster is None else cluster,
+        optimizer=optimizer_of(saved) if optimizer is None else optimizer,
     )
     return refreshed(planner, saved).answering(Explainer(lambda: planner))
 

@@ -227,6 +227,13 @@ def test_an_edited_plan_is_read_with_its_own_figures(tmp_path: Path) -> None:
     assert "edited by hand; before, the step was" in str(read)
 
 
+def test_a_plan_is_read_on_another_cluster_and_for_another_optimizer() -> None:
+    made = plan("tower")
+    read = autopar.read_plan(made, **given("tower"), cluster="dgx-a100", optimizer="sgd")
+    assert read.digest == made.digest and read.cluster == "dgx-a100" and read.seconds > made.seconds
+    assert read.peak.optimizer == 0 and read.lower_bound_seconds == 0
+
+
 def build(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
     return Tower(), (torch.zeros(batch, 32),), models.mean_square
 

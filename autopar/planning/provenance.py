@@ -138,10 +138,16 @@ def kind_of(model: nn.Module, parameter: str) -> str:
 
 
 def _flops(graph: JointGraph) -> dict[torch.dtype, float]:
+    """By dtype. An op that computes nothing once is bound by memory (`OpRule.flops`), and is not looked at again."""
     flops: dict[torch.dtype, float] = {}
+    idle: set[str] = set()
     for node in graph.nodes:
+        if node.op in idle:
+            continue
         rule = rule_of(call_of(node, graph.metas))
-        if rule is not None and rule.flops:
+        if rule is None or not rule.flops:
+            idle.add(node.op)
+        else:
             dtype = graph.metas[next(name for name in (*node.inputs, *node.outputs) if name)].dtype
             flops[dtype] = flops.get(dtype, 0.0) + rule.flops
     return flops
