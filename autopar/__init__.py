@@ -1,18 +1,59 @@
 """autopar: a graph compiler that parallelizes PyTorch models over a device mesh."""
 
-from autopar.api import compare, parallelize, plan
-from autopar.cluster.library import CLUSTERS, read_cluster, register_cluster
-from autopar.cluster.machine import Cluster, Device, Level
-from autopar.ops.oracle import check_rule
-from autopar.ops.registry import register_rule
-from autopar.passes import register_lowering
-from autopar.passes.lower.lowering import Lowering
-from autopar.planning.costs import CostMode, register_cost
-from autopar.planning.plan import Plan
-from autopar.planning.presets import Preset, register_preset
-from autopar.report.comparison import Comparison
-from autopar.report.simulation import Simulation, simulate
-from autopar.solve import Solver, register_solver
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import compare, parallelize, plan, read_plan
+    from autopar.cluster.library import CLUSTERS, read_cluster, register_cluster
+    from autopar.cluster.machine import Cluster, Device, Level
+    from autopar.ops.oracle import check_rule
+    from autopar.ops.registry import register_rule
+    from autopar.passes import register_lowering
+    from autopar.passes.lower.lowering import Lowering
+    from autopar.planning.costs import CostMode, register_cost
+    from autopar.planning.plan import Plan
+    from autopar.planning.presets import Preset, register_preset
+    from autopar.report.comparison import Comparison
+    from autopar.report.difference import Difference, difference
+    from autopar.report.simulation import Simulation, simulate
+    from autopar.solve import Solver, register_solver
+
+MODULES = {
+    "autopar.api": ("compare", "parallelize", "plan", "read_plan"),
+    "autopar.cluster.library": ("CLUSTERS", "read_cluster", "register_cluster"),
+    "autopar.cluster.machine": ("Cluster", "Device", "Level"),
+    "autopar.ops.oracle": ("check_rule",),
+    "autopar.ops.registry": ("register_rule",),
+    "autopar.passes": ("register_lowering",),
+    "autopar.passes.lower.lowering": ("Lowering",),
+    "autopar.planning.costs": ("CostMode", "register_cost"),
+    "autopar.planning.plan": ("Plan",),
+    "autopar.planning.presets": ("Preset", "register_preset"),
+    "autopar.report.comparison": ("Comparison",),
+    "autopar.report.difference": ("Difference", "difference"),
+    "autopar.report.simulation": ("Simulation", "simulate"),
+    "autopar.solve": ("Solver", "register_solver"),
+}
+"""Where each name is from. They are imported when they are first used, so that `autopar --help` does not wait for
+PyTorch."""
+
+MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULE_OF:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    value = getattr(import_module(MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULE_OF})
+
 
 __all__ = [
     "CLUSTERS",
@@ -20,6 +61,7 @@ __all__ = [
     "Comparison",
     "CostMode",
     "Device",
+    "Difference",
     "Level",
     "Lowering",
     "Plan",
@@ -28,9 +70,11 @@ __all__ = [
     "Solver",
     "check_rule",
     "compare",
+    "difference",
     "parallelize",
     "plan",
     "read_cluster",
+    "read_plan",
     "register_cluster",
     "register_cost",
     "register_lowering",

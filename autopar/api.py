@@ -1,4 +1,4 @@
-"""The verbs: `plan`, `parallelize`, `compare`."""
+"""The verbs: `plan`, `parallelize`, `compare`, `read_plan`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,11 +13,13 @@ from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.planning.constraints import Constraints
+from autopar.planning.explain.engine import Explainer
 from autopar.planning.given import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.planning.reading import cluster_of, optimizer_of, refreshed
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
@@ -72,7 +74,8 @@ def plan(
     request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
     planner = partial(Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles)
     if isinstance(mesh_shape, Mapping):
-        return planner(mesh_shape, cluster=cluster).planned(request)
+        on = planner(mesh_shape, cluster=cluster)
+        return on.planned(request).answering(Explainer(lambda: on))
     machine = named_cluster(cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
@@ -82,7 +85,40 @@ def plan(
             f"larger cluster"
         )
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
-    return planner(candidates[0], cluster=machine).over(candidates, request)
+    first = planner(candidates[0], cluster=machine)
+    chosen = first.over(candidates, request)
+    return chosen.answering(Explainer(lambda: first.on(chosen.mesh, machine)))
+
+
+def read_plan(
+    plan: str | Path | Plan,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    cluster: str | Cluster | None = None,
+    optimizer: str | float | Optimizer | None = None,
+) -> Plan:
+    """A saved plan with its model: its step, its peak and all tables are computed again, on the cluster by the figures
+    that the plan carries, so that an edited plan shows its own; and it answers questions (`Plan.explain`).
+
+    `plan` is a file that `Plan.save` wrote, or a plan; the others are as for `autopar.plan`. Give a `cluster` to see
+    the plan on another one (figures of a file leave out single operators that were measured), and an `optimizer` if it
+    is one of your own. Raises ValueError for a plan of another model or other inputs, and for decisions that contradict
+    themselves.
+    """
+    saved = plan if isinstance(plan, Plan) else Plan.load(plan)
+    planner = Planner(
+        model,
+        saved.mesh,
+        args,
+        kwargs,
+        loss_fn=loss_fn,
+        cluster=cluster_of(saved) if cluster is None else cluster,
+        optimizer=optimizer_of(saved) if optimizer is None else optimizer,
+    )
+    return refreshed(planner, saved).answering(Explainer(lambda: planner))
 
 
 def compare(
@@ -235,4 +271,4 @@ def parallelize(
     )
 
 
-__all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan"]
+__all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]

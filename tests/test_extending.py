@@ -227,7 +227,7 @@ def test_the_command_line_finds_what_an_installed_package_registers(tmp_path: Pa
     command = [sys.executable, "-c", "import mylib, autopar.cli; autopar.cli.main()", *arguments.split()]
     made = subprocess.run(command, env=installed(tmp_path, PACKAGE), capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-    assert "mesh a=2 of laptop, by zero2" in made.stdout
+    assert "on a=2 of laptop" in made.stdout and "zero2, as asked" in made.stdout
 
 
 def test_a_package_that_fails_is_named(tmp_path: Path) -> None:

@@ -91,12 +91,14 @@ def test_a_cluster_without_a_figure_has_no_limit() -> None:
     plan = planner("local").plan()
     assert named_cluster("local").device.usable_bytes is None
     assert (plan.memory_limit_bytes, plan.memory_limit_from) == (None, "none")
-    assert "no memory limit, since the cluster does not say" in str(plan)
+    assert "no memory limit, since the cluster does not say" in plan.text(full=True)
+    assert "the cluster names no memory to fit in" in str(plan)
 
 
 def test_a_plan_says_limit_peak_and_headroom(tmp_path: Path) -> None:
     plan = planner("dgx-h100").plan()
-    assert "memory limit 68.92 GiB (the device's memory less its reserve), headroom 68.9" in str(plan)
+    assert "memory limit 68.92 GiB (the device's memory less its reserve), headroom 68.9" in plan.text(full=True)
+    assert "of 68.9 GiB a rank at the peak, 68.9 GiB to spare" in str(plan)
     plan.save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["headroom_bytes"] == 74e9 - plan.bytes and data["memory_limit_from"] == "device"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ FLOORS = (
     ("api",),
     ("testing",),
     ("cli",),
-    ("",),
+    ("", "__main__"),
 )
 """Lowest first. The package itself stands above all: it names what people import."""
 
@@ -120,8 +121,14 @@ def test_no_import_hides_in_a_function() -> None:
 
 def test_the_root_holds_what_people_import() -> None:
     assert {path.name for path in (ROOT / "autopar").iterdir() if path.is_file()} == {
-        "__init__.py", "api.py", "py.typed",
+        "__init__.py", "__main__.py", "api.py", "py.typed",
     }  # fmt: skip
+
+
+def test_the_wheel_has_every_folder() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {name for name, file in MODULES.items() if file.name == "__init__.py"}
+    assert folders == set(project["tool"]["setuptools"]["packages"])
 
 
 def test_the_core_that_one_plan_goes_through_is_short() -> None:

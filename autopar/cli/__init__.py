@@ -1,19 +1,102 @@
-"""The command line. It reads options, calls the library and prints."""
+"""The command line. It reads options, calls the library and prints.
+
+What is here does not import PyTorch: a command's module is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from . import machines, plans, profiles
+from .telling import Ticker
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Parallelize PyTorch models over a device mesh.",
-)
-plans.add(app)
-machines.add(app)
-profiles.add(app)
+PLANS, MACHINES, PROFILED = "Plans", "Machines", "Profiled costs"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command's module in this folder, the panel that `--help` shows it in, and what it does."""
+
+    module: str
+    panel: str
+    help: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "plan": Command("plans", PLANS, "Plan a model on a mesh, without devices."),
+    "show": Command("plans", PLANS, "Print a saved plan."),
+    "explain": Command("questions", PLANS, "Why something is planned as it is, and what else it could be."),
+    "diff": Command("questions", PLANS, "What changes from one saved plan to another."),
+    "what-if": Command("questions", PLANS, "Plan again with something changed, and show what that changes."),
+    "compare": Command("plans", PLANS, "Plans of several solvers, presets, meshes and clusters side by side."),
+    "simulate": Command("plans", PLANS, "Show how long a step takes, when everything runs, and what overlap hides."),
+    "check": Command("plans", PLANS, "Run a model's plan on simulated ranks, and compare it with PyTorch."),
+    "lab": Command("machines", MACHINES, "Run a command on the ranks of a cluster that this machine pretends to be."),
+    "calibrate": Command("machines", MACHINES, "Measure what ranks reach, and write a cluster file."),
+    "clusters": Command("machines", MACHINES, "List the library of clusters, or show and check one."),
+    "profile": Command("profiles", PROFILED, "Measure the segments of a model, and plan by what was measured."),
+    "profiles": Command("profiles", PROFILED, "Show, export, import and prune what was measured."),
+}
+
+
+class Commands(TyperGroup):
+    """Lists commands without importing them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What `--help` shows of a command."""
+        command = COMMANDS.get(cmd_name)
+        if command is None:
+            return None
+        return TyperCommand(cmd_name, help=command.help, rich_help_panel=command.panel)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command itself. An unknown one is answered with the nearest that there is."""
+        name, *rest = args
+        if name not in COMMANDS:
+            close = get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
+            ctx.fail(f"No such command {name!r}: {hint}")
+        is_help = "--help" in rest
+        with Ticker("loading PyTorch", enabled="torch" not in sys.modules and not is_help):
+            module = import_module(f".{COMMANDS[name].module}", __name__)
+        every = typer.Typer()
+        module.add(every)
+        return name, typer.main.get_group(every).commands[name], rest
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autopar {version('autopar')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    shown: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Parallelize PyTorch models over a device mesh."""
+
+
+TYPED: list[str] = []
+"""The words of the command line as a person typed them; none where the library runs a command."""
 
 
 def main() -> None:
-    app()
+    TYPED[:] = sys.argv[1:]
+    app(prog_name="autopar")

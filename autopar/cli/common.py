@@ -3,14 +3,18 @@ hf:ConfigClass)."""
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import math
+import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -20,9 +24,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from autopar.cost.optimizers import OPTIMIZERS
+from autopar.extensions import nearest
 from autopar.planning.costs import COSTS
+from autopar.planning.plan import Plan
 from autopar.planning.presets import PRESETS
+from autopar.planning.provenance import Source
 from autopar.solve import SOLVERS
+
+from . import TYPED
+from .telling import Ticker, notes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,11 +44,6 @@ def out() -> Console:
     """Standard output, 200 columns wide unless it is a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=200)
-
-
-def notes() -> Console:
-    """Standard error."""
-    return Console(stderr=True, highlight=False)
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
@@ -68,8 +73,8 @@ def integers(text: str, option: str) -> tuple[int, ...]:
 
 @contextmanager
 def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
-    """Yields a function of the part that is done and the current work, which draws a bar on standard error; a line for
-    every tenth if that is no terminal."""
+    """Yields a function of the part that is done and the current work, which draws a bar on standard error; lines if
+    that is no terminal."""
     console = notes()
     if not enabled:
         yield lambda part, what: None
@@ -84,15 +89,8 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
             task = bar.add_task("", total=1.0)
             yield lambda part, what: bar.update(task, completed=part, description=what)
     else:
-        tenths = -1
-
-        def tell(part: float, what: str) -> None:
-            nonlocal tenths
-            if int(part * 10) > tenths:
-                tenths = int(part * 10)
-                console.print(f"{part:4.0%} {what}", markup=False)
-
-        yield tell
+        with Ticker("starting") as ticker:
+            yield lambda part, what: ticker.tell(f"{part:4.0%} {what}".strip())
 
 
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
@@ -124,7 +122,28 @@ Kept = Annotated[
     typer.Option("--optimizer", help=f"Whose states count: {', '.join(OPTIMIZERS)}; or bytes per element."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
+
+
+def writable(path: Path | None, option: str) -> None:
+    """Raises ValueError for a file that cannot be written, before anything is computed for it."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir():
+        raise ValueError(f"{option} is {path}, a folder: give the path of a file")
+    if not folder.is_dir():
+        raise ValueError(f"{option} is {path}, and there is no folder {folder}: create it, or give another path")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} is {path}, which cannot be written: give the path of another file")
+
+
+def drawable(path: Path | None, option: str = "--figure") -> None:
+    """As `writable`, and raises ValueError if figures cannot be drawn."""
+    writable(path, option)
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib: pip install 'autopar[figure]'")
 
 
 def mesh_shape(text: str) -> dict[str, int]:
@@ -194,6 +213,39 @@ class Loaded:
     loss_fn: Callable[[Any], torch.Tensor] | None = None
 
 
+def recorded(plan: Plan, model: str, settings: Sequence[str], *, batch: int, sequence: int, dtype: str) -> Plan:
+    """The plan with the command that made it, and what builds its model again."""
+    values = dict(setting.split("=", 1) for setting in settings)
+    source = Source(model=model, settings=values, batch=batch, sequence=sequence, dtype=dtype)
+    return with_source(plan, source)
+
+
+def with_source(plan: Plan, source: Source) -> Plan:
+    """The plan with what builds its model, and the command as it was typed."""
+    if plan.provenance is None:
+        return plan
+    command = shlex.join(["autopar", *TYPED]) if TYPED else ""
+    return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
+
+
+def source_of(plan: Plan, source: Source | None = None) -> Source:
+    """What builds a plan's model: another `source`, or that of the plan. Raises ValueError if neither says it."""
+    source = source or (plan.provenance.source if plan.provenance is not None else None)
+    if source is None:
+        raise ValueError(
+            f"the plan does not say how to build its model {plan.model}: give --model, and --set, --batch, --seq and "
+            f"--dtype as autopar plan takes them (plans that it writes say it themselves)"
+        )
+    return source
+
+
+def built(plan: Plan, source: Source | None = None) -> Loaded:
+    """The model of a plan, built as it was for it, or from another `source`. Raises ValueError if neither says how."""
+    source = source_of(plan, source)
+    settings = parsed([f"{key}={value}" for key, value in source.settings.items()])
+    return load(source.model, settings, batch=source.batch, sequence=source.sequence, dtype=source.dtype)
+
+
 def load(
     spec: str, settings: Mapping[str, Any], *, batch: int, sequence: int, dtype: str, device: str = "meta"
 ) -> Loaded:
@@ -205,7 +257,8 @@ def load(
         raise ValueError(f"model {spec!r}: write module:callable, such as train:build, or hf:LlamaConfig")
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ValueError(f"--dtype is {dtype!r}: give float32, bfloat16, float16 or float64")
+        close = nearest(dtype, ("float32", "bfloat16", "float16", "float64"))
+        raise ValueError(f"--dtype is {dtype!r}{close}: give float32, bfloat16, float16 or float64")
     if module == "hf":
         return _hugging_face(name, settings, batch, sequence, kind, device)
     return _called(module, name, settings, batch, sequence, kind)
@@ -234,11 +287,13 @@ def _hugging_face(
         raise ValueError(f"hf:{name} needs transformers: pip install 'autopar[hf]'") from error
     make = getattr(transformers, name, None)
     if not inspect.isclass(make) or not issubclass(make, transformers.PretrainedConfig):
-        raise ValueError(f"transformers has no configuration {name!r}: give its class, such as hf:LlamaConfig")
+        close = nearest(name, [known for known in dir(transformers) if known.endswith("Config")])
+        raise ValueError(f"transformers has no configuration {name!r}{close}: give its class, such as hf:LlamaConfig")
     config = make(**{"use_cache": False, **settings})
     unknown = [key for key in settings if not hasattr(make(), key)]
     if unknown:
-        raise ValueError(f"{name} has no {', '.join(unknown)}: see its documentation for what --set may name")
+        close = nearest(unknown[0], [key for key in vars(make()) if not key.startswith("_")])
+        raise ValueError(f"{name} has no {', '.join(unknown)}{close}: see its documentation for what --set may name")
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0
     heads = [mapping[make] for head in HEADS if make in (mapping := getattr(transformers, head))]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +17,8 @@ from autopar.report.simulation import merged, simulate
 from autopar.testing import check
 
 from . import common
+from .questions import reopened
+from .working import working
 
 
 def add(app: typer.Typer) -> None:
@@ -50,14 +49,17 @@ def plan_command(
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
+    full: common.Full = False,
     as_json: common.AsJson = False,
 ) -> None:
     """Plan a model on a mesh, without devices.
 
     Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
     """
-    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    common.writable(save, "--out")
+    Plan.check_path(save)
     with working():
+        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
         plan = planned(
             loaded.model,
             "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh),
@@ -71,9 +73,10 @@ def plan_command(
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
         )
+    plan = common.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
         plan.save(save)
-    _print(plan, as_json)
+    _print(plan, as_json, full)
 
 
 @common.reports_bad_input
@@ -96,6 +99,7 @@ def compare_command(
     as_json: common.AsJson = False,
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
+    common.drawable(figure)
     loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
     meshes, limit = [common.mesh_shape(text) for text in mesh], common.byte_count(memory_limit)
     with common.progress() as tell:
@@ -154,8 +158,10 @@ def simulate_command(
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
     if real is not None and trace is None:
         raise ValueError("--real goes with --trace: say where to write both as one trace")
-    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    common.drawable(figure)
+    common.writable(trace, "--trace")
     with working():
+        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
         simulation = simulate(
             loaded.model,
             dict(given.mesh) if mesh is None and given is not None else common.mesh_shape(mesh or ""),
@@ -180,14 +186,20 @@ def simulate_command(
 
 @common.reports_bad_input
 def show_command(
-    path: Annotated[Path, typer.Argument(help="What plan --out wrote.")], as_json: common.AsJson = False
+    path: Annotated[Path, typer.Argument(help="What plan --out wrote.")],
+    full: common.Full = False,
+    as_json: common.AsJson = False,
 ) -> None:
-    """Print a saved plan."""
-    _print(Plan.load(path), as_json)
+    """Print a saved plan; the figures of one that was edited are computed again, if it says how its model is built."""
+    plan = Plan.load(path)
+    if plan.is_edited and plan.provenance is not None and plan.provenance.source is not None:
+        with working():
+            plan = reopened(plan)
+    _print(plan, as_json, full)
 
 
-def _print(plan: Plan, as_json: bool) -> None:
-    typer.echo(json.dumps(plan.to_json()) if as_json else plan)
+def _print(plan: Plan, as_json: bool, full: bool) -> None:
+    typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
 
 
 @common.reports_bad_input
@@ -213,38 +225,19 @@ def check_command(
         loaded = common.load(
             model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu"
         )
-    report = check(
-        loaded.model,
-        common.mesh_shape(mesh),
-        loaded.args,
-        loaded.kwargs,
-        loss_fn=loaded.loss_fn,
-        solver=solver,
-        plans=plans,
-        seed=seed,
-        dtype=getattr(torch, dtype),
-        steps=steps,
-    )
+    with working("checking"):
+        report = check(
+            loaded.model,
+            common.mesh_shape(mesh),
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            solver=solver,
+            plans=plans,
+            seed=seed,
+            dtype=getattr(torch, dtype),
+            steps=steps,
+        )
     typer.echo(json.dumps(report.to_json()) if as_json else report)
     if not report.equal:
         raise typer.Exit(1)
-
-
-@contextmanager
-def working() -> Iterator[None]:
-    """Shows on a terminal what the planner logs."""
-    console = common.notes()
-    if not console.is_terminal:
-        yield
-        return
-    logger, level = logging.getLogger("autopar"), logging.getLogger("autopar").level
-    with console.status("capture") as status:
-        handler = logging.Handler()
-        handler.emit = lambda record: status.update(record.getMessage().splitlines()[0][:100])  # type: ignore[method-assign]
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)

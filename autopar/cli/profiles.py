@@ -19,6 +19,7 @@ from autopar.runtime.profiled import profiled
 from autopar.runtime.profiler import ranks_here
 
 from . import common
+from .telling import notes
 
 File = Annotated[Path | None, typer.Option("--profiles", help="The database; the user's own if not given.")]
 
@@ -132,7 +133,7 @@ def export_command(
 ) -> None:
     """Write everything as JSON."""
     file.write_text(_opened(profiles).export() + "\n")
-    common.notes().print(f"wrote {file}")
+    notes().print(f"wrote {file}")
 
 
 @common.reports_bad_input
@@ -144,7 +145,7 @@ def import_command(
         text = file.read_text()
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}; give the path of a file that profiles export wrote") from error
-    common.notes().print(f"read {Database(profiles).read(text)} rows")
+    notes().print(f"read {Database(profiles).read(text)} rows")
 
 
 @common.reports_bad_input
@@ -157,7 +158,7 @@ def prune_command(
     """Remove old measurements."""
     if not everything and machine is None and older_than is None:
         raise ValueError("nothing to do: give --machine TEXT, --older-than DAYS, or --all")
-    common.notes().print(f"removed {_opened(profiles).prune(machine=machine, older_than_days=older_than)} rows")
+    notes().print(f"removed {_opened(profiles).prune(machine=machine, older_than_days=older_than)} rows")
 
 
 def _opened(path: Path | None) -> Database:

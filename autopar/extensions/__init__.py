@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -19,6 +20,12 @@ GROUP = "autopar.extensions"
 
 
 Row = TypeVar("Row", bound=Any)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A hint at the word that a person meant, for errors: " (did you mean 'megatron'?)", or nothing."""
+    close = get_close_matches(word, list(words), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class Table(Mapping[str, Row]):
@@ -71,7 +78,8 @@ class Table(Mapping[str, Row]):
     def named(self, name: Any) -> Row:
         """The row of this name. Raises ValueError if there is none."""
         if not isinstance(name, str) or name not in self:
-            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self)}")
+            close = nearest(name, self) if isinstance(name, str) else ""
+            raise ValueError(f"unknown {self.kind} {name!r}{close}; known: {', '.join(self)}")
         return self[name]
 
     def __getitem__(self, name: str) -> Row:

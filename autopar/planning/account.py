@@ -72,6 +72,33 @@ def least_seconds(space: Space, assignment: Assignment) -> float:
     return _tally(space, assignment).least_seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Collectives of one kind on one axis that bring one tensor into the layouts that its readers chose, or that the
+    operator that makes it holds inside. The tensor stands for those of all copies of a layer."""
+
+    root: str
+    module: str
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+def sources(space: Space, assignment: Assignment) -> list[Source]:
+    """Where the collectives of an account are from."""
+    told: dict[tuple[str, str, str, str], list[float]] = {}
+    for source in _tally(space, assignment).sources:
+        total = told.setdefault((source.root, source.module, source.kind, source.axis), [0, 0, 0.0])
+        for i, more in enumerate((source.count, source.bytes, source.seconds)):
+            total[i] += more
+    return [
+        Source(root=root, module=module, kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
+        for (root, module, kind, axis), (count, size, seconds) in told.items()
+    ]
+
+
 def _tally(space: Space, assignment: Assignment) -> _Tally:
     total = _Tally(space)
     total.region(space.rest, assignment.rest, 1)
@@ -94,6 +121,7 @@ class _Tally:
         self.parameters = self.gradients = self.states = 0
         self.activations = 0.0
         self.kinds: dict[tuple[str, str], list[float]] = {}
+        self.sources: list[Source] = []
 
     @property
     def least_seconds(self) -> float:
@@ -152,7 +180,7 @@ class _Tally:
                 size = max(emission.metas[n].bytes for n in (*instruction.inputs, *instruction.outputs))
                 axis = instruction.args[-1]
                 seconds = collective_seconds(kind, size, self.space.redistributor.links[axis])
-                self._collective(kind, axis, count, size, seconds)
+                self._collective(kind, axis, count, size, seconds, site)
                 inside += seconds
         self.compute += count * (option.seconds - inside)
 
@@ -164,12 +192,25 @@ class _Tally:
         operands = operand_layouts(site, option, self.space)
         return local_program(call, rule, splits, operands, option.makes, self.space.mesh, site.zeros)
 
-    def _collective(self, kind: str, axis: int, count: int, size: int, seconds: float) -> None:
+    def _collective(
+        self, kind: str, axis: int, count: int, size: int, seconds: float, site: Site, root: str = ""
+    ) -> None:
         entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])
         entry[0] += count
         entry[1] += count * size
         entry[2] += count * seconds
         self.communication += count * seconds
+        self.sources.append(
+            Source(
+                root=root or site.name,
+                module=site.module,
+                kind=kind,
+                axis=self.space.axes[axis],
+                count=count,
+                bytes=count * size,
+                seconds=count * seconds,
+            )
+        )
 
     def _tensor(
         self,
@@ -199,7 +240,7 @@ class _Tally:
             self.copies += copying
             self.bucketed_copies += copying if moved.bucketed else 0.0
             if step.kind in COLLECTIVES:
-                self._collective(step.kind, step.axis, count, step.bytes, moving)
+                self._collective(step.kind, step.axis, count, step.bytes, moving, site, root)
         self.activations += count * self.builder.held_bytes(moved, produced, policy, wanted)
         if site.kind == "border" and policy == REGATHER and moved.kept:
             self.activations += count * local_meta(moved.meta, produced, self.space.mesh).bytes

@@ -1,10 +1,12 @@
 """Assignments as plans, which people read and edit, and plans as assignments."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autopar.cost.memory import Peak
+from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.choices import SiteChoice, parse_choice
 from autopar.passes.space.problem import Assignment, Decisions
@@ -13,16 +15,22 @@ from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
+from .provenance import ModelFacts
 from .request import Request
 from .search import SearchResult
+from .timing import timing
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What plans are for: the model, and its space on a mesh of a cluster."""
 
-    model: str
     space: Space
+    facts: ModelFacts
+
+    @property
+    def model(self) -> str:
+        return self.facts.name
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -41,10 +49,12 @@ class Subject:
         peak: Peak,
         seconds: float,
         exposed_seconds: float,
+        step: Timeline,
     ) -> Plan:
-        """The result of a search as the plan that answers a request, with the seconds and the memory of its step."""
+        """The result of a search as the plan that answers a request, with its step."""
         space, assignment = self.space, result.assignment
-        return Plan(
+        items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
+        plan = Plan(
             model=self.model,
             graph=self.graph,
             mesh=self.mesh,
@@ -64,17 +74,19 @@ class Subject:
                     at_rest=_placements(space, name, rest),
                     in_use=tuple(_placements(space, name, u) for u in uses),
                     gather=gather,
+                    shape=space.graph.metas[space.graph.parameters[name]].shape,
+                    kind=self.facts.kinds.get(name, ""),
                 )
                 for name, rest, uses, gather in parameter_layouts(space, assignment)
             },
             inputs={
-                site.module: _texts(option.makes[0], site.meta.shape, space.mesh)
+                site.module: texts(option.makes[0], site.meta.shape, space.mesh)
                 for site in space.rest.sites.values()
                 if site.kind == "input" and site.meta is not None
                 if (option := space.option(site, assignment.rest[site.name])) is not None
             },
             optimizer=space.optimizer.name,
-            account=account(space, assignment),
+            account=items,
             peak=peak,
             bucket_bytes=bucket_bytes,
             seconds=seconds,
@@ -83,7 +95,10 @@ class Subject:
             lower_bound_seconds=result.lower_bound,
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
+            timing=timing(step, items.optimizer_seconds, seconds),
+            provenance=replace(provenance, winner=request.preset or provenance.winner),
         )
+        return replace(plan, described=plan.digest)
 
     def check(self, plan: Plan) -> None:
         """Raises ValueError where a plan is for another mesh or another model."""
@@ -155,19 +170,19 @@ def _runs(copies: Sequence[Decisions], recompute: Sequence[bool]) -> tuple[Run, 
 
 
 def _placements(space: Space, parameter: str, layout: Layout) -> tuple[str, ...]:
-    return _texts(layout, space.graph.metas[space.graph.parameters[parameter]].shape, space.mesh)
+    return texts(layout, space.graph.metas[space.graph.parameters[parameter]].shape, space.mesh)
 
 
-def _texts(layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[str, ...]:
+def texts(layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[str, ...]:
     """Placements as people write them: S(0) for contiguous shards."""
-    texts = []
+    written = []
     owned: dict[int, int] = {}
     for placement, ranks in zip(layout, mesh, strict=True):
         if isinstance(placement, Split):
             left = shape[placement.dim] // owned.get(placement.dim, 1)
             contiguous = placement.period == left
             owned[placement.dim] = owned.get(placement.dim, 1) * ranks
-            texts.append(f"S({placement.dim})" if contiguous else f"S({placement.dim}%{placement.period})")
+            written.append(f"S({placement.dim})" if contiguous else f"S({placement.dim}%{placement.period})")
         else:
-            texts.append(str(placement))
-    return tuple(texts)
+            written.append(str(placement))
+    return tuple(written)

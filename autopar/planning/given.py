@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar import compat
+from autopar.extensions import nearest
 from autopar.ir.graph import JointGraph
 from autopar.solve import SOLVERS
 
@@ -54,7 +55,9 @@ def check_mesh(mesh_shape: Any) -> None:
 
 def check_solver(solver: Any) -> None:
     if not isinstance(solver, str) or (solver not in SOLVERS and solver not in PRESETS):
-        raise ValueError(f"unknown solver {solver!r}; solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}")
+        close = nearest(solver, (*SOLVERS, *PRESETS)) if isinstance(solver, str) else ""
+        known = f"solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}"
+        raise ValueError(f"unknown solver {solver!r}{close}; {known}")
 
 
 def check_limit(memory_limit_bytes: Any) -> None:

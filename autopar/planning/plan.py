@@ -9,126 +9,61 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from copy import copy
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from autopar.cost.memory import Peak
+from rich.console import Console, ConsoleOptions, RenderResult
+
 from autopar.files import json_of, record, text_of
 from autopar.ir.graph import JointGraph
 from autopar.passes.lower.bucket import LIMIT_BYTES
 
-from .account import Account
+from .explain.answer import Answers, Explanation
+from .page import full_text, page, page_html, page_text, page_width
+from .record import LimitFrom, ParameterPlan, Record, Run, Segment
+from .texts import bytes_text, seconds_text, table
 
 FORMAT = 2
-
-LimitFrom = Literal["given", "device", "lifted", "none"]
-"""Where a plan's memory limit is from: the caller; the device's memory less its reserve; nowhere, since the caller
-lifted it, or since the cluster does not say what memory its devices have."""
-
-LIMIT_WORDS: Mapping[LimitFrom, str] = {
-    "given": "as given",
-    "device": "the device's memory less its reserve",
-    "lifted": "no memory limit, as asked",
-    "none": "no memory limit, since the cluster does not say what its devices have",
-}
 
 LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
 """Smaller buckets save no memory that counts, and each travels alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterPlan:
-    """One parameter: the placements that ranks store, those that operators use, and whether backward keeps what forward
-    gathered or gathers it again. Placements are texts, one per mesh axis: R, S(dim), or S(dim%period) for a periodic
-    split."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Record):
+    """A plan, its file, its texts, and its answers."""
 
-    at_rest: tuple[str, ...]
-    in_use: tuple[tuple[str, ...], ...]
-    gather: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """`count` consecutive copies of a repeated segment that decide alike. Copies that `recompute` keep only their
-    borders, and run forward again in backward."""
-
-    count: int
-    decisions: Mapping[str, str]
-    recompute: bool = False
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count of a run is {self.count}: an integer, at least 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    name: str
-    runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
-    `passes.space.choices`, one for each mesh axis. So is `bucket_bytes`, the most bytes of parameters' gathers and
-    reductions that travel together (`passes.lower.bucket`). All else describes it. `graph` is the joint graph's digest.
-    """
-
-    model: str
-    graph: str
-    mesh: Mapping[str, int]
-    cluster: str
-    solver: str
-    cost: str
-    decisions: Mapping[str, str]
-    segments: tuple[Segment, ...]
-    parameters: Mapping[str, ParameterPlan]
-    inputs: Mapping[str, tuple[str, ...]]
-    optimizer: str
-    account: Account
-    peak: Peak
-    bucket_bytes: int
-    seconds: float
-    """Predicted, of one training step: the timeline of its program, with what overlaps, and the optimizer."""
-    exposed_seconds: float
-    """The communication that nothing hides."""
-    objective_seconds: float
-    """The solver's objective: the account's seconds, as if nothing overlapped."""
-    lower_bound_seconds: float
-    solve_seconds: float
-    without_rule: Mapping[str, int] = field(default_factory=dict)
-    constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """What a person pinned."""
-    memory_limit_bytes: float | None = None
-    """The limit on `bytes`, if there is one, and where it is from."""
-    memory_limit_from: LimitFrom = "none"
+    def answering(self, answers: Answers) -> Plan:
+        """The plan with what answers questions about it: it stays in this process."""
+        plan = copy(self)
+        plan.__dict__["answers"] = answers
+        return plan
 
     @property
-    def bytes(self) -> int:
-        """Predicted peak of the bytes that a rank holds during a training step."""
-        return self.peak.bytes
+    def _answers(self) -> Answers | None:
+        answers: Answers | None = self.__dict__.get("answers")
+        return answers
 
-    @property
-    def headroom_bytes(self) -> float | None:
-        """What is left of the limit at the peak; None without a limit."""
-        return None if self.memory_limit_bytes is None else self.memory_limit_bytes - self.bytes
+    def explain(self, name: str, *, replan: int = 0) -> Explanation:
+        """Why a parameter, an input, a module, an operator or a collective is planned so: each alternative with all
+        else as it is, in seconds and bytes, what it changes, and what speaks for the choice. The `replan` most
+        promising alternatives are also pinned, with everything else planned again (about as long as planning, each).
 
-    @property
-    def gap(self) -> float | None:
-        """The proved relative distance from the optimum of the search; None if nothing is proved."""
-        if not self.lower_bound_seconds or not self.objective_seconds:
-            return None
-        return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
+        `name` is that of a parameter or an input ("lm_head.weight"), of a module ("model.layers.*.mlp"), of an
+        operator, as in `decisions`, or a collective on a mesh axis ("all_gather tp"). Raises ValueError for a name that
+        the plan does not have, and for a plan without its model: `autopar.read_plan` reads a file with it.
+        """
+        if self._answers is None:
+            raise ValueError(
+                "this plan was read without its model, which questions need: read it with "
+                "autopar.read_plan(path, model, kwargs=batch)"
+            )
+        return self._answers.explain(self, name, replan=replan)
 
-    @property
-    def digest(self) -> str:
-        """Equal for plans that decide alike, for the same model and mesh."""
-        segments = [asdict(segment) for segment in self.segments]
-        decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes)
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "answers"}
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
@@ -137,11 +72,16 @@ class Plan:
         """Raises ValueError if the file cannot be written, or holds something else than a plan."""
         path = Path(path)
         try:
-            if path.exists() and not path.is_dir() and not _is_empty_or_plan(path):
-                raise ValueError(f"{path} is there, and is no plan: move it away, or give another path")
+            self.check_path(path)
             path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
         except OSError as error:
             raise ValueError(f"{path} cannot be written ({error.strerror}): give the path of a file") from error
+
+    @staticmethod
+    def check_path(path: Path | None) -> None:
+        """Raises ValueError for a file that holds something else than a plan."""
+        if path is not None and path.exists() and not path.is_dir() and not _is_empty_or_plan(path):
+            raise ValueError(f"{path} is there, and is no plan: move it away, or give another path")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -181,74 +121,25 @@ class Plan:
                 if len(layout) != len(self.mesh):
                     raise ValueError(f"{where} has {len(layout)} placements: one for each of {len(self.mesh)} axes")
 
+    def text(self, *, full: bool = False, width: int | None = None) -> str:
+        """The plan on one page of so many columns (those of the terminal if not given), or all that it says."""
+        return full_text(self) if full else page_text(self, page_width() if width is None else width)
+
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return self.text()
 
-    def _recomputed(self) -> list[str]:
-        """Which copies run forward again in backward."""
-        lines = []
-        for segment in self.segments:
-            total = sum(run.count for run in segment.runs)
-            starts = accumulate((run.count for run in segment.runs), initial=0)
-            runs = zip(starts, segment.runs, strict=False)
-            recomputed = [(first, first + run.count - 1) for first, run in runs if run.recompute]
-            if recomputed:
-                numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in recomputed)
-                lines.append(
-                    f"of {total} copies of {segment.name} (0 to {total - 1}), recomputed in backward: {numbers}"
-                )
-        return lines
-
-    def _limit(self) -> str:
-        words, headroom = LIMIT_WORDS[self.memory_limit_from], self.headroom_bytes
-        if self.memory_limit_bytes is None or headroom is None:
-            return words
-        left = f"headroom {bytes_text(headroom)}" if headroom >= 0 else f"exceeded by {bytes_text(-headroom)}"
-        return f"memory limit {bytes_text(self.memory_limit_bytes)} ({words}), {left}"
-
-    def _pinned(self) -> list[str]:
-        pins = [f"{name} {axis}={text}" for name, axes in self.constraints.items() for axis, text in axes.items()]
-        return [f"pinned: {', '.join(pins)}"] if pins else []
-
-    def _lines(self) -> list[str]:
-        account, peak, axes = self.account, self.peak, list(self.mesh)
+    def __repr__(self) -> str:
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
-        gap = "" if self.gap is None else f", gap {self.gap:.1%}"
-        lines = [
-            f"plan of {self.model} on mesh {mesh} of {self.cluster}, by {self.solver} "
-            f"({self.solve_seconds:.2f} s{gap})",
-            f"predicted step {seconds_text(self.seconds)}, of which communication {seconds_text(self.exposed_seconds)}",
-            f"without overlap {seconds_text(account.seconds)}: compute {seconds_text(account.compute_seconds)}, "
-            f"communication {seconds_text(account.communication_seconds)}, "
-            f"local copies {seconds_text(account.copy_seconds)}, "
-            f"optimizer {seconds_text(account.optimizer_seconds)}",
-            f"predicted peak memory of a rank {bytes_text(peak.bytes)}: "
-            f"parameters {bytes_text(peak.parameters)}, gradients {bytes_text(peak.gradients)}, "
-            f"optimizer ({self.optimizer}) {bytes_text(peak.optimizer)}, "
-            f"buffers and inputs {bytes_text(peak.inputs)}, outputs {bytes_text(peak.outputs)}, "
-            f"kept for backward {bytes_text(peak.activations)}, temporaries {bytes_text(peak.temporaries)}",
-            f"that is in {peak.at}",
-            self._limit(),
-            *self._recomputed(),
-            *self._pinned(),
-            "",
-        ]
-        rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]
-        rows += [
-            (c.kind, c.axis, str(c.count), bytes_text(c.bytes), seconds_text(c.seconds)) for c in account.collectives
-        ]
-        lines += [*table(rows), ""]
-        rows_ = [("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")]
-        for names, p in _grouped(self.parameters):
-            use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
-            gathered = any(layout != p.at_rest for layout in p.in_use)
-            rows_.append((names, *p.at_rest, *use, p.gather if gathered else ""))
-        lines += table(rows_)
-        lines += ["", *table([("input", *axes), *((name, *p) for name, p in self.inputs.items())])]
-        if self.without_rule:
-            ops = ", ".join(f"{count} x {op}" for op, count in self.without_rule.items())
-            lines += ["", f"replicated, since the op has no rule: {ops}"]
-        return lines
+        return (
+            f"<Plan of {self.model} on {mesh} of {self.cluster}, by {self.solver}: step {seconds_text(self.seconds)}, "
+            f"peak {bytes_text(self.bytes)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return page_html(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from page(self, options.max_width)
 
 
 def _is_empty_or_plan(path: Path) -> bool:
@@ -262,31 +153,14 @@ def graph_digest(graph: JointGraph) -> str:
     return hashlib.sha256(str(graph).encode()).hexdigest()[:16]
 
 
-def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ParameterPlan]]:
-    """One row for parameters that are planned alike, and whose names differ only in numbers."""
-    groups: dict[tuple[str, ParameterPlan], list[str]] = {}
-    for name, plan in parameters.items():
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        groups.setdefault((pattern, plan), []).append(name)
-    return [
-        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", plan)
-        for (pattern, plan), names in groups.items()
-    ]
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def seconds_text(value: float) -> str:
-    if value >= 1:
-        return f"{value:.3f} s"
-    return f"{value * 1e3:.3f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
-
-
-def bytes_text(value: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} B"
+__all__ = [
+    "LimitFrom",
+    "ParameterPlan",
+    "Plan",
+    "Run",
+    "Segment",
+    "bytes_text",
+    "graph_digest",
+    "seconds_text",
+    "table",
+]

@@ -42,6 +42,7 @@ from .description import Subject
 from .given import check_kernels, check_mesh, check_model, check_profiles
 from .over import best_over
 from .plan import Plan
+from .provenance import ModelFacts
 from .reports import report_captured, report_without_rule
 from .request import Request
 from .search import SearchResult
@@ -101,7 +102,6 @@ class Planner:
         """The profile database; the user's own if None."""
         self.costs: Costs | None = None
         """Measured costs, if they are this planner's prices."""
-        self.model_name = type(model).__name__
         self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
         self.seconds = Flow()
         """The seconds of each step."""
@@ -111,6 +111,7 @@ class Planner:
         self.captured_for = self.kind_of_device
         graph = self.captured.graph
         self.example_values = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
+        self.facts = ModelFacts.of(model, self.captured)
         report_captured(self.captured)
         self.segments: Segments = self.seconds.run(SEGMENTS, graph)
         self._place()
@@ -137,7 +138,7 @@ class Planner:
         )
         self.searches = Searches(self.space, self.steps, self.effort)
         self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
-        self.subject = Subject(self.model_name, self.space)
+        self.subject = Subject(self.space, self.facts)
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:
@@ -263,11 +264,12 @@ class Planner:
         return self.fitting(request, attempt)
 
     def describe(self, result: SearchResult, request: Request) -> Plan:
-        """The result of a search as the plan that answers a request."""
+        """The result of a search as a plan."""
         bucket_bytes, peak = self.peak(result.assignment, request.bytes_limit)
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
+        step = timeline(self.writer.written(result.assignment, bucket_bytes), self.cluster, self.operators)
         return self.subject.described(
-            result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed
+            result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed, step=step
         )
 
     def program(self, plan: Plan) -> Program:

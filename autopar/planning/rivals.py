@@ -15,6 +15,7 @@ from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible
 
 from .account import account
+from .known import Known
 from .presets import PRESETS
 from .request import Request
 from .search import SearchResult
@@ -70,10 +71,13 @@ class Rivals:
             except ValueError as error:
                 logger.info("no plan by %s: %s", name, error)
 
-    def preset_within(self, name: str, free: SearchResult, request: Request, least: float) -> SearchResult | None:
+    def preset_within(
+        self, name: str, free: SearchResult, request: Request, least: float, known: Known
+    ) -> SearchResult | None:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
         its best without a limit says."""
         seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
+        known.tell(name, seconds, "at least")
         if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
             logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
             return None
@@ -82,5 +86,6 @@ class Rivals:
             best = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
         except Infeasible as error:
             logger.info("no plan by %s: %s", name, error)
+            known.forget(name)
             return None
         return self.searches.priced(best)

@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from autopar.cluster.machine import Cluster
-from autopar.extensions import Table
+from autopar.extensions import Table, nearest
 
 from .read import parse_cluster, read_cluster
 
@@ -46,8 +46,10 @@ def named_cluster(cluster: str | Path | Cluster | None, *, device_type: str = "c
     if isinstance(cluster, Path) or cluster.endswith(".toml"):
         return read_cluster(cluster)
     if cluster not in CLUSTERS:
-        names = ", ".join(sorted(CLUSTERS))
-        raise ValueError(f"unknown cluster {cluster!r}; known: {names}, or give the path of a TOML file, or a Cluster")
+        names, close = ", ".join(sorted(CLUSTERS)), nearest(cluster, CLUSTERS)
+        raise ValueError(
+            f"unknown cluster {cluster!r}{close}; known: {names}, or give the path of a TOML file, or a Cluster"
+        )
     return CLUSTERS[cluster]
 
 

@@ -1,0 +1,5 @@
+"""`python -m autopar` is the command line."""
+
+from autopar.cli import main
+
+main()

@@ -1,0 +1,162 @@
+"""Commands that ask about saved plans: explain, diff, what-if."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.api import plan as planned
+from autopar.api import read_plan
+from autopar.planning.explain.engine import request_of
+from autopar.planning.page import page_width
+from autopar.planning.plan import Plan
+from autopar.planning.provenance import Source
+from autopar.planning.reading import cluster_of, optimizer_of
+from autopar.report.difference import Difference, difference
+
+from . import common
+from .working import working
+
+PLAN = typer.Argument(help="What plan --out wrote.")
+
+ModelAgain = Annotated[
+    str | None, typer.Option("--model", help="The plan's model, as for plan, if the plan does not say how to build it.")
+]
+SettingsAgain = Annotated[list[str] | None, typer.Option("--set", help="With --model, as for plan.")]
+BatchAgain = Annotated[int | None, typer.Option("--batch", min=1, help="With --model, as for plan.")]
+LengthAgain = Annotated[int | None, typer.Option("--seq", min=1, help="With --model, as for plan.")]
+DtypeAgain = Annotated[str | None, typer.Option("--dtype", help="With --model, as for plan.")]
+
+
+def add(app: typer.Typer) -> None:
+    app.command("explain", rich_help_panel="Plans")(explain_command)
+    app.command("diff", rich_help_panel="Plans")(diff_command)
+    app.command("what-if", rich_help_panel="Plans")(what_if_command)
+
+
+@common.reports_bad_input
+def explain_command(
+    path: Annotated[Path, PLAN],
+    name: Annotated[str, typer.Argument(help="A parameter, input, module or operator, or a collective and an axis.")],
+    replan: Annotated[
+        int, typer.Option(min=0, help="For how many alternatives to plan everything else again: each takes a while.")
+    ] = 0,
+    model: ModelAgain = None,
+    settings: SettingsAgain = None,
+    batch: BatchAgain = None,
+    sequence: LengthAgain = None,
+    dtype: DtypeAgain = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Why something is planned as it is: what else it could be, and what that would cost.
+
+    Example: autopar explain plan.json lm_head.weight --replan 3
+    """
+    plan = Plan.load(path)
+    source = _source(plan, model, settings, batch, sequence, dtype)
+    with working():
+        explanation = reopened(plan, source).explain(name, replan=replan)
+    typer.echo(json.dumps(explanation.to_json()) if as_json else explanation.text(page_width()))
+
+
+@common.reports_bad_input
+def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as_json: common.AsJson = False) -> None:
+    """What changes from one saved plan to another: the step, the memory, what travels, and what moved."""
+    _show(difference(Plan.load(before), Plan.load(after)), as_json)
+
+
+@common.reports_bad_input
+def what_if_command(
+    path: Annotated[Path, PLAN],
+    pin: common.Pins = None,
+    memory_limit: common.Limit = None,
+    mesh: Annotated[str | None, typer.Option(help="Another mesh, such as dp=4,tp=16.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Another cluster: of the library, or a TOML file.")] = None,
+    solver: Annotated[str | None, typer.Option(help=common.SOLVER_HELP)] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Another optimizer.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Another global batch size.")] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", min=1, help="Another sequence length.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Another dtype of the model.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Another setting, repeatable.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model, if the plan does not say how to build it.")] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Where to save the new plan.")] = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Plan again with something changed, and show what that changes. All that is not given stays as in the plan.
+
+    Example: autopar what-if plan.json --memory-limit 20GiB
+    """
+    common.writable(save, "--out")
+    Plan.check_path(save)
+    before = Plan.load(path)
+    source = changed(_source(before, model, None, None, None, None), before, settings, batch, sequence, dtype)
+    asked = request_of(before)
+    limit = common.byte_count(memory_limit)
+    with working():
+        loaded = common.built(before, source)
+        after = planned(
+            loaded.model,
+            dict(before.mesh) if mesh is None else common.mesh_shape(mesh),
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            solver=solver or asked.solver,
+            cost=asked.cost,
+            cluster=cluster_of(before) if cluster is None else cluster,
+            memory_limit_bytes=asked.memory_limit_bytes if limit is None else limit,
+            optimizer=optimizer_of(before) if optimizer is None else common.optimizer_of(optimizer),
+            constraints={**(asked.constraints or {}), **common.constraints(pin or [])},
+        )
+    after = common.with_source(after, source)
+    if save is not None:
+        after.save(save)
+    _show(difference(before, after), as_json)
+
+
+def changed(
+    source: Source | None,
+    plan: Plan,
+    settings: list[str] | None,
+    batch: int | None,
+    sequence: int | None,
+    dtype: str | None,
+) -> Source:
+    """How the model is built, with what is given instead. Raises ValueError if nothing says how."""
+    source = common.source_of(plan, source)
+    values = {**source.settings, **dict(setting.partition("=")[::2] for setting in settings or [])}
+    return Source(
+        model=source.model,
+        settings=values,
+        batch=batch or source.batch,
+        sequence=sequence or source.sequence,
+        dtype=dtype or source.dtype,
+    )
+
+
+def _show(told: Difference, as_json: bool) -> None:
+    typer.echo(json.dumps(told.to_json()) if as_json else told.text(page_width()))
+
+
+def _source(
+    plan: Plan,
+    model: str | None,
+    settings: list[str] | None,
+    batch: int | None,
+    sequence: int | None,
+    dtype: str | None,
+) -> Source | None:
+    """How to build the plan's model: as the plan says, or as given."""
+    known = plan.provenance.source if plan.provenance is not None else None
+    if model is None:
+        return known
+    values = dict(setting.partition("=")[::2] for setting in settings or [])
+    return Source(model=model, settings=values, batch=batch or 8, sequence=sequence or 128, dtype=dtype or "float32")
+
+
+def reopened(plan: Plan, source: Source | None = None) -> Plan:
+    """A saved plan with its model. Raises ValueError if nothing says how to build it."""
+    loaded = common.built(plan, source)
+    return read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)

@@ -1,0 +1,371 @@
+"""Answers questions about plans of one model: what else a site could take, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import product
+
+from autopar.cost.memory import peak
+from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, SiteChoice
+from autopar.passes.space.problem import Assignment, Decisions
+from autopar.passes.space.space import Space
+
+from ..account import Account, Source, account, sources
+from ..plan import Plan
+from ..planner import Planner
+from ..request import Request
+from ..texts import short_bytes, short_seconds
+from .answer import Alternative, Explanation, Replanned, of_plan
+from .named import Named, Place, named, places
+from .telling import changes, choice_words, moved, placement_texts, verdict
+
+CLOSE = 8
+"""Alternatives that an answer shows: the others cost more as if nothing overlapped."""
+
+EXACT_INSTRUCTIONS = 20_000
+"""The most instructions of programs that are written whole for one answer; further steps are estimated."""
+
+
+Candidate = tuple[SiteChoice, Assignment, Account]
+"""A choice, the assignment with it, and its account."""
+
+
+class Explainer:
+    """Explains plans for the model and the mesh of a planner, which it asks for when a question comes."""
+
+    def __init__(self, planner: Callable[[], Planner]) -> None:
+        self.make = planner
+
+    @cached_property
+    def planner(self) -> Planner:
+        return self.make()
+
+    @property
+    def space(self) -> Space:
+        return self.planner.space
+
+    def explain(self, plan: Plan, name: str, *, replan: int = 0) -> Explanation:
+        """As `Plan.explain`."""
+        if isinstance(replan, bool) or not isinstance(replan, int) or replan < 0:
+            raise ValueError(f"replan is {replan!r}: give the number of alternatives to plan again for, 0 for none")
+        of = named(self.space, name, self.planner.captured.tied)
+        assignment = self.planner.assignment(plan)
+        if of.kind == "collective":
+            return self._collective(plan, of, assignment)
+        if of.kind == "module":
+            return self._module(plan, of, assignment)
+        return self._site(plan, of, assignment, replan)
+
+    # ---- one site
+
+    def _site(self, plan: Plan, of: Named, assignment: Assignment, replan: int) -> Explanation:
+        (place,) = of.places
+        before = account(self.space, assignment)
+        own = list(_taken(place, assignment))
+        asked = self._copy_of(place, of.name)
+        choice = own[asked] if asked is not None else own[0]
+        words = choice_words(self.space, place.site, choice)
+        candidates = self._candidates(place, assignment, choice)
+        others = self._estimated(plan, place, assignment, candidates[:CLOSE])
+        others = _shortest_policy(others) if place.site.kind == "parameter" else others
+        others = _distinct(others, words)
+        others.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0))
+        if replan:
+            others = [self._replanned(plan, of, place, a) if k < replan else a for k, a in enumerate(others)]
+        return Explanation(
+            name=place.pattern if place.site.kind != "op" else place.site.name,
+            kind=of.kind,
+            facts=tuple(self._facts(place, own)),
+            chosen=of_plan(plan, str(choice), words, before.seconds),
+            alternatives=tuple(others),
+            binds=tuple(verdict(plan, others)),
+            omitted=max(0, len(candidates) - CLOSE),
+        )
+
+    def _candidates(self, place: Place, assignment: Assignment, taken: SiteChoice) -> list[Candidate]:
+        """All other choices that readers and makers can live with, the cheapest first."""
+        site, space = place.site, self.space
+        per_axis = [site.choices[ranks] for ranks in space.mesh]
+        policies = (KEEP, REGATHER) if site.kind == "parameter" else NO_POLICY
+        candidates = []
+        for axes, policy in product(product(*per_axis), policies):
+            choice = SiteChoice(axes, policy)
+            if choice == taken or space.option(site, choice) is None:
+                continue
+            changed = _with(place, assignment, choice)
+            try:
+                candidates.append((choice, changed, account(space, changed)))
+            except ValueError:  # its readers, as they are, cannot have it
+                continue
+        return sorted(candidates, key=lambda item: item[2].seconds)
+
+    def _estimated(
+        self, plan: Plan, place: Place, assignment: Assignment, candidates: Sequence[Candidate]
+    ) -> list[Alternative]:
+        """The steps and peaks of alternatives: of all by estimates, and exactly of those that seem the shortest."""
+        before = account(self.space, assignment)
+        exact = EXACT_INSTRUCTIONS // max(1, self._length(plan, assignment))
+        rough = (0.0, 0.0) if exact >= len(candidates) else self._roughly(assignment)
+
+        def step(changed: Assignment) -> tuple[float, float]:
+            seconds, size = self._roughly(changed)
+            return plan.seconds + seconds - rough[0], plan.bytes + size - rough[1]
+
+        steps = {}
+        if exact < len(candidates):
+            steps = {changed: step(changed) for _, changed, _ in candidates}
+        ordered = sorted(candidates, key=lambda item: steps.get(item[1], (item[2].seconds,))[0])
+        others = []
+        for number, (choice, changed, costs) in enumerate(ordered):
+            is_exact = number < exact
+            seconds, size = self._step(plan, changed) if is_exact else steps[changed]
+            others.append(
+                Alternative(
+                    choice=str(choice),
+                    words=choice_words(self.space, place.site, choice),
+                    seconds=seconds,
+                    bytes=size,
+                    serial_seconds=costs.seconds,
+                    is_exact=is_exact,
+                    moves=tuple(changes(before, costs)),
+                    against=_against(plan, size),
+                )
+            )
+        return others
+
+    def _length(self, plan: Plan, assignment: Assignment) -> int:
+        program = self.planner.writer.written(assignment, plan.bucket_bytes)
+        return len(program.forward) + len(program.backward)
+
+    def _step(self, plan: Plan, assignment: Assignment) -> tuple[float, float]:
+        """The step and the peak of an assignment with the plan's buckets, as `refreshed` computes them."""
+        planner = self.planner
+        program = planner.writer.written(assignment, plan.bucket_bytes)
+        seconds, _ = planner.steps.seconds(assignment, plan.bucket_bytes)
+        of_rank = peak(program, self.space.optimizer, planner.kind_of_device, planner.memory)
+        return seconds, of_rank.bytes
+
+    def _roughly(self, assignment: Assignment) -> tuple[float, float]:
+        """The same, estimated by a program of fewer layers: differences count, not the figures."""
+        steps = self.planner.steps
+        return steps.estimated_seconds(assignment, None)[0], steps.peaks_of(None).estimate(assignment)
+
+    def _replanned(self, plan: Plan, of: Named, place: Place, other: Alternative) -> Alternative:
+        """The alternative with the plan that is pinned to it."""
+        if (pins := self._pins(place, other)) is None:
+            return other
+        constraints = {**{name: dict(axes) for name, axes in plan.constraints.items()}, place.pattern: pins}
+        try:
+            again = self.planner.planned(replace(request_of(plan), constraints=constraints))
+        except ValueError as error:
+            return replace(other, replanned=Replanned(refused=str(error)))
+        told = Replanned(seconds=again.seconds, bytes=again.bytes, moved=tuple(moved(plan, again, place.names)))
+        return replace(other, replanned=told)
+
+    def _pins(self, place: Place, other: Alternative) -> dict[str, str] | None:
+        """The constraints that say what an alternative places; None for an operator, which constraints can only keep
+        off an axis."""
+        if place.site.kind == "op":
+            return None
+        texts = placement_texts(self.space, place.site, other.choice)
+        return {axis: text.partition("%")[0].rstrip(")") + ")" if text != "R" else "R"
+                for axis, text in zip(self.space.axes, texts, strict=True)}  # fmt: skip
+
+    def _copy_of(self, place: Place, name: str) -> int | None:
+        """Which copy of a layer a name is of, if it names one."""
+        return place.names.index(name) if place.body is not None and name in place.names else None
+
+    def _facts(self, place: Place, own: Sequence[SiteChoice]) -> Iterator[str]:
+        site = place.site
+        if site.meta is not None:
+            size = f"{site.meta}, {site.meta.bytes:,} bytes"
+            yield size if place.body is None else f"{size}, in each of {len(place.names)} layers, which change together"
+        if site.fixed:
+            yield "it stays replicated, since every copy of a repeated layer reads it"
+        if site.node is not None:
+            yield f"{site.node.op} of {place.pattern or 'the model'}, in {'backward' if site.backward else 'forward'}"
+        if alone := self._alike(place):
+            yield f"{', '.join(alone)} is planned on its own, and pinned too where all else is planned again"
+        if len(set(own)) > 1:
+            counts = {str(choice): own.count(choice) for choice in own}
+            yield "its layers differ: " + ", ".join(f"{n} x {choice}" for choice, n in counts.items())
+        if site.meta is not None and site.kind == "parameter":
+            yield from self._not_offered(place)
+
+    def _alike(self, place: Place) -> list[str]:
+        """Other parameters that the pattern of a layer's parameter names."""
+        if place.body is None or place.site.kind != "parameter":
+            return []
+        names = (name for name in self.space.graph.parameters if name not in place.names)
+        return [name for name in names if fnmatchcase(name, place.pattern)]
+
+    def _not_offered(self, place: Place) -> Iterator[str]:
+        """Dims along which a parameter cannot be split."""
+        assert place.site.meta is not None
+        for axis, ranks in zip(self.space.axes, self.space.mesh, strict=True):
+            offered = {choice.factor for choice in place.site.choices[ranks] if choice.splits}
+            lacking = [d for d in range(len(place.site.meta.shape)) if d not in offered]
+            if ranks > 1 and lacking:
+                dims = ", ".join(f"S({d})" for d in lacking)
+                yield f"not offered on {axis} ({ranks} ranks): {dims}"
+
+    # ---- a module
+
+    def _module(self, plan: Plan, of: Named, assignment: Assignment) -> Explanation:
+        """The choices in a module, and the module kept off each axis."""
+        before = account(self.space, assignment)
+        rows = [("in it", "choice")]
+        for place in of.places:
+            taken = list(dict.fromkeys(_taken(place, assignment)))
+            label = _within(place.pattern, of.name) if place.site.kind != "op" else f"{place.site.name} ({_op(place)})"
+            rows.append((label, " or ".join(choice_words(self.space, place.site, choice) for choice in taken)))
+        others = []
+        for number, axis in enumerate(self.space.axes):
+            changed = self._kept_off(of.places, assignment, number)
+            if changed == assignment or self.space.mesh[number] == 1:
+                continue
+            words = f"replicated on {axis}"
+            try:
+                costs = account(self.space, changed)
+            except ValueError as error:
+                others.append(Alternative(choice=f"{axis}=R", words=words, refused=str(error)))
+                continue
+            seconds, size = self._step(plan, changed)
+            others.append(
+                Alternative(
+                    choice=f"{axis}=R", words=words, seconds=seconds, bytes=size, serial_seconds=costs.seconds,
+                    moves=tuple(changes(before, costs)), against=_against(plan, size),
+                )
+            )  # fmt: skip
+        return Explanation(
+            name=of.name,
+            kind="module",
+            facts=(f"{len(of.places)} places of decision",),
+            chosen=of_plan(plan, "", "as it is", before.seconds),
+            alternatives=tuple(others),
+            binds=tuple(verdict(plan, others)),
+            rows=tuple(rows),
+        )
+
+    def _kept_off(self, places: Sequence[Place], assignment: Assignment, axis: int) -> Assignment:
+        """The assignment with every place replicated on an axis, where that is legal."""
+        for place in places:
+            for choice in dict.fromkeys(_taken(place, assignment)):
+                off = choice.on(axis, self.space.replicated(place.site).axes[axis])
+                if off != choice and self.space.option(place.site, off) is not None:
+                    assignment = _with(place, assignment, off, instead_of=choice)
+        return assignment
+
+    # ---- a collective
+
+    def _collective(self, plan: Plan, of: Named, assignment: Assignment) -> Explanation:
+        """What the collectives of a kind, or on an axis, move: the tensors with the most seconds."""
+        kind, axis = of.collective
+        every = sources(self.space, assignment)
+        found = [s for s in every if kind in ("", s.kind) and axis in ("", s.axis)]
+        found.sort(key=lambda source: -source.seconds)
+        names = {place.site.name: place.pattern for place in places(self.space) if place.site.kind != "op"}
+        return Explanation(
+            name=of.name,
+            kind="collective",
+            facts=tuple(_traffic(plan, kind, axis)),
+            rows=(
+                ("what travels", "collective", "count", "bytes", "alone"),
+                *(_source_row(source, names) for source in found[:CLOSE]),
+            ),
+            omitted=max(0, len(found) - CLOSE),
+        )
+
+
+def _source_row(source: Source, names: Mapping[str, str]) -> tuple[str, ...]:
+    size, seconds = short_bytes(source.bytes), short_seconds(source.seconds)
+    name = names.get(source.root) or f"{source.root} of {source.module}"
+    return name, f"{source.kind} {source.axis}", f"{source.count:,}", size, seconds
+
+
+def request_of(plan: Plan) -> Request:
+    """The request that a plan answers."""
+    limit = plan.memory_limit_bytes
+    if plan.memory_limit_from in ("device", "none"):
+        limit = None
+    elif limit is None:
+        limit = math.inf
+    constraints = {name: dict(axes) for name, axes in plan.constraints.items()}
+    return Request(solver=plan.solver, cost=plan.cost, memory_limit_bytes=limit, constraints=constraints or None)
+
+
+def _within(name: str, module: str) -> str:
+    """The end of a name within a module, one of whose copies is asked for."""
+    return ".".join(name.split(".")[len(module.split(".")) :])
+
+
+def _op(place: Place) -> str:
+    return place.site.node.op.removesuffix(".default") if place.site.node is not None else place.site.kind
+
+
+def _taken(place: Place, assignment: Assignment) -> Iterator[SiteChoice]:
+    """What a place takes, in each copy."""
+    if place.body is None:
+        yield assignment.rest[place.site.name]
+    else:
+        yield from (decisions[place.site.name] for decisions in assignment.copies[place.body])
+
+
+def _with(place: Place, assignment: Assignment, choice: SiteChoice, instead_of: SiteChoice | None = None) -> Assignment:
+    """The assignment with another choice in one place, in all copies (or in those that take `instead_of`)."""
+    name = place.site.name
+
+    def changed(decisions: Decisions) -> Mapping[str, SiteChoice]:
+        return {**decisions, name: choice} if instead_of in (None, decisions[name]) else decisions
+
+    if place.body is None:
+        return replace(assignment, rest=changed(assignment.rest))
+    copies = tuple(
+        tuple(map(changed, here)) if number == place.body else here for number, here in enumerate(assignment.copies)
+    )
+    return replace(assignment, copies=copies)
+
+
+def _distinct(others: list[Alternative], taken: str) -> list[Alternative]:
+    """Alternatives whose words are those of another one, or of what is taken, with their choice as in the plan's
+    file."""
+    counts = Counter([taken, *(other.words for other in others)])
+    return [
+        replace(other, words=f"{other.words} [{other.choice}]") if counts[other.words] > 1 else other
+        for other in others
+    ]
+
+
+def _shortest_policy(others: list[Alternative]) -> list[Alternative]:
+    """Of alternatives that differ in whether gathered weights are kept: the one with the shorter step, and the other
+    one if it needs less memory."""
+    kept: dict[str, list[Alternative]] = {}
+    for other in others:
+        kept.setdefault(other.choice.rsplit(" ", 1)[0], []).append(other)
+    result = []
+    for same in kept.values():
+        first, *rest = sorted(same, key=lambda a: (a.seconds or 0.0, a.bytes or 0.0))
+        result += [first, *(a for a in rest if (a.bytes or 0.0) < (first.bytes or 0.0))]
+    return result
+
+
+def _against(plan: Plan, size: float) -> str:
+    if plan.memory_limit_bytes is not None and size > plan.memory_limit_bytes:
+        return "does not fit the memory limit"
+    return ""
+
+
+def _traffic(plan: Plan, kind: str, axis: str) -> Iterator[str]:
+    rows = plan.timing.communication if plan.timing is not None else ()
+    for row in rows:
+        if (not kind or row.kind == kind) and (not axis or row.axis == axis):
+            hidden = row.hidden_seconds / row.seconds if row.seconds else 0.0
+            yield (
+                f"{row.count:,} {row.kind} on {row.axis}: {row.seconds * 1e3:.3f} ms a step, of which {hidden:.0%} "
+                f"overlap with computation"
+            )

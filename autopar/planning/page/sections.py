@@ -1,0 +1,242 @@
+"""The sections of a plan's page: the verdict, where the step and the memory go, communication, placements, warnings.
+
+Each is rows of a label and what it says; `render` gives them the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..provenance import EDITED, Candidate
+from ..record import Record
+from ..texts import digits, short_bytes, short_seconds
+from .full import recomputed
+from .placements import MOST_ROWS, Row, input_rows, joined, parameter_rows
+from .words import legend
+
+TIGHT_PART = 0.05
+"""Less headroom than this part of the limit is worth a warning."""
+
+WAITING_PART = 0.25
+"""So is a larger part of the step in which ranks wait."""
+
+WINNERS: Mapping[str, str] = {
+    "search": "found by the search",
+    "hidden buckets": "found by the search with parameters' traffic hidden",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A part of a whole, with its figure."""
+
+    label: str
+    part: float
+    text: str
+
+
+def title(plan: Record) -> str:
+    mesh = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
+    origin = plan.provenance
+    about = "" if origin is None else f" ({_count(origin.parameter_count)} parameters, {origin.dtype})"
+    return f"{plan.model}{about} on {mesh} of {plan.cluster}"
+
+
+def verdict(plan: Record) -> Iterator[tuple[str, str]]:
+    yield _fits(plan)
+    yield "step", _step(plan)
+    yield "choice", _choice(plan)
+    if plan.gap is not None:
+        yield "bound", f"{_gap(plan.gap)} ({plan.solve_seconds:.1f} s of search)"
+    if plan.constraints:
+        pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
+        yield "pinned", ", ".join(pins)
+
+
+def _fits(plan: Record) -> tuple[str, str]:
+    peak, limit, left = short_bytes(plan.bytes), plan.memory_limit_bytes, plan.headroom_bytes
+    if limit is None or left is None:
+        why = "not limited, as asked" if plan.memory_limit_from == "lifted" else "the cluster names no memory to fit in"
+        return "memory", f"{peak} a rank at the peak; {why}"
+    of = f"{peak} of {short_bytes(limit)} a rank at the peak"
+    if left < 0:
+        return "NO FIT", f"{of}: {short_bytes(-left)} too much"
+    return "fits", f"{of}, {short_bytes(left)} to spare"
+
+
+def _step(plan: Record) -> str:
+    origin = plan.provenance
+    if origin is None or not plan.seconds:
+        return short_seconds(plan.seconds)
+    rate = origin.items / plan.seconds
+    per_device = f"{digits(rate / plan.ranks)} {origin.unit}/s a device"
+    mfu = "" if plan.utilization is None else f", MFU {plan.utilization:.1%}"
+    return f"{short_seconds(plan.seconds)} predicted: {per_device}{mfu}"
+
+
+def _choice(plan: Record) -> str:
+    origin = plan.provenance
+    if origin is None:
+        return f"by {plan.solver}"
+    if origin.winner == plan.solver:
+        return f"{plan.solver}, as asked"
+    if origin.winner == EDITED:
+        before = origin.candidates[0] if origin.candidates else None
+        return f"edited by hand; before, the step was {short_seconds(before.seconds)}" if before else "edited by hand"
+    chosen = WINNERS.get(origin.winner, f"{origin.winner}'s plan, the shortest of the search and the presets")
+    limit = plan.memory_limit_bytes
+    fitting = [c for c in origin.candidates if limit is None or c.bytes is None or c.bytes <= limit]
+    rivals = [c for c in fitting if c.name not in WINNERS]
+    if not rivals or not plan.seconds:
+        return chosen
+    best = min(rivals, key=lambda candidate: candidate.seconds)
+    times = ("at least " if best.precision == "at least" else "") + _times(best.seconds / plan.seconds)
+    which = "the next preset" if origin.winner not in WINNERS else "the best preset"
+    return f"{chosen}; {times} {which}, {best.name} ({_precise(best)})"
+
+
+def _times(ratio: float) -> str:
+    """How fast a plan is beside another one that takes `ratio` times as long."""
+    return f"{ratio:.2f}x as fast as" if ratio >= 1.005 else "as fast as"
+
+
+def _precise(candidate: Candidate) -> str:
+    words = {"simulated": "", "estimated": "about "}.get(candidate.precision, f"{candidate.precision} ")
+    return f"{words}{short_seconds(candidate.seconds)}"
+
+
+def _gap(gap: float) -> str:
+    if gap < 0.0005:
+        return "optimal in the searched space, as if nothing overlapped"
+    return f"as if nothing overlapped, no plan is more than {gap:.1%} shorter"
+
+
+def step_bars(plan: Record) -> list[Bar]:
+    """Where the step goes, the largest part first; the optimizer and the waits are parts of it."""
+    timing = plan.timing
+    if timing is None or not plan.seconds:
+        return []
+    parts = {
+        "matrix products": timing.products_seconds,
+        "attention": timing.attention_seconds,
+        "other operators": timing.others_seconds,
+        **{f"waiting for {axis}": seconds for axis, seconds in timing.exposed_on().items()},
+        "optimizer": timing.optimizer_seconds,
+    }
+    shown = sorted(parts.items(), key=lambda item: -item[1])
+    return [
+        Bar(label=label, part=part, text=f"{short_seconds(seconds)}  {_percent(part)}")
+        for label, seconds in shown
+        if (part := seconds / plan.seconds) >= 0.0005
+    ]
+
+
+def _percent(part: float) -> str:
+    return f"{part:.0%}" if part >= 0.01 else "<1%"
+
+
+def memory_parts(plan: Record) -> list[tuple[str, int]]:
+    """What the peak consists of, in the order of the bar."""
+    peak = plan.peak
+    parts = [
+        ("parameters", peak.parameters),
+        ("gradients", peak.gradients),
+        (plan.optimizer, peak.optimizer),
+        ("kept for backward", peak.activations),
+        ("temporaries", peak.temporaries),
+        ("inputs and outputs", peak.inputs + peak.outputs),
+    ]
+    return [(label, size) for label, size in parts if size]
+
+
+def communication(plan: Record) -> Iterator[tuple[str, str]]:
+    """Each mesh axis: what travels, how much of it overlaps with computation, and by which collectives."""
+    rows = plan.timing.communication if plan.timing is not None else ()
+    for axis, ranks in plan.mesh.items():
+        own = [row for row in rows if row.axis == axis]
+        if not own:
+            if ranks > 1:
+                yield axis, "nothing"
+            continue
+        total, exposed = sum(row.seconds for row in own), sum(row.exposed_seconds for row in own)
+        kinds = ", ".join(f"{row.count:,}×{row.kind}" for row in sorted(own, key=lambda row: -row.bytes))
+        overlaps = f", {max(0.0, 1 - exposed / total):.0%} overlapped" if total else ""
+        yield axis, f"{short_bytes(sum(row.bytes for row in own))} in {short_seconds(total)}{overlaps}: {kinds}"
+
+
+def placements(plan: Record) -> tuple[list[tuple[str, str]], list[str]]:
+    """Rows of parameters, of layers under their common name, and of inputs; and what the words in them mean."""
+    rows = parameter_rows(plan.parameters, tuple(plan.mesh))
+    alike = {row.words for row in rows}
+    shown = [("all parameters", rows[0].words)] if len(alike) == 1 else _shown(rows)
+    shown += input_rows(plan)
+    return shown, legend([words for _, words in shown])
+
+
+def _shown(rows: list[Row]) -> list[tuple[str, str]]:
+    """Names and words; a module with several rows has a heading."""
+    shown: list[tuple[str, str]] = []
+    heading = ""
+    for row in rows[:MOST_ROWS]:
+        own = [other for other in rows if other.module == row.module]
+        if row.module != heading and row.module and len(own) > 1:
+            shown.append((_heading(row.module, rows), ""))
+        heading = row.module
+        prefix = "" if not row.module else "  " if len(own) > 1 else f"{_heading(row.module, rows)}: "
+        shown.append((prefix + joined(row.names) + _fewer(row, rows), row.words))
+    if len(rows) > MOST_ROWS:
+        shown.append((f"and {len(rows) - MOST_ROWS} more rows", "with --full, or plan.text(full=True)"))
+    return shown
+
+
+def _most(module: str, rows: list[Row]) -> int:
+    return max(row.count for row in rows if row.module == module)
+
+
+def _heading(module: str, rows: list[Row]) -> str:
+    count = _most(module, rows)
+    return f"{module} ({count} alike)" if count > 1 else module
+
+
+def _fewer(row: Row, rows: list[Row]) -> str:
+    """How many layers a row is of, if not of all."""
+    return f" ({row.count} of them)" if row.module and row.count < _most(row.module, rows) else ""
+
+
+def warnings(plan: Record) -> Iterator[str]:
+    if plan.is_edited:
+        yield (
+            "the decisions were edited since these figures were computed: autopar show, or "
+            "autopar.read_plan(path, model, ...), computes them again"
+        )
+    limit, left = plan.memory_limit_bytes, plan.headroom_bytes
+    if limit is not None and left is not None and left < 0:
+        yield f"the peak exceeds the memory limit by {short_bytes(-left)}"
+    elif limit and left is not None and left < TIGHT_PART * limit:
+        yield f"only {left / limit:.1%} of the memory limit is left at the peak"
+    if plan.seconds and plan.exposed_seconds > WAITING_PART * plan.seconds:
+        yield f"ranks wait for communication {plan.exposed_seconds / plan.seconds:.0%} of the step"
+    if idle := _idle(plan):
+        yield f"nothing is split on {' and '.join(idle)}: all of its ranks do the same work"
+    if plan.without_rule:
+        ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
+        yield f"replicated, since the op has no rule: {ops}"
+
+
+def _idle(plan: Record) -> list[str]:
+    """Axes on which nothing travels: what is split there costs collectives at least for gradients."""
+    busy = {row.axis for row in plan.account.collectives}
+    return [axis for axis, ranks in plan.mesh.items() if ranks > 1 and axis not in busy]
+
+
+def notes(plan: Record) -> list[str]:
+    """What a reader of the memory must know: which layers are recomputed."""
+    return recomputed(plan)
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{digits(number / size)}{unit}"
+    return str(number)

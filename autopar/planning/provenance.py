@@ -1,0 +1,177 @@
+"""Where a plan comes from: the model and its inputs, the cluster's figures, the versions, and the candidates among
+which it was chosen.
+
+All of it follows from what the caller gives and from the installed versions of what decides (`VERSIONED`), so that the
+same inputs give the same file. The command line adds the command as it was typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import nn
+
+from autopar.cluster.library.write import cluster_toml
+from autopar.cluster.machine import Cluster
+from autopar.ir.graph import JointGraph
+from autopar.ops import rule_of
+from autopar.ops.rule import call_of
+from autopar.passes.capture.captured import Captured
+
+VERSIONED = ("autopar", "torch")
+"""Packages whose versions a plan carries; so does it that of the model's own package."""
+
+EDITED = "edited"
+"""The winner of a plan whose decisions a person changed."""
+
+TOKENS = ("input_ids", "tokens", "decoder_input_ids", "idx")
+"""Inputs whose elements are tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """How the command line builds the model again: what `autopar plan` was given."""
+
+    model: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    batch: int
+    sequence: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that competed with the one that was chosen. `bytes` is its peak, if it was computed. `seconds` are those
+    of its step: "simulated", "estimated" from a program of fewer layers, or "at least" so many."""
+
+    name: str
+    seconds: float
+    precision: str
+    bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """`inputs` are types and shapes by name. `items` of the kind `unit` ("tokens", "samples") are computed in a step.
+    `flops` are the arithmetic of one step of the whole model, and `ideal_seconds` what it takes at the peak of all
+    devices. `cluster` are the lines of the cluster's file. `winner` names the candidate that was chosen: "search",
+    "hidden buckets" (a search in which most of the traffic of parameters is hidden), or a preset."""
+
+    dtype: str
+    inputs: Mapping[str, str]
+    unit: str
+    items: int
+    parameter_count: int
+    flops: float
+    ideal_seconds: float
+    cluster: tuple[str, ...]
+    versions: Mapping[str, str]
+    winner: str = "search"
+    candidates: tuple[Candidate, ...] = ()
+    source: Source | None = None
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a plan says of its model: the name, `kinds` of parameters (`kind_of`), and the versions that decide."""
+
+    name: str
+    captured: Captured
+    kinds: Mapping[str, str]
+    versions: Mapping[str, str]
+
+    @staticmethod
+    def of(model: nn.Module, captured: Captured) -> ModelFacts:
+        package = type(model).__module__.partition(".")[0]
+        versions = {name: text for name in (*VERSIONED, package) if (text := _version(name))}
+        kinds = {name: kind_of(model, name) for name in captured.graph.parameters}
+        return ModelFacts(name=type(model).__name__, captured=captured, kinds=kinds, versions=versions)
+
+    @cached_property
+    def flops(self) -> Mapping[torch.dtype, float]:
+        """The arithmetic of a step of the whole model, by dtype."""
+        return _flops(self.captured.graph)
+
+    def provenance(self, cluster: Cluster, ranks: int) -> Provenance:
+        graph = self.captured.graph
+        metas = {leaf.path: leaf.meta for leaf in self.captured.input_leaves if leaf.meta is not None}
+        sizes = [graph.metas[value] for value in graph.parameters.values()]
+        unit, items = _work({name: (meta.shape, meta.dtype) for name, meta in metas.items()})
+        peak = cluster.device.peak_flops
+        return Provenance(
+            dtype=_most([(str(meta.dtype).removeprefix("torch."), meta.numel) for meta in sizes]),
+            inputs={name.removeprefix("kwargs."): str(meta) for name, meta in metas.items()},
+            unit=unit,
+            items=items,
+            parameter_count=sum(meta.numel for meta in sizes),
+            flops=sum(self.flops.values()),
+            ideal_seconds=sum(flops / peak(dtype) for dtype, flops in self.flops.items()) / ranks,
+            cluster=tuple(cluster_toml(cluster, cluster.source).splitlines()),
+            versions=self.versions,
+        )
+
+
+def kind_of(model: nn.Module, parameter: str) -> str:
+    """What the dims of a parameter mean: those of "linear", "transposed" (a linear layer that stores inputs first),
+    "embedding", "convolution", "experts"; "" if that is not known."""
+    path, _, name = parameter.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return ""
+    weight, cls = getattr(module, name, None), type(module).__name__
+    dims = weight.dim() if isinstance(weight, torch.Tensor) else 0
+    if isinstance(module, nn.Linear) or (cls == "Conv1D" and dims == 1):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return "convolution"
+    if cls == "Conv1D" and dims == 2:
+        return "transposed"
+    return "experts" if "Experts" in cls and dims == 3 else ""
+
+
+def _flops(graph: JointGraph) -> dict[torch.dtype, float]:
+    """By dtype. An op that computes nothing once is bound by memory (`OpRule.flops`), and is not looked at again."""
+    flops: dict[torch.dtype, float] = {}
+    idle: set[str] = set()
+    for node in graph.nodes:
+        if node.op in idle:
+            continue
+        rule = rule_of(call_of(node, graph.metas))
+        if rule is None or not rule.flops:
+            idle.add(node.op)
+        else:
+            dtype = graph.metas[next(name for name in (*node.inputs, *node.outputs) if name)].dtype
+            flops[dtype] = flops.get(dtype, 0.0) + rule.flops
+    return flops
+
+
+def _work(inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[str, int]:
+    """What a step computes: tokens, or samples."""
+    for name, (shape, dtype) in inputs.items():
+        if name.rpartition(".")[2] in TOKENS and not dtype.is_floating_point and len(shape) == 2:
+            return "tokens", shape[0] * shape[1]
+    return "samples", next((shape[0] for shape, _ in inputs.values() if shape), 1)
+
+
+def _most(weighed: Sequence[tuple[str, int]]) -> str:
+    """The word with the most weight."""
+    weights: dict[str, int] = {}
+    for word, weight in weighed:
+        weights[word] = weights.get(word, 0) + weight
+    return max(weights, key=lambda word: weights[word], default="")
+
+
+def _version(package: str) -> str:
+    """The public version, without a suffix such as +cpu: the same plan is made on any machine."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,50 @@
+"""A saved plan with its model at hand: its figures computed again, so that an edited plan shows its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.cluster.library import named_cluster
+from autopar.cluster.library.read import parse_cluster
+from autopar.cluster.machine import Cluster
+from autopar.cost.memory import peak
+
+from .plan import Plan
+from .planner import Planner
+from .provenance import EDITED, Candidate
+from .repriced import repriced
+
+BEFORE = "before the edit"
+"""The candidate that an edited plan was."""
+
+
+def cluster_of(plan: Plan) -> Cluster:
+    """The cluster that a plan is for, by the figures that it carries; by its name if it carries none."""
+    if plan.provenance is None or not plan.provenance.cluster:
+        return named_cluster(plan.cluster)
+    return parse_cluster("\n".join(plan.provenance.cluster), f"the plan's cluster {plan.cluster}")
+
+
+def optimizer_of(plan: Plan) -> str | float:
+    """What `Planner` takes for the plan's optimizer."""
+    number, _, rest = plan.optimizer.partition(" ")
+    return float(number) if rest == "bytes per element" else plan.optimizer
+
+
+def refreshed(planner: Planner, plan: Plan) -> Plan:
+    """The plan with all figures computed again by a planner for its model. The bound stays if the figures of the
+    cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict themselves."""
+    program = planner.program(plan)
+    of_rank = peak(program, planner.optimizer, planner.kind_of_device, planner.memory)
+    again = repriced(planner, replace(plan, peak=of_rank))
+    assert again.provenance is not None
+    origin = plan.provenance or again.provenance
+    bound = plan.lower_bound_seconds if origin.cluster == again.provenance.cluster else 0.0
+    candidates, winner = origin.candidates, origin.winner
+    if plan.is_edited:
+        known = Candidate(name=BEFORE, seconds=plan.seconds, precision="simulated", bytes=plan.bytes)
+        candidates, winner = (known, *candidates), EDITED
+    about = replace(
+        again.provenance, candidates=candidates, winner=winner, source=origin.source, command=origin.command
+    )
+    return replace(again, lower_bound_seconds=bound, provenance=about)

@@ -1,0 +1,141 @@
+"""What a plan says: where every value lives on the mesh, and what that costs. `Plan` adds files, texts and answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from autopar.cost.memory import Peak
+
+from .account import Account
+from .provenance import Provenance
+from .timing import Timing
+
+LimitFrom = Literal["given", "device", "lifted", "none"]
+"""Where a plan's memory limit is from: the caller; the device's memory less its reserve; nowhere, since the caller
+lifted it, or since the cluster does not say what memory its devices have."""
+
+LIMIT_WORDS: Mapping[LimitFrom, str] = {
+    "given": "as given",
+    "device": "the device's memory less its reserve",
+    "lifted": "no memory limit, as asked",
+    "none": "no memory limit, since the cluster does not say what its devices have",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """One parameter: the placements that ranks store, those that operators use, and whether backward keeps what forward
+    gathered or gathers it again. Placements are texts, one per mesh axis: R, S(dim), or S(dim%period) for a periodic
+    split."""
+
+    at_rest: tuple[str, ...]
+    in_use: tuple[tuple[str, ...], ...]
+    gather: str
+    shape: tuple[int, ...] = field(default=(), compare=False)
+    kind: str = field(default="", compare=False)
+    """What its dims mean (`provenance.kind_of`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`count` consecutive copies of a repeated segment that decide alike. Copies that `recompute` keep only their
+    borders, and run forward again in backward."""
+
+    count: int
+    decisions: Mapping[str, str]
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count of a run is {self.count}: an integer, at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    name: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
+    `passes.space.choices`, one for each mesh axis. So is `bucket_bytes`, the most bytes of parameters' gathers and
+    reductions that travel together (`passes.lower.bucket`). All else describes it. `graph` is the joint graph's digest.
+    """
+
+    model: str
+    graph: str
+    mesh: Mapping[str, int]
+    cluster: str
+    solver: str
+    cost: str
+    decisions: Mapping[str, str]
+    segments: tuple[Segment, ...]
+    parameters: Mapping[str, ParameterPlan]
+    inputs: Mapping[str, tuple[str, ...]]
+    optimizer: str
+    account: Account
+    peak: Peak
+    bucket_bytes: int
+    seconds: float
+    """Predicted, of one training step: the timeline of its program, with what overlaps, and the optimizer."""
+    exposed_seconds: float
+    """The communication that nothing hides."""
+    objective_seconds: float
+    """The solver's objective: the account's seconds, as if nothing overlapped."""
+    lower_bound_seconds: float
+    solve_seconds: float
+    without_rule: Mapping[str, int] = field(default_factory=dict)
+    constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What a person pinned."""
+    memory_limit_bytes: float | None = None
+    """The limit on `bytes`, if there is one, and where it is from."""
+    memory_limit_from: LimitFrom = "none"
+    timing: Timing | None = None
+    provenance: Provenance | None = None
+    described: str = ""
+    """The digest of the decisions that all tables here are of."""
+
+    @property
+    def bytes(self) -> int:
+        """Predicted peak of the bytes that a rank holds during a training step."""
+        return self.peak.bytes
+
+    @property
+    def headroom_bytes(self) -> float | None:
+        """What is left of the limit at the peak; None without a limit."""
+        return None if self.memory_limit_bytes is None else self.memory_limit_bytes - self.bytes
+
+    @property
+    def gap(self) -> float | None:
+        """The proved relative distance from the optimum of the search; None if nothing is proved."""
+        if not self.lower_bound_seconds or not self.objective_seconds:
+            return None
+        return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the decisions were changed after the tables were computed, which are of the plan before then."""
+        return bool(self.described) and self.described != self.digest
+
+    @property
+    def utilization(self) -> float | None:
+        """MFU: the model's arithmetic (nothing replicated, nothing recomputed) over what all devices could do in a
+        step at their peak. None if the model's arithmetic is not known."""
+        return self.provenance.ideal_seconds / self.seconds if self.provenance and self.seconds else None
+
+    @property
+    def digest(self) -> str:
+        """Equal for plans that decide alike, for the same model and mesh."""
+        segments = [asdict(segment) for segment in self.segments]
+        decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes)
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]

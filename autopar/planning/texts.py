@@ -1,0 +1,41 @@
+"""Numbers and tables as people read them."""
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def seconds_text(value: float) -> str:
+    if value >= 1:
+        return f"{value:.3f} s"
+    return f"{value * 1e3:.3f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def short_seconds(value: float) -> str:
+    """With three digits, for pages that are read at a glance."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{digits(value / size)} {unit}"
+    return f"{digits(value * 1e6)} us"
+
+
+def digits(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def bytes_text(value: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:.0f} B"
+
+
+def short_bytes(value: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{digits(value / size)} {unit}"
+    return f"{value:.0f} B"

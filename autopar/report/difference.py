@@ -1,0 +1,303 @@
+"""Two plans side by side: what changed in what was asked, in the step, the memory and the traffic, and what moved."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autopar.planning.page.placements import input_rows, joined, parameter_rows
+from autopar.planning.page.sections import memory_parts
+from autopar.planning.page.words import legend
+from autopar.planning.plan import Plan
+from autopar.planning.texts import digits, short_bytes, short_seconds
+
+ALIKE = 5e-4
+"""Figures that differ by less than this part are the same."""
+
+MOST_ROWS = 20
+"""Rows of a table; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A figure or a text of both plans. `unit` is seconds, bytes, count, rate, or "" for a text."""
+
+    what: str
+    before: float | str | None
+    after: float | str | None
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What lives differently: names in a module (`count` alike), in words."""
+
+    names: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """From the plan `before` to the plan `after`: what was asked differently, figures, collectives, and what moved.
+    `gave` are sentences: what the second plan does for what it was asked. `operators` of `all_operators` are split
+    differently; None where the plans are of different graphs."""
+
+    before: str
+    after: str
+    asked: tuple[Change, ...]
+    figures: tuple[Change, ...]
+    collectives: tuple[Change, ...]
+    moved: tuple[Moved, ...]
+    gave: tuple[str, ...]
+    operators: int | None
+    all_operators: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 80) -> str:
+        """The difference in at most so many columns."""
+        console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
+        with console.capture() as capture:
+            for part in self._parts():
+                console.print(part)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+
+    def _parts(self) -> Iterator[Text | Table | Padding]:
+        for heading, changes in (("asked", self.asked), ("figures", self.figures), ("traffic", self.collectives)):
+            if changes:
+                yield _table(heading, changes)
+                yield Text("")
+        if self.moved:
+            yield Text("what lives differently", style="bold")
+            for row in self.moved[:MOST_ROWS]:
+                yield Padding(Text(row.names), (0, 0, 0, 2))
+                yield Padding(Text(f"{row.before} -> {row.after}"), (0, 0, 0, 4))
+            if len(self.moved) > MOST_ROWS:
+                yield Text(f"  and {len(self.moved) - MOST_ROWS} more")
+            for line in legend([text for row in self.moved for text in (row.before, row.after)]):
+                yield Padding(Text(line), (0, 0, 0, 2))
+            yield Text("")
+        if self.gave:
+            yield Text("what gave", style="bold")
+            for line in self.gave:
+                yield Padding(Text(line), (0, 0, 0, 2))
+        if not any((self.asked, self.figures, self.collectives, self.moved)):
+            yield Text("the plans are the same")
+
+
+def difference(before: Plan, after: Plan) -> Difference:
+    """What changes from one plan to another."""
+    operators, every = _operators(before, after)
+    return Difference(
+        before=repr(before),
+        after=repr(after),
+        asked=tuple(_changed(_asked(before), _asked(after))),
+        figures=tuple(_changed(_figures(before), _figures(after))),
+        collectives=tuple(_changed(_collectives(before), _collectives(after))),
+        moved=tuple(_moved(before, after)),
+        gave=tuple(_gave(before, after, operators, every)),
+        operators=operators,
+        all_operators=every,
+    )
+
+
+Told = Mapping[str, tuple[float | str | None, str]]
+"""What -> a value and its unit."""
+
+
+def _changed(before: Told, after: Told) -> Iterator[Change]:
+    for what in dict.fromkeys((*before, *after)):
+        old, new = before.get(what, (None, ""))[0], after.get(what, (None, ""))[0]
+        if not _is_same(old, new):
+            yield Change(what=what, before=old, after=new, unit=(before.get(what) or after[what])[1])
+
+
+def _is_same(old: float | str | None, new: float | str | None) -> bool:
+    """Equal, or figures that read alike."""
+    if isinstance(old, float | int) and isinstance(new, float | int):
+        return math.isclose(old, new, rel_tol=ALIKE)
+    return old == new
+
+
+def _asked(plan: Plan) -> Told:
+    origin = plan.provenance
+    pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
+    told: dict[str, tuple[float | str | None, str]] = {
+        "model": (plan.model, ""),
+        "mesh": (", ".join(f"{axis}={n}" for axis, n in plan.mesh.items()), ""),
+        "cluster": (plan.cluster, ""),
+        "solver": (plan.solver, ""),
+        "cost": (plan.cost, ""),
+        "optimizer": (plan.optimizer, ""),
+        "memory limit": (plan.memory_limit_bytes, "bytes"),
+        "pinned": (", ".join(pins) or None, ""),
+    }
+    if origin is not None:
+        told["parameters"] = (float(origin.parameter_count), "count")
+        told["inputs"] = (", ".join(f"{name} {text}" for name, text in origin.inputs.items()), "")
+        told["versions"] = (", ".join(f"{name} {text}" for name, text in origin.versions.items()), "")
+    return told
+
+
+def _figures(plan: Plan) -> Told:
+    told: dict[str, tuple[float | str | None, str]] = {"step": (plan.seconds, "seconds")}
+    if plan.provenance is not None and plan.seconds:
+        rate = plan.provenance.items / plan.seconds / plan.ranks
+        told[f"{plan.provenance.unit}/s a device"] = (rate, "rate")
+        told["MFU"] = (plan.utilization, "part")
+    if (timing := plan.timing) is not None:
+        told["matrix products"] = (timing.products_seconds, "seconds")
+        told["attention"] = (timing.attention_seconds, "seconds")
+        told["other operators"] = (timing.others_seconds, "seconds")
+        told |= {f"waiting for {axis}": (seconds, "seconds") for axis, seconds in timing.exposed_on().items()}
+        told["optimizer step"] = (timing.optimizer_seconds, "seconds")
+    told["peak of a rank"] = (float(plan.bytes), "bytes")
+    told |= {label: (float(size), "bytes") for label, size in memory_parts(plan)}
+    told["buckets"] = (float(plan.bucket_bytes), "bytes")
+    return told
+
+
+def _collectives(plan: Plan) -> Told:
+    """As they run, or as they are planned where no timeline is known: bytes and count by kind and axis."""
+    rows = plan.timing.communication if plan.timing is not None else plan.account.collectives
+    return {f"{row.kind} {row.axis}": (f"{row.count:,} x, {short_bytes(row.bytes)}", "") for row in rows}
+
+
+def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    words_before = dict(_words(before))
+    for name, words in _words(after):
+        was = words_before.get(name, "not there")
+        if was != words:
+            grouped.setdefault((_pattern(name), was, words), []).append(name)
+    together: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
+    for (pattern, was, words), names in grouped.items():
+        module, _, end = pattern.rpartition("*.")
+        together.setdefault((module and f"{module}*", was, words), []).append((end, len(names)))
+    for (module, was, words), ends in together.items():
+        count = max(number for _, number in ends)
+        told = joined(tuple(end.removesuffix(".weight") for end, _ in ends))
+        yield Moved(names=f"{module} ({count} layers): {told}" if module else told, before=was, after=words)
+    inputs = dict(input_rows(before))
+    for which, words in input_rows(after):
+        if inputs.get(which) not in (None, words):
+            yield Moved(names=which, before=inputs[which], after=words)
+
+
+def _words(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Where each parameter lives, in words."""
+    for name, placed in plan.parameters.items():
+        (row,) = parameter_rows({name: placed}, tuple(plan.mesh))
+        yield name, row.words
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _decisions(plan: Plan) -> dict[str, str]:
+    """Every decision by its place; those of layers by their run's place."""
+    told = {f"/{site}": choice for site, choice in plan.decisions.items()}
+    for segment in plan.segments:
+        copy = 0
+        for run in segment.runs:
+            for _ in range(run.count):
+                told |= {f"{segment.name}[{copy}]/{site}": choice for site, choice in run.decisions.items()}
+                copy += 1
+    return told
+
+
+def _operators(before: Plan, after: Plan) -> tuple[int | None, int]:
+    """How many places decide differently, and of how many."""
+    old, new = _decisions(before), _decisions(after)
+    if before.graph != after.graph or list(before.mesh) != list(after.mesh):
+        return None, len(new)
+    return sum(1 for site, choice in new.items() if old.get(site) != choice), len(new)
+
+
+def _gave(before: Plan, after: Plan, operators: int | None, every: int) -> Iterator[str]:
+    """What the second plan does differently, in sentences."""
+    if before.digest == after.digest:
+        yield "nothing: the plan stays as it is"
+        return
+    if operators:
+        yield f"{operators:,} of {every:,} places of decision take another choice"
+    old, new = _recomputed(before), _recomputed(after)
+    if old != new:
+        yield f"{new} of {_layers(after)} layers are recomputed in backward, instead of {old}"
+    if before.bucket_bytes != after.bucket_bytes:
+        sizes = f"{short_bytes(after.bucket_bytes)} instead of {short_bytes(before.bucket_bytes)}"
+        yield f"parameters travel in buckets of {sizes}, so less of them overlaps"
+    size = after.bytes - before.bytes
+    if size:
+        yield f"a rank needs {short_bytes(abs(size))} {'more' if size > 0 else 'less'} at its peak"
+    if before.provenance is not None and after.provenance is not None and before.seconds and after.seconds:
+        old_rate = before.provenance.items / before.seconds / before.ranks
+        new_rate = after.provenance.items / after.seconds / after.ranks
+        unit = before.provenance.unit
+        times = f"{digits(new_rate)} {unit} a second instead of {digits(old_rate)}"
+        yield f"a device computes {times} ({new_rate / old_rate - 1:+.1%})"
+        if before.provenance.winner != after.provenance.winner:
+            yield f"the winner is {after.provenance.winner} instead of {before.provenance.winner}"
+
+
+def _layers(plan: Plan) -> int:
+    return sum(run.count for segment in plan.segments for run in segment.runs)
+
+
+def _recomputed(plan: Plan) -> int:
+    return sum(run.count for segment in plan.segments for run in segment.runs if run.recompute)
+
+
+# ---- tables
+
+
+TEXTS: Mapping[str, Callable[[float], str]] = {
+    "seconds": short_seconds,
+    "bytes": short_bytes,
+    "rate": digits,
+    "count": lambda value: f"{value:,.0f}",
+    "part": lambda value: f"{value:.1%}",
+}
+
+
+def _table(heading: str, changes: tuple[Change, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    figures = heading == "figures"
+    for number, head in enumerate((heading, "before", "after", *(["change"] if figures else []))):
+        table.add_column(head, overflow="fold", justify="right" if figures and number else "left")
+    for change in changes:
+        cells = [f"  {change.what}", _text(change.before, change.unit), _text(change.after, change.unit)]
+        table.add_row(*map(Text, [*cells, *([_by(change)] if figures else [])]))
+    return table
+
+
+def _text(value: float | str | None, unit: str) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else TEXTS[unit](value)
+
+
+def _by(change: Change) -> str:
+    """The difference of two figures, and its part of the first."""
+    old, new = change.before, change.after
+    if not isinstance(old, float | int) or not isinstance(new, float | int):
+        return ""
+    if change.unit == "part":
+        return f"{(new - old) * 100:+.1f} points"
+    sign = "+" if new > old else "-"
+    part = f" ({new / old - 1:+.1%})" if old and abs(new / old - 1) < 10 else ""
+    return f"{sign}{TEXTS[change.unit](abs(new - old))}{part}"

@@ -1,0 +1,129 @@
+"""The command line as a whole: what comes without PyTorch, what is said on the way, and what is checked first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import autopar
+from autopar.cli import COMMANDS, app, telling
+
+
+def autopar_(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+# --- without PyTorch
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_do_not_import_pytorch(argument: str) -> None:
+    """PyTorch takes seconds to import; `--help` takes 0.2 s."""
+    code = (
+        "import sys\nfrom autopar.cli import main\n"
+        f"sys.argv = ['autopar', {argument!r}]\n"
+        "try:\n    main()\nfinally:\n    print(sorted({'torch', 'autopar.planning'} & {*sys.modules}), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr.splitlines()[-1] == "[]"
+    assert "autopar" in done.stdout
+
+
+def test_autopar_is_a_module_that_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "autopar", "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout == autopar_("--version").stdout == "autopar 0.1.0\n"
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    assert all(hasattr(autopar, name) for name in autopar.__all__)
+    assert set(autopar.__all__) == set(autopar.MODULE_OF)
+    assert set(autopar.__all__) <= set(dir(autopar))
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        autopar.plam  # noqa: B018
+
+
+def test_the_list_of_commands_is_that_of_the_modules() -> None:
+    there = {}
+    for module in {command.module for command in COMMANDS.values()}:
+        every = typer.Typer()
+        import_module(f"autopar.cli.{module}").add(every)
+        there |= dict.fromkeys(typer.main.get_group(every).commands, module)  # type: ignore[attr-defined]
+    assert there == {name: command.module for name, command in COMMANDS.items()}
+    shown = autopar_("--help").stdout
+    assert all(f" {name} " in shown for name in COMMANDS)
+
+
+# --- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["pln"], "did you mean 'plan'?"),
+        (["plan", "hf:LlamaConfg", "--mesh", "a=2"], "(did you mean 'LlamaConfig'?)"),
+        (["plan", "hf:LlamaConfig", "--set", "hiden_size=3", "--mesh", "a=2"], "(did you mean 'hidden_size'?)"),
+        (["plan", "hf:LlamaConfig", "--dtype", "bfloat61", "--mesh", "a=2"], "(did you mean 'bfloat16'?)"),
+        (["plan", "test_explain:build", "--mesh", "a=2", "--solver", "megatorn"], "(did you mean 'megatron'?)"),
+        (["plan", "test_explain:build", "--mesh", "a=2", "--cluster", "dgx-h10"], "(did you mean 'dgx-h100'?)"),
+        (["plan", "test_explain:build", "--mesh", "a=2", "--cost", "analitical"], "(did you mean 'analytical'?)"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest(arguments: list[str], hint: str) -> None:
+    if any(argument.startswith("hf:") for argument in arguments):
+        pytest.importorskip("transformers")
+    failed = autopar_(*arguments)
+    assert failed.exit_code == 2
+    assert hint in failed.output
+
+
+def test_files_to_write_are_checked_before_anything_is_planned(tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    for path, message in (
+        (tmp_path / "no" / "plan.json", "there is no folder"),
+        (tmp_path, "a folder: give the path of a file"),
+        (other, "is no plan: move it away"),
+    ):
+        failed = autopar_("plan", "no_such_module:build", "--mesh", "a=2", "--out", str(path))
+        assert failed.exit_code == 2
+        assert message in failed.output.replace("\n", " ")
+    assert other.read_text() == "mine"
+    failed = autopar_(
+        "simulate", "no_such_module:build", "--mesh", "a=2", "--trace", str(tmp_path / "no" / "step.json")
+    )
+    assert "--trace is" in failed.output and "there is no folder" in failed.output.replace("\n", " ")
+    failed = autopar_("compare", "no_such_module:build", "--mesh", "a=2", "--figure", str(tmp_path))
+    assert "--figure is" in failed.output
+
+
+# --- on the way
+
+
+def test_a_pipe_is_told_what_is_done_every_two_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert telling.FIRST_SECONDS < 2 and telling.EVERY_SECONDS < 2
+    monkeypatch.setattr(telling, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(telling, "EVERY_SECONDS", 0.05)
+    with telling.Ticker("reading the model") as ticker:
+        time.sleep(0.08)
+        ticker.tell("searching")
+        time.sleep(0.1)
+    told = capsys.readouterr()
+    assert told.out == ""
+    lines = told.err.splitlines()
+    assert lines[0] == "reading the model, 0 s" and lines[-1].startswith("searching, ")
+
+
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with telling.Ticker("reading the model"):
+        pass
+    assert capsys.readouterr().err == ""
