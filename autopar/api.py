@@ -21,10 +21,10 @@ from autopar.planning.presets import PRESETS
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
+from autopar.runtime.modes import Modes
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
-from autopar.runtime.versions import Modes
 
 
 def plan(

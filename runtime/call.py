@@ -16,24 +16,24 @@ from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
 from .held import State
+from .inputs import Inputs
 from .placements import local_slice
 from .shared import Shared, overlapping
 from .verify import Check
 
 
-def prepared_call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def prepared_call(state: State, inputs: Inputs) -> _Call:
     if not state.called:
-        _agree_on_first(state, args, kwargs)
-    return _prepared(state, args, kwargs)
+        _agree_on_first(state, inputs)
+    return _prepared(state, inputs)
 
 
-def _agree_on_first(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _agree_on_first(state: State, inputs: Inputs) -> None:
     """An error in the first call of any rank is raised on all of them."""
     digests: dict[str, int] = {}
     with together(state.mesh):
-        _prepared(state, args, kwargs)
-        bound = state.captured.bind(args, kwargs)
-        digests = {path: digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
+        _prepared(state, inputs)
+        digests = {path: digest(t) for path, t in inputs.tensors.items() if not isinstance(t, DTensor)}
     if (path := first_different(digests, state.mesh)) is not None:
         raise ValueError(
             f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
@@ -42,8 +42,8 @@ def _agree_on_first(state: State, args: tuple[Any, ...], kwargs: dict[str, Any])
     state.called = True
 
 
-def _prepared(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    bound = state.captured.bind(args, kwargs)
+def _prepared(state: State, inputs: Inputs) -> _Call:
+    bound = inputs.leaves
     values: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
     differentiable: list[torch.Tensor] = []

@@ -28,9 +28,11 @@ from .call import ProgramStep, prepared_call
 from .execute import Executable
 from .guard import OWNERS, Original
 from .held import State
+from .inputs import Inputs
+from .modes import Again
 from .placements import mismatch
 from .verify import Verifier
-from .versions import Again, Versions
+from .versions import Versions
 
 
 class ParallelModule(nn.Module):
@@ -174,11 +176,14 @@ class ParallelModule(nn.Module):
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
-        state = vars(self)["_modes"].state(args, kwargs)
-        call = prepared_call(state, args, kwargs)
+        modes: Versions = vars(self)["_modes"]
+        inputs = Inputs.of(args, kwargs)
+        wanted = modes.wants(inputs)
+        state = modes.state(wanted, modes.ready(wanted), inputs)
+        call = prepared_call(state, inputs)
         verifier: Verifier | None = vars(self)["_verifier"]
         if verifier is not None:
-            call.check = verifier.begin(state, vars(self)["_modes"].modules, state.captured.bind(args, kwargs))
+            call.check = verifier.begin(state, modes.modules, inputs.tensors)
         if call.differentiable and torch.is_grad_enabled():
             results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
             call.returned += map(weakref.ref, results)

@@ -70,7 +70,10 @@ class Captured:
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
         structure, in a shape or dtype, or in a Python constant."""
-        given = dict(flatten("", (tuple(args), dict(kwargs or {})))[0])
+        return self.bound(dict(flatten("", (tuple(args), dict(kwargs or {})))[0]))
+
+    def bound(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """As `bind`, of the leaves of a call by path."""
         expected = {leaf.path: leaf for leaf in self.input_leaves}
         if given.keys() != expected.keys():
             missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
