@@ -154,6 +154,11 @@ _WORDS = 1 << 17
 def digest(tensor: torch.Tensor) -> int:
     """A sum of the tensor's bits, each word of them with a weight that says where it stands: exact, and the same
     whatever the order in which it is added up."""
+    return int(digest_of(tensor)) % (1 << 64)
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`digest`, where the tensor is: int64 [], for which no host waits."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -162,10 +167,10 @@ def digest(tensor: torch.Tensor) -> int:
     if words.storage_offset() % 8:
         words = words.clone()
     weights = torch.arange(1, 2 * min(_WORDS, max(aligned // 8, 8)), 2, device=bits.device) * _WEIGHT
-    total = int((rest.long() * weights[: rest.numel()]).sum())
+    total = (rest.long() * weights[: rest.numel()]).sum()
     for number, chunk in enumerate(torch.split(words.view(torch.int64), _WORDS), 1):
-        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * number + 1)
-    return total % (1 << 64)
+        total = total + (chunk * weights[: chunk.numel()]).sum() * (2 * number + 1)
+    return total
 
 
 _WEIGHT = 0x1E3779B97F4A7C15
@@ -196,7 +201,7 @@ def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-    if _is_timeout(error):
+    if is_timeout(error):
         return (
             f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed: it did not end within the timeout "
             f"of the process group. {named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may "
@@ -209,7 +214,7 @@ def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception
     )
 
 
-def _is_timeout(error: Exception) -> bool:
+def is_timeout(error: Exception) -> bool:
     """Backends have no type for it. gloo says "Timed out waiting", NCCL's watchdog "timeout"."""
     return any(words in str(error).lower() for words in ("timed out", "timeout"))
 

@@ -130,7 +130,7 @@ class Modes:
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
         given = {path: gathered(tensor) for path, tensor in inputs.tensors.items()}
         planner = serving = program = None
-        with together(self.mesh, ValueError):
+        with together(self.mesh):
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:

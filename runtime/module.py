@@ -28,7 +28,6 @@ from .call import ProgramStep, prepared_call
 from .execute import Executable
 from .guard import OWNERS, Original
 from .held import State
-from .inputs import Inputs
 from .modes import Again
 from .placements import mismatch
 from .verify import Verifier
@@ -177,20 +176,23 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
         modes: Versions = vars(self)["_modes"]
-        inputs = Inputs.of(args, kwargs)
-        wanted = modes.wants(inputs)
-        state = modes.state(wanted, modes.ready(wanted), inputs)
-        call = prepared_call(state, inputs)
-        verifier: Verifier | None = vars(self)["_verifier"]
-        if verifier is not None:
-            call.check = verifier.begin(state, modes.modules, inputs.tensors)
-        if call.differentiable and torch.is_grad_enabled():
-            results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
-            call.returned += map(weakref.ref, results)
-        else:
-            results = state.outputs(call.forward()[0])
-        if call.check is not None:
-            call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
+        lockstep = _state(self).lockstep
+        request = modes.request(args, kwargs)
+        lockstep.begin(request.intent)
+        with lockstep.running("forward pass"):
+            state = modes.state(request)
+            call = prepared_call(state, request.inputs)
+            verifier: Verifier | None = vars(self)["_verifier"]
+            if verifier is not None:
+                call.check = verifier.begin(state, modes.modules, request.inputs.tensors)
+            if call.differentiable and torch.is_grad_enabled():
+                results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
+                call.returned += map(weakref.ref, results)
+            else:
+                results = state.outputs(call.forward()[0])
+                lockstep.settle()
+            if call.check is not None:
+                call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 
     # -- what makes it a module like the model

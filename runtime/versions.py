@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from .agree import all_equal, together
 from .guard import Guard, report_changed
 from .held import State
 from .inputs import Form, Inputs
+from .lockstep import Intent
 from .modes import Again, Mode
 from .verify import gathered
 
@@ -58,7 +59,8 @@ class Wanted:
     mode: Mode
     form: Form
 
-    def __str__(self) -> str:
+    @cached_property
+    def text(self) -> str:
         return f"{self.mode}, of {self.form}"
 
     @cached_property
@@ -68,6 +70,16 @@ class Wanted:
         text = repr((mode.training, sorted(mode.trainable), mode.gradients, str(mode.autocast), self.form))
         text += repr(self.form.spec)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One call of the module. Where its intent has an error, there is nothing else."""
+
+    intent: Intent
+    wanted: Wanted = field(default=None)  # type: ignore[assignment]
+    inputs: Inputs = field(default=None)  # type: ignore[assignment]
+    ready: _Version | None = None
 
 
 class Versions:
@@ -111,13 +123,29 @@ class Versions:
             self.wanted[key] = wanted = Wanted(mode=mode, form=inputs.form)
         return wanted
 
-    def ready(self, wanted: Wanted) -> _Version | None:
-        """The program that served the last such call, if it still does, whatever the inputs' values."""
-        chosen = self.chosen.get(wanted)
-        return chosen if chosen is not None and chosen.guard.holds() else None
+    def request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request:
+        """A call, with what is ready for it: the program that served the last such call, if it still does, whatever the
+        inputs' values."""
+        try:
+            inputs = Inputs.of(args, kwargs)
+            wanted = self.wants(inputs)
+            ready = self.chosen.get(wanted)
+            if ready is not None and not ready.guard.holds():
+                ready = None
+        except Exception as error:  # on this rank: `Lockstep.begin` raises it on all
+            return Request(intent=Intent.failed(error))
+        intent = Intent(
+            number=wanted.number,
+            text=wanted.text,
+            has_program=ready is not None,
+            reads=ready is not None and bool(ready.pinned),
+            tensors=inputs.tensors,
+        )
+        return Request(intent=intent, wanted=wanted, inputs=inputs, ready=ready)
 
-    def state(self, wanted: Wanted, ready: _Version | None, inputs: Inputs) -> State:
-        """What serves a call, of which `ready` was found; the module captures again where nothing does."""
+    def state(self, request: Request) -> State:
+        """What serves a call; the module captures again where nothing is ready for it."""
+        wanted, inputs, ready = request.wanted, request.inputs, request.ready
         if ready is None or (ready.pinned and not self._reads(ready, inputs)):
             self.chosen[wanted] = ready = self._choose(wanted, inputs)
         self.calls += 1
@@ -182,7 +210,11 @@ class Versions:
             )
         began = time.monotonic()
         alike = [version.state for version in self.versions if version.form == form]
-        captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
+        try:
+            captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
+        except ValueError as error:
+            error.add_note(f"the module was captured again, for {mode}{self._differs(wanted)}")
+            raise
         if isinstance(program, int):
             served = [state for state in alike if state.program is alike[program].program]
             same = [state for state in served if same_values(state.captured, captured)]
@@ -198,9 +230,7 @@ class Versions:
 
     def _report_captured(self, wanted: Wanted, is_served: bool, seconds: float) -> None:
         """A line for each capture, and a warning when they do not end."""
-        same_mode = [version for version in self.versions if version.mode == wanted.mode]
-        nearest = max(same_mode or self.versions, key=lambda version: version.used)
-        differs = "" if nearest.form == wanted.form else f" where {wanted.form.differs(nearest.form)}"
+        differs = self._differs(wanted)
         served = ", which a program that there is serves" if is_served else ""
         logger.info("captured again in %.1f s, for %s%s%s", seconds, wanted.mode, differs, served)
         self.recaptures += bool(differs)
@@ -211,6 +241,12 @@ class Versions:
                 "parallelize(padding=autopar.Padding(...)) does",
                 self.recaptures, self.calls + 1, PROGRAMS_MOST, wanted.mode, differs,
             )  # fmt: skip
+
+    def _differs(self, wanted: Wanted) -> str:
+        """In what its inputs differ from those of the last call in the same mode, or in any."""
+        same_mode = [version for version in self.versions if version.mode == wanted.mode]
+        nearest = max(same_mode or self.versions, key=lambda version: version.used)
+        return "" if nearest.form == wanted.form else f", where {wanted.form.differs(nearest.form)}"
 
     def _report_read(self, others: Sequence[_Version]) -> None:
         """Say that the programs of a mode read other numbers; the one that was called longest ago is dropped if there

@@ -1,16 +1,15 @@
-"""One parallel module, called with other shapes, with more and fewer inputs, and without labels: each form of inputs has
-a program, the parameters stay where they are, and all is as on one device."""
+"""One parallel module, called with other shapes, with more and fewer inputs, and without labels: each form of inputs
+has a program, the parameters stay where they are, and all is as on one device."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import assert_close, whole
-from ranks import outcomes, run
+from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

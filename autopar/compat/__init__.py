@@ -8,6 +8,7 @@ another torch raises `ImportError`.
 from .versions import SERVED as SERVED
 
 from .distributed import all_gather_single as all_gather_single
+from .distributed import control_channel as control_channel
 from .distributed import dtensors_of as dtensors_of
 from .distributed import follow_world_timeout as follow_world_timeout
 from .distributed import local_tensor as local_tensor
