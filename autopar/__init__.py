@@ -12,6 +12,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.presets import Preset, register_preset
 from autopar.report.comparison import Comparison
 from autopar.report.simulation import Simulation, simulate
+from autopar.runtime.padding import Padding
 from autopar.solve import Solver, register_solver
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Device",
     "Level",
     "Lowering",
+    "Padding",
     "Plan",
     "Preset",
     "Simulation",

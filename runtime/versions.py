@@ -23,6 +23,7 @@ from .held import State
 from .inputs import Form, Inputs
 from .lockstep import Intent
 from .modes import Again, Mode
+from .padding import Padder
 from .verify import gathered
 
 logger = logging.getLogger("autopar")
@@ -85,8 +86,10 @@ class Request:
 class Versions:
     """The program for each mode and form of inputs that the module is called with."""
 
-    def __init__(self, parallel: nn.Module, model: nn.Module, state: State, again: Again | None) -> None:
-        self.base, self.again = state, again
+    def __init__(
+        self, parallel: nn.Module, model: nn.Module, state: State, again: Again | None, padder: Padder | None = None
+    ) -> None:
+        self.base, self.again, self.padder = state, again, padder
         # the parallel module stands for the model; submodules are its mirrors, in the same order
         self.modules = tuple(parallel.modules())
         self.parameters = tuple(
@@ -128,6 +131,8 @@ class Versions:
         inputs' values."""
         try:
             inputs = Inputs.of(args, kwargs)
+            if self.padder is not None:
+                inputs = self.padder.padded(inputs)
             wanted = self.wants(inputs)
             ready = self.chosen.get(wanted)
             if ready is not None and not ready.guard.holds():

@@ -126,8 +126,14 @@ def leaf_of(path: str, value: Any) -> Leaf:
 
 def input_names(model: nn.Module, paths: Sequence[str]) -> dict[str, str]:
     """Readable names of inputs: that of forward's argument, followed by the path inside it."""
-    signature = inspect.signature(model.forward).parameters.values()
-    positional = [p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names_by(inspect.signature(model.forward), paths)
+
+
+def names_by(signature: inspect.Signature, paths: Sequence[str]) -> dict[str, str]:
+    """`input_names`, by the signature of forward."""
+    positional = [
+        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     names = {}
     for path in paths:
         kind, first, *rest = path.split(".")
