@@ -182,7 +182,15 @@ Groups = Sequence[dist.ProcessGroup | None]
 
 class CollectiveError(RuntimeError):
     """A collective that did not come to its end: another rank had ended before, or did not come in time. Backends
-    report a peer's death as a closed connection, and name neither the collective nor the ranks."""
+    report a peer's death as a closed connection, and name neither the collective nor the ranks. `fact` is what is
+    known, and `guess` what may have happened, for as long as nobody knows more."""
+
+    def __init__(self, fact: str, guess: str = "") -> None:
+        super().__init__(fact, guess)
+        self.fact, self.guess = fact, guess
+
+    def __str__(self) -> str:
+        return f"{self.fact}. {self.guess}" if self.guess else self.fact
 
 
 @contextmanager
@@ -193,24 +201,24 @@ def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         if not _is_of_backend(error):
             raise
-        raise CollectiveError(explanation(what, axis, group, error)) from error
+        raise explanation(what, axis, group, error) from error
 
 
-def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> str:
-    """The message for a collective that failed with a backend's `error`."""
+def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> CollectiveError:
+    """The error for a collective that failed with a backend's `error`."""
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+    fact = f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed"
     if is_timeout(error):
-        return (
-            f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed: it did not end within the timeout "
-            f"of the process group. {named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may "
-            f"have ended: look at the log of {named}, and give the process group a longer timeout if a step takes that "
-            f"long"
+        return CollectiveError(
+            f"{fact}: it did not end within the timeout of the process group",
+            f"{named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may have ended: look at "
+            f"the log of {named}, and give the process group a longer timeout if a step takes that long",
         )
-    return (
-        f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed. A peer has probably died, or ended with "
-        f"an error of its own: look at the log of {named} for what came first"
+    return CollectiveError(
+        fact,
+        f"A peer has probably died, or ended with an error of its own: look at the log of {named} for what came first",
     )
 
 
@@ -248,7 +256,7 @@ def located(
             group = groups[axis]
             assert group is not None
             what = f"{collective.collective} {_place(collective, program)},"
-            raise CollectiveError(explanation(what, program.axes[axis], group, error)) from error
+            raise explanation(what, program.axes[axis], group, error) from error
 
     return run
 

@@ -129,7 +129,7 @@ class Lockstep:
             mine = f"rank {dist.get_rank()} came to call {exchange.call} ({_text(exchange.sent)}) and"
             self._note(f"{mine} waited for the others")
             how = "not all others did, within the timeout" if is_timeout(error) else "lost the connection to another"
-            raise CollectiveError(f"{mine} {how}. {self._notes()}") from error
+            raise CollectiveError(f"{mine} {how}", self._cause() or self._notes()) from error
         self._check(exchange)
 
     @contextmanager
@@ -142,7 +142,8 @@ class Lockstep:
             if self.channel is None:
                 raise
             self._note(f"rank {dist.get_rank()} waited for others in the {what} of call {self.calls}")
-            raise CollectiveError(f"{error}. {self._verdict() or self._notes()}") from error
+            cause = self._cause()
+            raise CollectiveError(error.fact, cause or f"{error.guess}. {self._notes()}") from error
         except Exception as error:
             self.failures += 1
             if self.channel is not None:
@@ -158,6 +159,7 @@ class Lockstep:
         message = self._difference(rows, exchange)
         if message is not None:
             self.failures += 1
+            self._note(message, is_cause=True)
             raise ValueError(message) from exchange.error
         if exchange.error is not None:
             raise exchange.error
@@ -203,8 +205,11 @@ class Lockstep:
 
     # -- after a failure
 
-    def _verdict(self) -> str | None:
-        """In what the ranks differed at the last call, if that was heard of them."""
+    def _cause(self) -> str | None:
+        """What one of the ranks failed with, or in what they differed at the last call, if that is known."""
+        causes = [note.split(" ", 1)[1] for note in self._read(self.ranks).values() if note[0] == "!"]
+        if causes:
+            return "; ".join(causes)
         exchange, self.exchange = self.exchange, None
         if exchange is None or not _ended(exchange.work):
             return None
@@ -213,24 +218,26 @@ class Lockstep:
     def _note(self, text: str, is_cause: bool = False) -> None:
         assert self.channel is not None
         self.channel.write(str(dist.get_rank()), f"{'!' if is_cause else ' '}{self.calls} {text}")
+        for group in (self.channel.group, *process_groups(self.mesh)):
+            if group is not None:
+                compat.keep_until_exit(group)
 
     def _notes(self) -> str:
-        """What the ranks said as they failed, causes first."""
-        assert self.channel is not None
+        """Where the ranks were as they failed, or the one that is the cause."""
         found: dict[int, str] = {}
         end = time.monotonic() + NOTES_SECONDS
-        while len(found) < len(self.ranks):
+        while len(found) < len(self.ranks) and time.monotonic() < end:
             found.update(self._read([rank for rank in self.ranks if rank not in found]))
-            if time.monotonic() > end or any(note[0] == "!" for note in found.values()):
-                break
+            causes = [note.split(" ", 1)[1] for note in found.values() if note[0] == "!"]
+            if causes:
+                return "; ".join(causes)
             time.sleep(0.05)
         if not found:
-            return "The ranks have said nothing of it to each other"
-        causes = {rank: note for rank, note in found.items() if note[0] == "!"} or found
-        said = "; ".join(note.split(" ", 2 if note[0] == " " else 1)[-1] for _, note in sorted(causes.items()))
-        silent = [self.ranks.index(rank) for rank in self.ranks if rank not in found]
+            return "The ranks have not heard of each other"
+        said = "; ".join(note.split(" ", 2)[2] for _, note in sorted(found.items()))
+        silent = [row for row, rank in enumerate(self.ranks) if rank not in found]
         nothing = f"; {self._named(silent)} said nothing: stopped, ended, or busy elsewhere" if silent else ""
-        return f"What the ranks say: {said}{nothing if causes is found else ''}"
+        return f"What the ranks say: {said}{nothing}"
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         """The notes of this call, and of those right before and after it."""
@@ -255,6 +262,8 @@ _ADVICE = {
 def _described(name: str, numbers: Sequence[int], texts: Sequence[str]) -> list[str]:
     if name == "wants":
         return [f"calls for {text}" for text in texts]
+    if name == "has_program":
+        return ["need not" if number else "must" for number in numbers]
     words = {"calls": "made {} calls", "failures": "had {} errors", "backwards": "called it {} times"}
     return [words.get(name, "has {}").format(number) for number in numbers]
 
@@ -268,9 +277,12 @@ def _text(words: torch.Tensor) -> str:
 
 
 def _ended(work: Any) -> bool:
+    """Whether an exchange has brought what all ranks sent. Nobody waits for one: a rank may have ended."""
+    if not work.is_completed():
+        return False
     try:
         work.wait()
-    except RuntimeError:  # the ranks did not all come
+    except RuntimeError:
         return False
     return True
 

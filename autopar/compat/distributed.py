@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,17 @@ def control_channel(ranks: Sequence[int], like: dist.ProcessGroup, device: torch
 
 
 _CHANNELS: dict[Any, Channel] = {}
+
+
+def keep_until_exit(group: dist.ProcessGroup) -> None:
+    """Let a group outlive the interpreter. The end of a group of gloo waits for all that is under way on it, so a
+    process that ends with an error would stay until the timeout of what it waits for."""
+    if id(group) not in _KEPT:
+        _KEPT.add(id(group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+_KEPT: set[int] = set()
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
