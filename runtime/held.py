@@ -182,9 +182,8 @@ class State:
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         state = State(captured, program, self.plan, self.mesh, self.lockstep)
-        state.at_rest, state.whole_outputs, state.shells = self.at_rest, self.whole_outputs, self.shells
-        state.owners, state.aliases, state.mirrors = self.owners, self.aliases, self.mirrors
-        state.pending = self.pending
+        for one in ("at_rest", "whole_outputs", "shells", "owners", "aliases", "mirrors", "pending"):
+            setattr(state, one, getattr(self, one))
         return state
 
     @cached_property

@@ -184,11 +184,11 @@ class Lockstep:
             if any(seen.setdefault(shard, digest) != digest for shard, digest in zip(shards, digests, strict=True)):
                 path = ", ".join(exchange.paths[slot : None if slot == INPUTS_MOST - 1 else slot + 1])
                 groups = self._by_value([f"has {d % 2**32:08x}" for d in digests])
-                late = " of the call before" if self.digests.are_late else ""
+                late = ", one call late," if self.digests.are_late else ""
                 return (
-                    f"input {path}{late} differs between ranks, in call {exchange.call}: a plain tensor is the global "
-                    f"batch and must be the same on every rank. Give a DTensor if each rank has its own slice (see "
-                    f"shard_batch and input_placements). Digests: {groups}"
+                    f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
+                    f"every rank. Give a DTensor if each rank has its own slice (see shard_batch and "
+                    f"input_placements). In call {exchange.call}{late} {groups}"
                 )
         return None
 

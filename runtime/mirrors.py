@@ -1,11 +1,12 @@
-"""Mirrors of a model's modules: of the same classes and attributes, with tensors of their own."""
+"""Mirrors of a model's modules, of the same classes and attributes with tensors of their own, and what stands for one."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
@@ -77,3 +78,64 @@ def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
         mirrors[id(module)] = mirror
         mirror._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
     return mirrors[id(module)]
+
+
+class Standing(nn.Module):
+    """A module that is to others what its `_root` is, the mirror of a model, and runs what it wants."""
+
+    def train(self, mode: bool = True) -> Self:
+        """As on the model, whose class may keep parts of it as they are (a frozen BatchNorm in evaluation)."""
+        root = vars(self)["_root"]
+        root.train(mode)
+        self.training = root.training
+        return self
+
+    def eval(self) -> Self:
+        """As on the model, whose class may write its own."""
+        root = vars(self)["_root"]
+        root.eval()
+        self.training = root.training
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            root = vars(self).get("_root")
+            if root is None or name.startswith("__"):
+                raise
+        value = getattr(root, name)
+        if inspect.ismethod(value) and value.__self__ is root:
+            raise AttributeError(
+                f"{type(root).__name__}.{name} is a method of the model on one device; "
+                f"only the captured call runs in parallel"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the model are set there, where its Python reads them."""
+        root = vars(self).get("_root")
+        own = name in vars(self) or hasattr(type(self), name) or isinstance(value, (nn.Parameter, nn.Module))
+        if root is None or own:
+            super().__setattr__(name, value)
+        else:
+            setattr(root, name, value)
+
+    def __copy__(self) -> Self:
+        raise ValueError("a parallel module has no shallow copy: use copy.deepcopy for one with values of its own")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a parallel module cannot be pickled, since it belongs to the process groups of its mesh: save its "
+            "state_dict() with torch.distributed.checkpoint, or its full tensors with torch.save, and load "
+            "them into a module that parallelize makes"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """`to`, `cpu`, `float` and the like. Whoever holds a module calls them; they do nothing where device and dtype
+        stay."""
+        refuse_moved(self, fn)
+        return self
+
+    def _get_name(self) -> str:
+        return f"{type(self).__name__}({type(vars(self)['_root']).__name__})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from .execute import Executable
 from .guard import OWNERS, Original
 from .held import State
 from .local import LocalBatches
-from .mirrors import mirrored, refuse_moved
+from .mirrors import Standing, mirrored
 from .modes import Again
 from .padding import Padder
 from .placements import mismatch
@@ -34,7 +33,7 @@ from .verify import Verifier
 from .versions import Versions
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Standing):
     """A model that runs as `program` on `mesh`. Build it on every rank at once.
 
     Parameters are DTensors under the model's own names, placed at rest as the program wants them;
@@ -222,46 +221,6 @@ class ParallelModule(nn.Module):
                 call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 
-    # -- what makes it a module like the model
-
-    def train(self, mode: bool = True) -> ParallelModule:
-        """As on the model, whose class may keep parts of it as they are (a frozen BatchNorm in evaluation)."""
-        root = vars(self)["_root"]
-        root.train(mode)
-        self.training = root.training
-        return self
-
-    def eval(self) -> ParallelModule:
-        """As on the model, whose class may write its own."""
-        root = vars(self)["_root"]
-        root.eval()
-        self.training = root.training
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            root = vars(self).get("_root")
-            if root is None or name.startswith("__"):
-                raise
-        value = getattr(root, name)
-        if inspect.ismethod(value) and value.__self__ is root:
-            raise AttributeError(
-                f"{type(root).__name__}.{name} is a method of the model on one device; "
-                f"only the captured call runs in parallel"
-            )
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of the model are set there, where its Python reads them."""
-        root = vars(self).get("_root")
-        own = name in vars(self) or hasattr(type(self), name) or isinstance(value, (nn.Parameter, nn.Module))
-        if root is None or own:
-            super().__setattr__(name, value)
-        else:
-            setattr(root, name, value)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As on the model. Values may be global tensors, of which this rank takes its slice, or DTensors."""
         state = _state(self)
@@ -287,25 +246,6 @@ class ParallelModule(nn.Module):
         _state(copied).shells.clear()  # those of the original
         vars(copied)["_modes"].guard_again()
         return copied
-
-    def __copy__(self) -> ParallelModule:
-        raise ValueError("a parallel module has no shallow copy: use copy.deepcopy for one with values of its own")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError(
-            "a parallel module cannot be pickled, since it belongs to the process groups of its mesh: save its "
-            "state_dict() with torch.distributed.checkpoint, or its full tensors with torch.save, and load "
-            "them into a module that parallelize makes"
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        """`to`, `cpu`, `float` and the like. Whoever holds a module calls them; they do nothing where device and dtype
-        stay."""
-        refuse_moved(self, fn)
-        return self
-
-    def _get_name(self) -> str:
-        return f"ParallelModule({type(vars(self)['_root']).__name__})"
 
     def extra_repr(self) -> str:
         state = _state(self)
