@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 
 from autopar.ir.graph import TensorMeta, meta_of
 from autopar.ir.tree import flatten
-from autopar.passes.capture.captured import Captured, leaf_of
+from autopar.passes.capture.captured import Captured, leaf_of, names_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,21 @@ class Inputs:
         leaves = [tensors.get(path, value) for path, value in self.leaves.items()]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.spec)
         return args, kwargs
+
+
+class Names:
+    """The names of inputs, those of forward's arguments, however a call gives them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.signature = signature(model.forward)
+        self.known: dict[tuple[str, ...], dict[str, str]] = {}
+
+    def of(self, paths: Iterable[str]) -> dict[str, str]:
+        """Path -> name."""
+        key = tuple(paths)
+        if key not in self.known:
+            self.known[key] = names_by(self.signature, key)
+        return self.known[key]
 
 
 def _form(path: str, value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -15,7 +16,7 @@ from autopar.ir.graph import meta_of
 from autopar.ir.layout import Split
 
 from .held import State
-from .inputs import Inputs
+from .inputs import Inputs, Names
 from .padding import Padder
 from .placements import contiguous_stride
 
@@ -24,7 +25,7 @@ class LocalBatches:
     """Which part of a global batch each rank reads: the batch is split along every mesh axis along which the plan
     splits the rows (dim 0) of any input. An input that the plan splits otherwise is moved there."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, model: nn.Module) -> None:
         program = state.program
         inputs = [i for i in program.inputs if i.role == "input"]
 
@@ -40,8 +41,10 @@ class LocalBatches:
             self.rank = self.rank * program.mesh[axis] + state.coordinate[axis]
         split = (i for i in inputs if any(isinstance(i.layout[a], Split) and i.layout[a].dim == 0 for a in self.axes))
         self.rows = next((i.meta.shape[0] for i in split), 0)
-        self.known = {i.target: bool(i.meta.shape) and i.meta.shape[0] == self.rows for i in inputs}
-        """Path of an input -> whether its rows are those of the batch."""
+        self.names = Names(model)
+        names = self.names.of(i.target for i in inputs)
+        self.known = {names[i.target]: bool(i.meta.shape) and i.meta.shape[0] == self.rows for i in inputs}
+        """Name of an input -> whether its rows are those of the batch."""
 
     def sharded(self, batch: Any, padder: Padder | None) -> Any:
         """The batch with DTensors in the place of tensors that have a row for each sample of this rank. Raises
@@ -53,7 +56,8 @@ class LocalBatches:
         inputs = Inputs.of(args, {**batch} if named else {})
         if padder is not None:
             inputs = padder.padded(inputs, self.size)
-        sizes = {p: x.shape[0] for p, x in inputs.tensors.items() if self.known.get(p) and x.dim()}
+        names = self.names.of(inputs.tensors)
+        sizes = {p: x.shape[0] for p, x in inputs.tensors.items() if self.known.get(names[p]) and x.dim()}
         if not sizes:
             raise ValueError(
                 f"no input of {inputs.form} has the rows of a batch: give shard_batch the inputs of a call, by name "
@@ -63,13 +67,13 @@ class LocalBatches:
             shown = ", ".join(f"{path} has {size}" for path, size in sizes.items())
             raise ValueError(f"the inputs of a batch have different numbers of rows: {shown}")
         (rows,) = set(sizes.values())
-        split = {p: self._split(x) for p, x in inputs.tensors.items() if self._is_batched(p, x, rows)}
+        split = {p: self._split(x) for p, x in inputs.tensors.items() if self._is_batched(names[p], x, rows)}
         args, kwargs = inputs.with_tensors(split)
         return type(batch)(kwargs) if named else args if listed else args[0]
 
-    def _is_batched(self, path: str, tensor: torch.Tensor, rows: int) -> bool:
+    def _is_batched(self, name: str, tensor: torch.Tensor, rows: int) -> bool:
         """Whether its rows are samples: as in the example, and of an input that it lacks, if there are as many."""
-        return self.known.get(path, tensor.dim() > 0 and tensor.shape[0] == rows)
+        return self.known.get(name, tensor.dim() > 0 and tensor.shape[0] == rows)
 
     def _split(self, local: torch.Tensor) -> torch.Tensor:
         if not local.shape[0]:

@@ -1,4 +1,4 @@
-"""Mirrors of a model's modules, of the same classes and attributes with tensors of their own, and what stands for one."""
+"""Mirrors of a model's modules: of the same classes and attributes, with tensors of their own. What stands for one."""
 
 from __future__ import annotations
 

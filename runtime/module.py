@@ -96,7 +96,7 @@ class ParallelModule(Standing):
         vars(self)["_root"] = root
         state.own(self)
         vars(self)["_modes"] = Versions(self, model, state, again, padder)
-        vars(self)["_local"] = LocalBatches(state)
+        vars(self)["_local"] = LocalBatches(state, model)
         vars(self)["_verifier"] = verifier
         state.distribute(chain(model.named_parameters(), model.named_buffers()))
         OWNERS.claim(model, self)

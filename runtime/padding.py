@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import signature
 from numbers import Real
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.graph import meta_of
-from autopar.passes.capture.captured import Captured, names_by
+from autopar.passes.capture.captured import Captured
 
-from .inputs import Inputs
+from .inputs import Inputs, Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +54,14 @@ class Padder:
     """Pads the inputs of calls of a model, up to `rows` of the inputs that it was captured with."""
 
     def __init__(self, padding: Padding, model: nn.Module) -> None:
-        self.padding, self.signature = padding, signature(model.forward)
+        self.padding, self.names = padding, Names(model)
         self.rows: dict[str, int] = {}
         """Of the inputs that the model was captured with, by path."""
-        self.names: dict[tuple[str, ...], dict[str, str]] = {}
 
     def example(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The example inputs, padded in length. Raises ValueError for a name that no input has."""
         inputs = Inputs.of(args, kwargs or {})
-        known = {*self._names(inputs).values(), *self.signature.parameters}
+        known = {*self.names.of(inputs.tensors).values(), *self.names.signature.parameters}
         if unknown := [name for name in self.padding.values if name not in known]:
             raise ValueError(f"padding names {', '.join(unknown)}, and the inputs are {', '.join(sorted(known))}")
         return inputs.with_tensors(self._tensors(inputs, 1))
@@ -82,15 +80,9 @@ class Padder:
         args, kwargs = inputs.with_tensors(tensors)
         return Inputs.of(args, kwargs)
 
-    def _names(self, inputs: Inputs) -> dict[str, str]:
-        paths = tuple(inputs.tensors)
-        if paths not in self.names:
-            self.names[paths] = names_by(self.signature, paths)
-        return self.names[paths]
-
     def _tensors(self, inputs: Inputs, parts: int) -> dict[str, torch.Tensor]:
         """Those that are padded, by path."""
-        names, found, short, grown = self._names(inputs), {}, {}, False
+        names, found, short, grown = self.names.of(inputs.tensors), {}, {}, False
         for path, tensor in inputs.tensors.items():
             if isinstance(tensor, DTensor) or not tensor.dim():
                 continue
@@ -115,7 +107,7 @@ class Padder:
 
     def _common(self) -> int:
         """The rows of an input that the model was captured without."""
-        named = {name: path for path, name in names_by(self.signature, tuple(self.rows)).items()}
+        named = {name: path for path, name in self.names.of(self.rows).items()}
         return next((self.rows[named[name]] for name in self.padding.values if name in named), 0)
 
 
