@@ -12,6 +12,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.presets import Preset, register_preset
 from autopar.report.comparison import Comparison
 from autopar.report.simulation import Simulation, simulate
+from autopar.runtime.attempts import init_process_group
 from autopar.runtime.padding import Padding
 from autopar.solve import Solver, register_solver
 
@@ -30,6 +31,7 @@ __all__ = [
     "Solver",
     "check_rule",
     "compare",
+    "init_process_group",
     "parallelize",
     "plan",
     "read_cluster",
