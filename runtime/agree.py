@@ -247,7 +247,7 @@ def located(
             instruction = lines.get(_line(error, file))
             if instruction is None:
                 raise
-            place = _place(instruction, program)
+            place = place_of(instruction, program)
             collective = started.get(instruction.inputs[0]) if instruction.op == WAIT else instruction
             if collective is None or collective.collective is None or not _is_of_backend(error):
                 error.add_note(f"on rank {dist.get_rank() if dist.is_initialized() else 0}, {place}")
@@ -255,7 +255,7 @@ def located(
             axis = collective.args[-1]
             group = groups[axis]
             assert group is not None
-            what = f"{collective.collective} {_place(collective, program)},"
+            what = f"{collective.collective} {place_of(collective, program)},"
             raise explanation(what, program.axes[axis], group, error) from error
 
     return run
@@ -271,7 +271,7 @@ def _line(error: Exception, file: str) -> int:
     return 0
 
 
-def _place(instruction: Node, program: Program) -> str:
+def place_of(instruction: Node, program: Program) -> str:
     of = f" for {instruction.serves}" if instruction.serves else ""
     module = f" of module {instruction.module!r}" if instruction.module else ""
     return f"in `{source_line(instruction, program.axes)}`{of}{module}"

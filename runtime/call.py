@@ -15,6 +15,7 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
+from .finite import finite
 from .held import State
 from .inputs import Inputs
 from .placements import local_slice
@@ -118,6 +119,8 @@ class _Call:
     keys: tuple[torch.Tensor, ...] = ()
     """Of the random operators, once they are drawn."""
     check: Check | None = None
+    finite: bool = False
+    """Whether its passes raise where their results are not finite."""
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
@@ -125,8 +128,9 @@ class _Call:
         self.keys = state.keys()
         self.values += self.keys
         seen = [*self.values] if state.shared is None else []
-        with compat.without_autocast(state.device.type):
+        with finite(state, self.finite, "forward", self.values) as made, compat.without_autocast(state.device.type):
             results, saved = state.executable.forward(self.values)
+            made += results
         if state.shared is None:
             state.shared = Shared.of(seen, state.mutated, results, saved)
         with torch.no_grad():
@@ -150,7 +154,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
         ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
-        ctx.check = call.check
+        ctx.check, ctx.finite = call.check, call.finite
         assert state.shared is not None
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
@@ -195,8 +199,9 @@ class ProgramStep(torch.autograd.Function):
         held = arguments[given:] if look else []
         if form == "last":
             arguments += pending.sums.pop(state)
-        with compat.without_autocast(state.device.type):
+        with finite(state, ctx.finite, "backward", arguments) as made, compat.without_autocast(state.device.type):
             computed = list(executable.backward(arguments))
+            made += computed
         if look:
             state.overlapping[form] = overlapping(computed, kept)
             held.clear()

@@ -97,7 +97,7 @@ class ParallelModule(Standing):
         state.own(self)
         vars(self)["_modes"] = Versions(self, model, state, again, padder)
         vars(self)["_local"] = LocalBatches(state, model)
-        vars(self)["_verifier"] = verifier
+        vars(self)["_verifier"], vars(self)["_finite"] = verifier, False
         state.distribute(chain(model.named_parameters(), model.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(model, root, captured.reads)
@@ -193,6 +193,12 @@ class ParallelModule(Standing):
         finally:
             pending.reduces = before
 
+    def check_finite(self, on: bool = True) -> None:
+        """From the next call on, raise FloatingPointError on all ranks at the end of a forward or backward pass whose
+        results hold NaN or an infinity: it names the first instruction that made one, with its module and rank.
+        All ranks must call it alike. Steps take several times as long."""
+        vars(self)["_finite"] = bool(on)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As on the model; it also drops gradients that wait to be reduced (`no_sync`)."""
         _state(self).pending.sums.clear()
@@ -208,6 +214,7 @@ class ParallelModule(Standing):
         with lockstep.running("forward pass"):
             state = modes.state(request)
             call = prepared_call(state, request.inputs)
+            call.finite = vars(self)["_finite"]
             verifier: Verifier | None = vars(self)["_verifier"]
             if verifier is not None:
                 call.check = verifier.begin(state, modes.modules, request.inputs.tensors)
