@@ -29,5 +29,5 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
         )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout or default_pg_timeout)))
-    store = dist.PrefixStore(f"attempt_{attempt}", store)
+    store = dist.distributed_c10d.PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)

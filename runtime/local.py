@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.compat import make_dtensor
 from autopar.ir.graph import meta_of
-from autopar.ir.layout import Split
+from autopar.ir.layout import Placement, Split
 
 from .held import State
 from .inputs import Inputs, Names
@@ -29,17 +29,20 @@ class LocalBatches:
         program = state.program
         inputs = [i for i in program.inputs if i.role == "input"]
 
-        def splits_rows(axis: int) -> bool:
-            places = (i.layout[axis] for i in inputs)
-            return program.mesh[axis] > 1 and any(isinstance(p, Split) and p.dim == 0 for p in places)
+        def has_rows(place: Placement) -> bool:
+            return isinstance(place, Split) and place.dim == 0
 
         self.mesh = state.mesh
-        self.axes = tuple(axis for axis in range(len(program.mesh)) if splits_rows(axis))
+        self.axes = tuple(
+            axis
+            for axis, ranks in enumerate(program.mesh)
+            if ranks > 1 and any(has_rows(i.layout[axis]) for i in inputs)
+        )
         self.size = math.prod(program.mesh[axis] for axis in self.axes)
         self.rank = 0
         for axis in self.axes:
             self.rank = self.rank * program.mesh[axis] + state.coordinate[axis]
-        split = (i for i in inputs if any(isinstance(i.layout[a], Split) and i.layout[a].dim == 0 for a in self.axes))
+        split = (i for i in inputs if any(has_rows(i.layout[axis]) for axis in self.axes))
         self.rows = next((i.meta.shape[0] for i in split), 0)
         self.names = Names(model)
         names = self.names.of(i.target for i in inputs)
@@ -78,7 +81,7 @@ class LocalBatches:
     def _split(self, local: torch.Tensor) -> torch.Tensor:
         if not local.shape[0]:
             raise ValueError(f"a local batch has no rows: it is {meta_of(local)}. Drop it, on every rank")
-        places: list[Placement] = [Replicate() for _ in self.mesh.shape]
+        places: list[TorchPlacement] = [Replicate() for _ in self.mesh.shape]
         for axis in self.axes:
             places[axis] = Shard(0)
         shape = torch.Size((local.shape[0] * self.size, *local.shape[1:]))

@@ -294,7 +294,7 @@ class _Digests:
     def __init__(self, coordinate: tuple[int, ...]) -> None:
         self.coordinate = coordinate
         self.are_late = False
-        self.late: tuple[torch.Tensor, list[int]] | None = None
+        self.late: tuple[torch.Tensor, Any] | None = None
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
         shards = [0] * INPUTS_MOST

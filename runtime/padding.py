@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class Padding:
         if not isinstance(self.values, Mapping) or not self.values:
             raise ValueError(f"padding values is {self.values!r}: give a value by input, such as {{'labels': -100}}")
         for name, value in self.values.items():
-            if not isinstance(value, Real):
+            if not isinstance(value, int | float):
                 raise ValueError(f"padding value of {name!r} is {value!r}: give a number")
         sizes = self.lengths if isinstance(self.lengths, tuple | list) else (None,)
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
