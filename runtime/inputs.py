@@ -25,6 +25,9 @@ class Form:
     """Path -> the meta of a tensor, or the type and value of a constant."""
     spec: pytree.TreeSpec = field(repr=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Form:
+        return self
+
     def __str__(self) -> str:
         return ", ".join(f"{path} {_shown(leaf)}" for path, leaf in self.leaves) or "no inputs"
 
