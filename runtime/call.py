@@ -163,12 +163,12 @@ class ProgramStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        lockstep = ctx.state.lockstep
-        lockstep.backwards += 1
-        lockstep.reductions += ctx.state.pending.reduces
-        with torch.no_grad(), lockstep.running("backward pass"):
+        handshake = ctx.state.handshake
+        handshake.backwards += 1
+        handshake.reductions += ctx.state.pending.reduces
+        with torch.no_grad(), handshake.running("backward pass"):
             results = ProgramStep.gradients(ctx, gradients)
-            lockstep.settle()
+            handshake.settle()
         if not torch.is_grad_enabled():
             return results
         # the caller asked for a graph of the gradients

@@ -87,7 +87,7 @@ def _raise_together(state: State, watch: Watch, what: str, results: Sequence[tor
             told.append(f"the first {kind} came on rank {rank}, {place}")
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     raise FloatingPointError(
-        f"in the {what} pass of call {state.lockstep.calls}, {', '.join(bad[:3])}{more} "
+        f"in the {what} pass of call {state.handshake.calls}, {', '.join(bad[:3])}{more} "
         f"{'is' if len(bad) == 1 else 'are'} not finite: {'; '.join(told)}"
     )
 

@@ -208,10 +208,10 @@ class ParallelModule(Standing):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
         modes: Versions = vars(self)["_modes"]
-        lockstep = _state(self).lockstep
+        handshake = _state(self).handshake
         request = modes.request(args, kwargs)
-        lockstep.begin(request.intent)
-        with lockstep.running("forward pass"):
+        handshake.begin(request.intent)
+        with handshake.running("forward pass"):
             state = modes.state(request)
             call = prepared_call(state, request.inputs)
             call.finite = vars(self)["_finite"]
@@ -223,7 +223,7 @@ class ParallelModule(Standing):
                 call.returned += map(weakref.ref, results)
             else:
                 results = state.outputs(call.forward()[0])
-                lockstep.settle()
+                handshake.settle()
             if call.check is not None:
                 call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))

@@ -19,9 +19,9 @@ from autopar.passes.capture.concrete import Pinned, same_value
 
 from .agree import all_equal, together
 from .guard import Guard, report_changed
+from .handshake import Intent
 from .held import State
 from .inputs import Form, Inputs
-from .lockstep import Intent
 from .modes import Again, Mode
 from .padding import Padder
 from .verify import gathered
@@ -137,7 +137,7 @@ class Versions:
             ready = self.chosen.get(wanted)
             if ready is not None and not ready.guard.holds():
                 ready = None
-        except Exception as error:  # on this rank: `Lockstep.begin` raises it on all
+        except Exception as error:  # on this rank: `Handshake.begin` raises it on all
             return Request(intent=Intent.failed(error))
         intent = Intent(
             number=wanted.number,

@@ -124,9 +124,9 @@ def by_rank(other: Any) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (batch(3, 4), r"rank 0 calls for .*int64\[8, 4\].*rank 1 calls for .*int64\[3, 4\]"),
-        (batch(8, 4, seed=1), r"input kwargs.ids differs between ranks: .* In call 4 rank 0 has"),
-        ({**batch(8, 4), "ids": "words"}, "rank 0 calls for .*rank 1 calls for .*'words'"),
+        (batch(3, 4), r"rank 0: .*int64\[8, 4\].*rank 1: .*int64\[3, 4\]"),
+        (batch(8, 4, seed=1), r"input kwargs.ids differs between ranks: .* Digests of call 4: rank 0"),
+        ({**batch(8, 4), "ids": "words"}, "rank 0: .*rank 1: .*'words'"),
     ],
     ids=["shape", "data", "no tensor"],
 )

@@ -100,16 +100,18 @@ def is_stopped(module: ParallelModule) -> None:
 
 FAULTS: dict[str, tuple[Callable[[ParallelModule], None], str]] = {
     "evaluates alone": (
-        evaluates_alone, r"different modes .* rank 0 calls for training with gradients.*; rank 1 calls for evaluation",
+        evaluates_alone, r"different modes .* rank 0: training with gradients.*; rank 1: evaluation",
     ),
     "swallows an error": (
         swallows_an_error, r"What the ranks say: rank 0 waited for others in the backward pass of call 5; "
         r"rank 1 came to call 6 .* and waited for the others",
     ),
-    "skips a batch": (skips_a_batch, r"input args.0 differs between ranks: .* In call 5 rank 0 has \w+; rank 1 has"),
+    "skips a batch": (
+        skips_a_batch, r"input args.0 differs between ranks: .* Digests of call 5: rank 0: \w+; rank 1: \w+",
+    ),
     "does not synchronize": (does_not_synchronize, r"rank 0 waited for others in the backward pass of call 4"),
     "sets an attribute": (
-        sets_an_attribute, "some ranks must capture the model again, .*: rank 0 need not; rank 1 must",
+        sets_an_attribute, "some ranks must capture the model again, .*: rank 0: no capture; rank 1: a capture",
     ),
     "has a bad input": (has_a_bad_input, r"args.0 is on meta and the mesh on cpu"),
     "is stopped": (is_stopped, r"did not end within the timeout|not all others did, within the timeout"),

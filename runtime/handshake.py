@@ -1,4 +1,4 @@
-"""Ranks in lock step: with every call each rank tells the others what it calls, and what differs is an error on all.
+"""The handshake that begins each call: every rank tells the others what it calls, and what differs is an error on all.
 
 A program's collectives meet only if all ranks run the same one. A rank that evaluates alone, that swallowed an error
 and went on, or that has other data would hang the others, or spoil their numbers in silence. So each call begins with
@@ -70,7 +70,7 @@ class _Exchange:
     error: Exception | None
 
 
-class Lockstep:
+class Handshake:
     """What ranks tell each other at the calls of one module."""
 
     def __init__(self, mesh: DeviceMesh, program: str) -> None:
@@ -85,8 +85,8 @@ class Lockstep:
         self.exchange: _Exchange | None = None
         self.digests = _Digests(self.coordinate)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Lockstep:
-        copied = Lockstep.__new__(Lockstep)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handshake:
+        copied = Handshake.__new__(Handshake)
         vars(copied).update(vars(self))
         copied.calls = copied.failures = copied.backwards = copied.reductions = 0
         copied.before, copied.exchange, copied.digests = (), None, _Digests(self.coordinate)
@@ -183,12 +183,12 @@ class Lockstep:
             seen: dict[int, int] = {}
             if any(seen.setdefault(shard, digest) != digest for shard, digest in zip(shards, digests, strict=True)):
                 path = ", ".join(exchange.paths[slot : None if slot == INPUTS_MOST - 1 else slot + 1])
-                groups = self._by_value([f"has {d % 2**32:08x}" for d in digests])
-                late = ", one call late," if self.digests.are_late else ""
+                groups = self._by_value([f"{d % 2**32:08x}" for d in digests])
+                late = " (seen a call late)" if self.digests.are_late else ""
                 return (
                     f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
                     f"every rank. Give a DTensor if each rank has its own slice (see shard_batch and "
-                    f"input_placements). In call {exchange.call}{late} {groups}"
+                    f"input_placements). Digests of call {exchange.call}{late}: {groups}"
                 )
         return None
 
@@ -197,7 +197,7 @@ class Lockstep:
         groups: dict[str, list[int]] = {}
         for rank, value in enumerate(values):
             groups.setdefault(value, []).append(rank)
-        return "; ".join(f"{self._named(ranks)} {value}" for value, ranks in groups.items())
+        return "; ".join(f"{self._named(ranks)}: {value}" for value, ranks in groups.items())
 
     def _named(self, rows: Sequence[int]) -> str:
         ranks = [self.ranks[row] for row in rows]
@@ -260,12 +260,13 @@ _ADVICE = {
 
 
 def _described(name: str, numbers: Sequence[int], texts: Sequence[str]) -> list[str]:
+    """What is to be said of each rank."""
     if name == "wants":
-        return [f"calls for {text}" for text in texts]
+        return [*texts]
     if name == "has_program":
-        return ["need not" if number else "must" for number in numbers]
-    words = {"calls": "made {} calls", "failures": "had {} errors", "backwards": "called it {} times"}
-    return [words.get(name, "has {}").format(number) for number in numbers]
+        return ["no capture" if number else "a capture" for number in numbers]
+    words = {"calls": "calls", "failures": "errors", "backwards": "times", "reductions": "outside"}
+    return [f"{number} {words.get(name, '')}".rstrip() for number in numbers]
 
 
 def _text(words: torch.Tensor) -> str:
