@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
+from autopar.planning.at_rest import Decided
 from autopar.planning.constraints import Constraints
 from autopar.planning.given import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
@@ -238,7 +239,8 @@ def parallelize(
     raise_together(error, mesh)
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
-    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster)
+    decided = Decided.of(planner.space, planner.assignment(plan))
+    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided)
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
         padder.captured(planner.captured)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autopar.ir.program import Program
 from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured, NothingTrainedError
 from autopar.passes.capture.fakes import skeleton
+from autopar.planning.at_rest import Decided
 from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner, captured_for_planning
 
@@ -105,7 +107,10 @@ class Modes:
         *,
         loss_fn: Callable[[Any], torch.Tensor] | None,
         cluster: str | Cluster | None,
+        decided: Decided | None = None,
     ) -> None:
+        """`decided` is where the plans for inputs of other forms begin."""
+        self.form, self.decided = Inputs.captured(captured).form, decided
         self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
         self.loss_fn, self.cluster = loss_fn, cluster
 
@@ -148,8 +153,8 @@ class Modes:
         if serving is not None:
             return captured, serving
         assert planner is not None
-        find = planner.assignment_at
-        assignment = on_first_rank(lambda: find(self.at_rest), self.mesh)
+        near = None if inputs.form == self.form else self.decided
+        assignment = on_first_rank(partial(planner.assignment_at, self.at_rest, near), self.mesh)
         with together(self.mesh, ValueError):
             program = planner.writer.written(assignment)
         assert program is not None
