@@ -404,9 +404,7 @@ def test_decisions_begin_from_those_of_other_sizes(solver: str) -> None:
     chosen = taken(planner.space, planner.assignment(plan))
     for name, site in unique_sites(planner.space).items():
         if site.kind == "op":
-            assert decided.choices(planner.space, site) == taken(planner.space, alike)[name], (
-                "the same for the same sizes"
-            )
+            assert decided.choices(planner.space, site) == chosen[name], "the same for the same sizes"
     other = Planner(model(), {"dp": 2, "tp": 2}, (x,), loss_fn=loss_of)
     made = other.writer.written(other.assignment_at(at_rest, decided))
     assert {i.target: i.layout for i in made.inputs if i.role == "parameter"} == at_rest
