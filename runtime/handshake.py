@@ -129,7 +129,7 @@ class Handshake:
             mine = f"rank {dist.get_rank()} came to call {exchange.call} ({_text(exchange.sent)}) and"
             self._note(f"{mine} waited for the others")
             how = "not all others did, within the timeout" if is_timeout(error) else "lost the connection to another"
-            raise CollectiveError(f"{mine} {how}", self._cause() or self._notes()) from error
+            raise CollectiveError(f"{mine} {how}", self._cause() or self._notes()[0]) from error
         self._check(exchange)
 
     @contextmanager
@@ -142,8 +142,10 @@ class Handshake:
             if self.channel is None:
                 raise
             self._note(f"rank {dist.get_rank()} waited for others in the {what} of call {self.calls}")
-            cause = self._cause()
-            raise CollectiveError(error.fact, cause or f"{error.guess}. {self._notes()}") from error
+            if (told := self._cause()) is None:
+                told, all_spoke = self._notes()
+                told = told if all_spoke else f"{error.guess}. {told}"
+            raise CollectiveError(error.fact, told) from error
         except Exception as error:
             self.failures += 1
             if self.channel is not None:
@@ -222,22 +224,22 @@ class Handshake:
             if group is not None:
                 compat.keep_until_exit(group)
 
-    def _notes(self) -> str:
-        """Where the ranks were as they failed, or the one that is the cause."""
+    def _notes(self) -> tuple[str, bool]:
+        """Where the ranks were as they failed, or the one that is the cause; and whether no rank is silent."""
         found: dict[int, str] = {}
         end = time.monotonic() + NOTES_SECONDS
         while len(found) < len(self.ranks) and time.monotonic() < end:
             found.update(self._read([rank for rank in self.ranks if rank not in found]))
             causes = [note.split(" ", 1)[1] for note in found.values() if note[0] == "!"]
             if causes:
-                return "; ".join(causes)
+                return "; ".join(causes), True
             time.sleep(0.05)
         if not found:
-            return "The ranks have not heard of each other"
+            return "The ranks have not heard of each other", False
         said = "; ".join(note.split(" ", 2)[2] for _, note in sorted(found.items()))
         silent = [row for row, rank in enumerate(self.ranks) if rank not in found]
         nothing = f"; {self._named(silent)} said nothing: stopped, ended, or busy elsewhere" if silent else ""
-        return f"What the ranks say: {said}{nothing}"
+        return f"What the ranks say: {said}{nothing}", not silent
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         """The notes of this call, and of those right before and after it."""

@@ -51,9 +51,10 @@ class ParallelModule(Standing):
     `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
     `to(...)`, `cpu()`, `float()` and the like return the module where device and dtype stay, and raise ValueError where
     they do not.
-    The first call in a mode that the program was not captured in (evaluation, mostly) captures and plans a program for
-    that, by `again`, with the parameters where they are; it takes as long as planning does, and all ranks must come
-    to it alike.
+    The first call in a mode (evaluation, mostly) or with inputs of a form (the smaller last batch, no labels) that no
+    program was captured in captures and plans one, by `again`, with the parameters where they are. It takes as long as
+    planning does. All ranks must make the same calls: each begins with a handshake, and ranks that differ in mode,
+    inputs or count of calls raise one error.
 
     Raises ValueError, on every rank, if the ranks' programs or weights differ, or if mesh and program do not match.
     """

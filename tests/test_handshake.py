@@ -89,9 +89,11 @@ def is_stopped(module: ParallelModule) -> None:
     if dist.get_rank() == ODD:
         pid = os.getpid()
         if os.fork() == 0:  # wakes it again, when the others have ended
-            time.sleep(TIMEOUT.total_seconds() + 3)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
+            try:
+                time.sleep(TIMEOUT.total_seconds() + 3)
+                os.kill(pid, signal.SIGCONT)
+            finally:
+                os._exit(0)
         threading.Timer(0.5, lambda: os.kill(pid, signal.SIGSTOP)).start()
     for _ in range(100):
         step(module)

@@ -48,7 +48,7 @@ SIZES = {"alike": 2, "apart": 4, "lengths": 1}
 
 
 def epoch(way: str) -> None:
-    """An epoch with a last batch that is smaller, and an evaluation without labels."""
+    """An epoch with a last batch that is smaller, and evaluations without labels."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     example = {"ids": IDS[:ROWS], "labels": IDS[:ROWS], "scale": SCALE}
     beside = Tagger()
@@ -64,6 +64,8 @@ def epoch(way: str) -> None:
         loss, expected = module(**sharded), beside(**given, scale=SCALE)
         assert_close(whole(loss), expected.detach(), "loss")
         loss.backward(), expected.backward()
+        if way != "apart":
+            continue
         with torch.no_grad():
             mask = (part["ids"] > 2).float()
             ids, scale, kept = module.shard_batch((part["ids"], SCALE, mask))
