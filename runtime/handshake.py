@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -105,8 +106,7 @@ class Handshake:
         head += [self.backwards, self.reductions]
         self.backwards = self.reductions = 0
         digests = self.digests.of(intent.tensors)
-        text = intent.text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        words = torch.cat([torch.tensor(head + digests), torch.frombuffer(bytearray(text), dtype=torch.int64)])
+        words = torch.cat([torch.tensor(head + digests), _words(intent.text)])
         rows = torch.empty(len(self.ranks) * len(words), dtype=torch.int64)
         work = compat.all_gather_single(rows, words, self.channel.group)
         self.exchange = _Exchange(
@@ -269,6 +269,13 @@ def _described(name: str, numbers: Sequence[int], texts: Sequence[str]) -> list[
         return ["no capture" if number else "a capture" for number in numbers]
     words = {"calls": "calls", "failures": "errors", "backwards": "times", "reductions": "outside"}
     return [f"{number} {words.get(name, '')}".rstrip() for number in numbers]
+
+
+@lru_cache(maxsize=64)
+def _words(text: str) -> torch.Tensor:
+    """The beginning of a text as numbers."""
+    padded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
 
 
 def _text(words: torch.Tensor) -> str:
