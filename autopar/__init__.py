@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from autopar.report.comparison import Comparison
     from autopar.report.difference import Difference, difference
     from autopar.report.simulation import Simulation, simulate
+    from autopar.runtime.attempts import init_process_group
+    from autopar.runtime.padding import Padding
     from autopar.solve import Solver, register_solver
 
 MODULES = {
@@ -35,6 +37,8 @@ MODULES = {
     "autopar.report.comparison": ("Comparison",),
     "autopar.report.difference": ("Difference", "difference"),
     "autopar.report.simulation": ("Simulation", "simulate"),
+    "autopar.runtime.attempts": ("init_process_group",),
+    "autopar.runtime.padding": ("Padding",),
     "autopar.solve": ("Solver", "register_solver"),
 }
 """Where each name is from. They are imported when they are first used, so that `autopar --help` does not wait for
@@ -64,6 +68,7 @@ __all__ = [
     "Difference",
     "Level",
     "Lowering",
+    "Padding",
     "Plan",
     "Preset",
     "Simulation",
@@ -71,6 +76,7 @@ __all__ = [
     "check_rule",
     "compare",
     "difference",
+    "init_process_group",
     "parallelize",
     "plan",
     "read_cluster",

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
+from autopar.planning.at_rest import Decided
 from autopar.planning.constraints import Constraints
 from autopar.planning.explain.engine import Explainer
 from autopar.planning.given import check_mesh
@@ -23,10 +24,11 @@ from autopar.planning.reading import cluster_of, optimizer_of, refreshed
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
+from autopar.runtime.modes import Modes
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
-from autopar.runtime.versions import Modes
 
 
 def plan(
@@ -197,6 +199,7 @@ def parallelize(
     plan: Plan | None = None,
     whole_outputs: bool = False,
     verify: int = 0,
+    padding: Padding | None = None,
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
@@ -217,6 +220,9 @@ def parallelize(
     time of one device for that. A model with random operators runs as its captured graph in that process, with the same
     random numbers, instead of as Python.
 
+    With `padding`, batches with fewer rows than the example, or of other lengths, are padded to shapes that have a
+    program (see `Padding`). Inputs of any other form are captured and planned again when they first come.
+
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -226,11 +232,16 @@ def parallelize(
         )
     follow_world_timeout(mesh)
     error: ValueError | None = None
-    planner = None
+    planner = padder = None
     try:
         request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
+        if padding is not None and not isinstance(padding, Padding):
+            raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
+        padder = None if padding is None else Padder(padding, model)
+        if padder is not None:
+            args, kwargs = padder.example(args, kwargs)
         planner = Planner(
             model,
             mesh_of(mesh),
@@ -264,11 +275,15 @@ def parallelize(
     raise_together(error, mesh)
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
-    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster)
+    decided = Decided.of(planner.space, planner.assignment(plan))
+    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided)
     verifier = Verifier(model, loss_fn, verify) if verify else None
+    if padder is not None:
+        padder.captured(planner.captured)
     return ParallelModule(
-        model, planner.captured, program, plan, mesh, again, whole_outputs=whole_outputs, verifier=verifier
-    )
+        model, planner.captured, program, plan, mesh, again,
+        whole_outputs=whole_outputs, verifier=verifier, padder=padder,
+    )  # fmt: skip
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]

@@ -154,6 +154,11 @@ _WORDS = 1 << 17
 def digest(tensor: torch.Tensor) -> int:
     """A sum of the tensor's bits, each word of them with a weight that says where it stands: exact, and the same
     whatever the order in which it is added up."""
+    return int(digest_of(tensor)) % (1 << 64)
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`digest`, where the tensor is: int64 [], for which no host waits."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -162,10 +167,10 @@ def digest(tensor: torch.Tensor) -> int:
     if words.storage_offset() % 8:
         words = words.clone()
     weights = torch.arange(1, 2 * min(_WORDS, max(aligned // 8, 8)), 2, device=bits.device) * _WEIGHT
-    total = int((rest.long() * weights[: rest.numel()]).sum())
+    total = (rest.long() * weights[: rest.numel()]).sum()
     for number, chunk in enumerate(torch.split(words.view(torch.int64), _WORDS), 1):
-        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * number + 1)
-    return total % (1 << 64)
+        total = total + (chunk * weights[: chunk.numel()]).sum() * (2 * number + 1)
+    return total
 
 
 _WEIGHT = 0x1E3779B97F4A7C15
@@ -177,7 +182,15 @@ Groups = Sequence[dist.ProcessGroup | None]
 
 class CollectiveError(RuntimeError):
     """A collective that did not come to its end: another rank had ended before, or did not come in time. Backends
-    report a peer's death as a closed connection, and name neither the collective nor the ranks."""
+    report a peer's death as a closed connection, and name neither the collective nor the ranks. `fact` is what is
+    known, and `guess` what may have happened, for as long as nobody knows more."""
+
+    def __init__(self, fact: str, guess: str = "") -> None:
+        super().__init__(fact, guess)
+        self.fact, self.guess = fact, guess
+
+    def __str__(self) -> str:
+        return f"{self.fact}. {self.guess}" if self.guess else self.fact
 
 
 @contextmanager
@@ -188,28 +201,28 @@ def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         if not _is_of_backend(error):
             raise
-        raise CollectiveError(explanation(what, axis, group, error)) from error
+        raise explanation(what, axis, group, error) from error
 
 
-def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> str:
-    """The message for a collective that failed with a backend's `error`."""
+def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> CollectiveError:
+    """The error for a collective that failed with a backend's `error`."""
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-    if _is_timeout(error):
-        return (
-            f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed: it did not end within the timeout "
-            f"of the process group. {named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may "
-            f"have ended: look at the log of {named}, and give the process group a longer timeout if a step takes that "
-            f"long"
+    fact = f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed"
+    if is_timeout(error):
+        return CollectiveError(
+            f"{fact}: it did not end within the timeout of the process group",
+            f"{named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may have ended: look at "
+            f"the log of {named}, and give the process group a longer timeout if a step takes that long",
         )
-    return (
-        f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed. A peer has probably died, or ended with "
-        f"an error of its own: look at the log of {named} for what came first"
+    return CollectiveError(
+        fact,
+        f"A peer has probably died, or ended with an error of its own: look at the log of {named} for what came first",
     )
 
 
-def _is_timeout(error: Exception) -> bool:
+def is_timeout(error: Exception) -> bool:
     """Backends have no type for it. gloo says "Timed out waiting", NCCL's watchdog "timeout"."""
     return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
@@ -234,7 +247,7 @@ def located(
             instruction = lines.get(_line(error, file))
             if instruction is None:
                 raise
-            place = _place(instruction, program)
+            place = place_of(instruction, program)
             collective = started.get(instruction.inputs[0]) if instruction.op == WAIT else instruction
             if collective is None or collective.collective is None or not _is_of_backend(error):
                 error.add_note(f"on rank {dist.get_rank() if dist.is_initialized() else 0}, {place}")
@@ -242,8 +255,8 @@ def located(
             axis = collective.args[-1]
             group = groups[axis]
             assert group is not None
-            what = f"{collective.collective} {_place(collective, program)},"
-            raise CollectiveError(explanation(what, program.axes[axis], group, error)) from error
+            what = f"{collective.collective} {place_of(collective, program)},"
+            raise explanation(what, program.axes[axis], group, error) from error
 
     return run
 
@@ -258,7 +271,7 @@ def _line(error: Exception, file: str) -> int:
     return 0
 
 
-def _place(instruction: Node, program: Program) -> str:
+def place_of(instruction: Node, program: Program) -> str:
     of = f" for {instruction.serves}" if instruction.serves else ""
     module = f" of module {instruction.module!r}" if instruction.module else ""
     return f"in `{source_line(instruction, program.axes)}`{of}{module}"

@@ -15,25 +15,26 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
+from .finite import finite
 from .held import State
+from .inputs import Inputs
 from .placements import local_slice
 from .shared import Shared, overlapping
 from .verify import Check
 
 
-def prepared_call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def prepared_call(state: State, inputs: Inputs) -> _Call:
     if not state.called:
-        _agree_on_first(state, args, kwargs)
-    return _prepared(state, args, kwargs)
+        _agree_on_first(state, inputs)
+    return _prepared(state, inputs)
 
 
-def _agree_on_first(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _agree_on_first(state: State, inputs: Inputs) -> None:
     """An error in the first call of any rank is raised on all of them."""
     digests: dict[str, int] = {}
     with together(state.mesh):
-        _prepared(state, args, kwargs)
-        bound = state.captured.bind(args, kwargs)
-        digests = {path: digest(t) for path, t in bound.items() if not isinstance(t, DTensor)}
+        _prepared(state, inputs)
+        digests = {path: digest(t) for path, t in inputs.tensors.items() if not isinstance(t, DTensor)}
     if (path := first_different(digests, state.mesh)) is not None:
         raise ValueError(
             f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
@@ -42,8 +43,8 @@ def _agree_on_first(state: State, args: tuple[Any, ...], kwargs: dict[str, Any])
     state.called = True
 
 
-def _prepared(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    bound = state.captured.bind(args, kwargs)
+def _prepared(state: State, inputs: Inputs) -> _Call:
+    bound = inputs.leaves
     values: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
     differentiable: list[torch.Tensor] = []
@@ -118,6 +119,8 @@ class _Call:
     keys: tuple[torch.Tensor, ...] = ()
     """Of the random operators, once they are drawn."""
     check: Check | None = None
+    finite: bool = False
+    """Whether its passes raise where their results are not finite."""
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
@@ -125,8 +128,9 @@ class _Call:
         self.keys = state.keys()
         self.values += self.keys
         seen = [*self.values] if state.shared is None else []
-        with compat.without_autocast(state.device.type):
+        with finite(state, self.finite, "forward", self.values) as made, compat.without_autocast(state.device.type):
             results, saved = state.executable.forward(self.values)
+            made += results
         if state.shared is None:
             state.shared = Shared.of(seen, state.mutated, results, saved)
         with torch.no_grad():
@@ -150,7 +154,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
         ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
-        ctx.check = call.check
+        ctx.check, ctx.finite = call.check, call.finite
         assert state.shared is not None
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
@@ -159,8 +163,12 @@ class ProgramStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        with torch.no_grad():
+        handshake = ctx.state.handshake
+        handshake.backwards += 1
+        handshake.reductions += ctx.state.pending.reduces
+        with torch.no_grad(), handshake.running("backward pass"):
             results = ProgramStep.gradients(ctx, gradients)
+            handshake.settle()
         if not torch.is_grad_enabled():
             return results
         # the caller asked for a graph of the gradients
@@ -191,8 +199,9 @@ class ProgramStep(torch.autograd.Function):
         held = arguments[given:] if look else []
         if form == "last":
             arguments += pending.sums.pop(state)
-        with compat.without_autocast(state.device.type):
+        with finite(state, ctx.finite, "backward", arguments) as made, compat.without_autocast(state.device.type):
             computed = list(executable.backward(arguments))
+            made += computed
         if look:
             state.overlapping[form] = overlapping(computed, kept)
             held.clear()

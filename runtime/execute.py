@@ -8,10 +8,12 @@ simulated traces (`autopar.report.simulation`).
 
 import builtins
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -66,6 +68,24 @@ are cold."""
 
 MARK = "mark"
 """What a marked source calls `record_function`."""
+
+WATCH = "watch"
+"""What a watched source calls after each instruction."""
+
+Source = Literal["plain", "marked", "watched"]
+Watcher = Callable[[Node, tuple[Any, ...]], None]
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Within it, programs that this thread runs call `watcher` after each instruction, with what it gave."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,29 +148,36 @@ class SourceWriter:
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
         gradients = [o.name for o in program.outputs if o.role == "gradient"]
 
-        def written(marked: bool) -> str:
-            lines = self.function("forward", given, program.forward, (*results, *saved), 1, marked)
+        def written(style: Source) -> str:
+            lines = self.function("forward", given, program.forward, (*results, *saved), 1, style)
             lines.append(f"    return {self.tuple(results)}, {self.tuple(saved)}")
             lines.append("")
-            lines += self.function("backward", [*saved, *tangents], program.backward, gradients, len(lines) + 1, marked)
+            lines += self.function("backward", [*saved, *tangents], program.backward, gradients, len(lines) + 1, style)
             lines.append(f"    return {self.tuple(gradients)}")
             return "\n".join(lines) + "\n"
 
         def functions(source: str) -> dict[str, Callable[[list[torch.Tensor]], Any]]:
-            scope = {**self.bound, MARK: record_function}
+            scope = {**self.bound, MARK: record_function, WATCH: lambda n, *values: watch(self.lines[n], values)}
             exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
             return {name: located(scope[name], program, self.groups, self.lines) for name in ("forward", "backward")}
 
-        source = written(False)
+        def watch(instruction: Node, values: tuple[Any, ...]) -> None:
+            watcher = _watcher.get()
+            assert watcher is not None
+            watcher(instruction, values)
+
+        source = written("plain")
         plain = functions(source)
-        profiled = cache(lambda: functions(written(True)))
+        others = cache(lambda style: functions(written(style)))
         without_autograd = torch.no_grad()
 
         def runs(name: str) -> Callable[[list[torch.Tensor]], Any]:
             function = plain[name]
 
             def run(arguments: list[torch.Tensor]) -> Any:
-                return profiled()[name](arguments) if is_profiling() else function(arguments)
+                if _watcher.get() is not None:
+                    return others("watched")[name](arguments)
+                return others("marked")[name](arguments) if is_profiling() else function(arguments)
 
             return without_autograd(run)
 
@@ -169,10 +196,10 @@ class SourceWriter:
         instructions: tuple[Node, ...],
         results: Iterable[str | None],
         first: int,
-        marked: bool,
+        style: Source,
     ) -> list[str]:
         """The lines of a function up to its return, of which the first is line `first` of the source. `marked` ones are
-        the same lines, with each call under its instruction's label."""
+        the same lines, with each call under its instruction's label; `watched` ones show what each call gave."""
         unused, steps = lifetimes(arguments, instructions, results)
         lines = [f"def {name}(arguments):"]
         if arguments:
@@ -181,9 +208,12 @@ class SourceWriter:
         if unused:
             lines.append(f"    del {', '.join(map(self.local, unused))}")
         for step in steps:
-            self.lines[first + len(lines)] = step.instruction
-            mark = f"with {MARK}({step.instruction.label!r}): " if marked else ""
-            lines.append("    " + mark + self.call(step.instruction, step.in_place))
+            line = first + len(lines)
+            self.lines[line] = step.instruction
+            mark = f"with {MARK}({step.instruction.label!r}): " if style == "marked" else ""
+            shown = [str(line), *(self.local(name) for name in step.instruction.outputs if name)]
+            watch = f"; {WATCH}({', '.join(shown)})" if style == "watched" else ""
+            lines.append(f"    {mark}{self.call(step.instruction, step.in_place)}{watch}")
             dead = [self.local(name) for name in step.dead]
             dead += ["_"] if "" in step.instruction.outputs else []
             if dead:

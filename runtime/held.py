@@ -35,6 +35,7 @@ from .agree import (
     watched,
 )
 from .execute import Executable, compile
+from .handshake import Handshake
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 from .shared import Shared
 
@@ -110,7 +111,9 @@ class Parts:
 class State:
     """What the module knows beside its parameters: the program, its compiled form, and where values live."""
 
-    def __init__(self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh, handshake: Handshake | None = None
+    ) -> None:
         compat.fused_steps_on_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
@@ -147,6 +150,7 @@ class State:
         self.overlapping: dict[Form, tuple[int, ...]] = {}
         """Gradients to be copied, once they have been looked at (`overlapping`)."""
         self.pending = Pending()
+        self.handshake = Handshake(mesh, program.digest) if handshake is None else handshake
         mutated = {o.target for _, o in self.mutations}
         held = ("buffer", "parameter")
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
@@ -177,10 +181,9 @@ class State:
         all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
-        state = State(captured, program, self.plan, self.mesh)
-        state.at_rest, state.whole_outputs, state.shells = self.at_rest, self.whole_outputs, self.shells
-        state.owners, state.aliases, state.mirrors = self.owners, self.aliases, self.mirrors
-        state.pending = self.pending
+        state = State(captured, program, self.plan, self.mesh, self.handshake)
+        for one in ("at_rest", "whole_outputs", "shells", "owners", "aliases", "mirrors", "pending"):
+            setattr(state, one, getattr(self, one))
         return state
 
     @cached_property

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
@@ -28,12 +24,16 @@ from .call import ProgramStep, prepared_call
 from .execute import Executable
 from .guard import OWNERS, Original
 from .held import State
+from .local import LocalBatches
+from .mirrors import Standing, mirrored
+from .modes import Again
+from .padding import Padder
 from .placements import mismatch
 from .verify import Verifier
-from .versions import Again, Versions
+from .versions import Versions
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Standing):
     """A model that runs as `program` on `mesh`. Build it on every rank at once.
 
     Parameters are DTensors under the model's own names, placed at rest as the program wants them;
@@ -51,9 +51,10 @@ class ParallelModule(nn.Module):
     `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
     `to(...)`, `cpu()`, `float()` and the like return the module where device and dtype stay, and raise ValueError where
     they do not.
-    The first call in a mode that the program was not captured in (evaluation, mostly) captures and plans a program for
-    that, by `again`, with the parameters where they are; it takes as long as planning does, and all ranks must come
-    to it alike.
+    The first call in a mode (evaluation, mostly) or with inputs of a form (the smaller last batch, no labels) that no
+    program was captured in captures and plans one, by `again`, with the parameters where they are. It takes as long as
+    planning does. All ranks must make the same calls: each begins with a handshake, and ranks that differ in mode,
+    inputs or count of calls raise one error.
 
     Raises ValueError, on every rank, if the ranks' programs or weights differ, or if mesh and program do not match.
     """
@@ -69,6 +70,7 @@ class ParallelModule(nn.Module):
         *,
         whole_outputs: bool = False,
         verifier: Verifier | None = None,
+        padder: Padder | None = None,
     ) -> None:
         super().__init__()
         follow_world_timeout(mesh)
@@ -94,8 +96,9 @@ class ParallelModule(nn.Module):
         self.training = captured.training
         vars(self)["_root"] = root
         state.own(self)
-        vars(self)["_modes"] = Versions(self, model, state, again)
-        vars(self)["_verifier"] = verifier
+        vars(self)["_modes"] = Versions(self, model, state, again, padder)
+        vars(self)["_local"] = LocalBatches(state, model)
+        vars(self)["_verifier"], vars(self)["_finite"] = verifier, False
         state.distribute(chain(model.named_parameters(), model.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(model, root, captured.reads)
@@ -126,6 +129,31 @@ class ParallelModule(nn.Module):
         """Path of each input ("kwargs.input_ids") -> the placements as which a DTensor need not be redistributed."""
         state = _state(self)
         return {i.target: state.input_placements(i) for i in state.program.inputs if i.role == "input"}
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts the ranks split a batch, for the `num_replicas` of a `DistributedSampler`."""
+        size: int = vars(self)["_local"].size
+        return size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts this rank reads. Ranks with the same number must read the same."""
+        rank: int = vars(self)["_local"].rank
+        return rank
+
+    def shard_batch(self, batch: Any) -> Any:
+        """What this rank's loader gives, its part `data_rank` of `data_size` of a batch, as the inputs of a call:
+
+            sampler = DistributedSampler(dataset, num_replicas=parallel.data_size, rank=parallel.data_rank)
+            for batch in DataLoader(dataset, batch_size=of_each_part, sampler=sampler):
+                parallel(**parallel.shard_batch(batch)).loss.backward()
+
+        `batch` holds the inputs of the call, by name or in a tuple. Tensors with a row (dim 0) for each sample become
+        DTensors of the global batch, and others stay as they are. All parts must have equally many rows. An input that
+        the plan splits otherwise is redistributed, at each call. Raises ValueError for what is no batch of the model.
+        """
+        return vars(self)["_local"].sharded(batch, vars(self)["_modes"].padder)
 
     def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
         """Give values to parameters and buffers that are on `meta`, one global tensor at a time, of which
@@ -166,6 +194,12 @@ class ParallelModule(nn.Module):
         finally:
             pending.reduces = before
 
+    def check_finite(self, on: bool = True) -> None:
+        """From the next call on, raise FloatingPointError on all ranks at the end of a forward or backward pass whose
+        results hold NaN or an infinity: it names the first instruction that made one, with its module and rank.
+        All ranks must call it alike. Steps take several times as long."""
+        vars(self)["_finite"] = bool(on)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As on the model; it also drops gradients that wait to be reduced (`no_sync`)."""
         _state(self).pending.sums.clear()
@@ -174,59 +208,26 @@ class ParallelModule(nn.Module):
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
-        state = vars(self)["_modes"].state(args, kwargs)
-        call = prepared_call(state, args, kwargs)
-        verifier: Verifier | None = vars(self)["_verifier"]
-        if verifier is not None:
-            call.check = verifier.begin(state, vars(self)["_modes"].modules, state.captured.bind(args, kwargs))
-        if call.differentiable and torch.is_grad_enabled():
-            results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
-            call.returned += map(weakref.ref, results)
-        else:
-            results = state.outputs(call.forward()[0])
-        if call.check is not None:
-            call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
+        modes: Versions = vars(self)["_modes"]
+        handshake = _state(self).handshake
+        request = modes.request(args, kwargs)
+        handshake.begin(request.intent)
+        with handshake.running("forward pass"):
+            state = modes.state(request)
+            call = prepared_call(state, request.inputs)
+            call.finite = vars(self)["_finite"]
+            verifier: Verifier | None = vars(self)["_verifier"]
+            if verifier is not None:
+                call.check = verifier.begin(state, modes.modules, request.inputs.tensors)
+            if call.differentiable and torch.is_grad_enabled():
+                results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
+                call.returned += map(weakref.ref, results)
+            else:
+                results = state.outputs(call.forward()[0])
+                handshake.settle()
+            if call.check is not None:
+                call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
-
-    # -- what makes it a module like the model
-
-    def train(self, mode: bool = True) -> ParallelModule:
-        """As on the model, whose class may keep parts of it as they are (a frozen BatchNorm in evaluation)."""
-        root = vars(self)["_root"]
-        root.train(mode)
-        self.training = root.training
-        return self
-
-    def eval(self) -> ParallelModule:
-        """As on the model, whose class may write its own."""
-        root = vars(self)["_root"]
-        root.eval()
-        self.training = root.training
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            root = vars(self).get("_root")
-            if root is None or name.startswith("__"):
-                raise
-        value = getattr(root, name)
-        if inspect.ismethod(value) and value.__self__ is root:
-            raise AttributeError(
-                f"{type(root).__name__}.{name} is a method of the model on one device; "
-                f"only the captured call runs in parallel"
-            )
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of the model are set there, where its Python reads them."""
-        root = vars(self).get("_root")
-        own = name in vars(self) or hasattr(type(self), name) or isinstance(value, (nn.Parameter, nn.Module))
-        if root is None or own:
-            super().__setattr__(name, value)
-        else:
-            setattr(root, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As on the model. Values may be global tensors, of which this rank takes its slice, or DTensors."""
@@ -253,25 +254,6 @@ class ParallelModule(nn.Module):
         _state(copied).shells.clear()  # those of the original
         vars(copied)["_modes"].guard_again()
         return copied
-
-    def __copy__(self) -> ParallelModule:
-        raise ValueError("a parallel module has no shallow copy: use copy.deepcopy for one with values of its own")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError(
-            "a parallel module cannot be pickled, since it belongs to the process groups of its mesh: save its "
-            "state_dict() with torch.distributed.checkpoint, or its full tensors with torch.save, and load "
-            "them into a module that parallelize makes"
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        """`to`, `cpu`, `float` and the like. Whoever holds a module calls them; they do nothing where device and dtype
-        stay."""
-        _refuse_moved(self, fn)
-        return self
-
-    def _get_name(self) -> str:
-        return f"ParallelModule({type(vars(self)['_root']).__name__})"
 
     def extra_repr(self) -> str:
         state = _state(self)
@@ -321,69 +303,3 @@ def initialized(function: InitFunction, state: State) -> Iterator[tuple[str, tor
         if value.shape != present.shape:
             raise ValueError(f"init_fn returned {list(value.shape)} for {name}, which is {list(present.shape)}")
         yield name, value.to(present.dtype)
-
-
-def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A submodule called by itself: `parallel.lm_head(h)`. Its parameters are DTensors, and a plain tensor beside one
-    is an error deep in torch. So it gathers them, and every rank runs all of it, on inputs that are equal on all:
-    right, differentiable, and no faster than on one device."""
-    split = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-    if not split:  # called by a submodule that has gathered them, or there are none
-        return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
-    meta = [name for name, p in split.items() if p.device.type == "meta"]
-    if meta:
-        raise ValueError(f"parameter {meta[0]} is on meta: call materialize(init_fn or state_dict) first")
-    args, kwargs = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (args, kwargs))
-    gathered = {name: p.full_tensor() for name, p in split.items()}
-    return torch.func.functional_call(module, gathered, args, kwargs)
-
-
-def _refuse_moved(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises ValueError if `fn`, tried on tensors like those of the module, gives other tensors, or shares them."""
-    held = {(t.dtype, t.device, t.dim()): name for name, t in chain(module.named_parameters(), module.named_buffers())}
-    for (dtype, device, dims), name in held.items():
-        like = torch.empty((2,) * dims, dtype=dtype, device=device)
-        was_shared = like.untyped_storage().is_shared()
-        cause: Exception | None = None
-        try:
-            stays = fn(like) is like and like.untyped_storage().is_shared() == was_shared
-        except Exception as error:  # of torch, such as: no CUDA here
-            stays, cause = False, error
-        if not stays:
-            raise ValueError(
-                f"a parallel module keeps its device and dtype ({name}: {dtype} on {device}), which are part of its "
-                f"program: move or cast the model before parallelize, and use materialize() for a model on meta"
-            ) from cause
-
-
-@cache
-def _callable_alone(kind: type[Any]) -> type[Any]:
-    """A class that passes for this one, whose calls gather the parameters, and which keeps its device and dtype."""
-
-    class Submodule(kind):  # type: ignore[misc]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return _call(Submodule, self, args, kwargs)
-
-        def _apply(self, fn: Any, recurse: bool = True) -> Any:
-            _refuse_moved(self, fn)
-            return self
-
-    Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
-    Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__
-    return Submodule
-
-
-def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
-    """A module of the same class and attributes, with tensors of its own to come."""
-    if id(module) not in mirrors:
-        mirror: nn.Module = object.__new__(_callable_alone(type(module)))  # type: ignore[arg-type]
-        vars(mirror).update(vars(module))
-        vars(mirror).update(
-            _parameters=dict(module._parameters),
-            _buffers=dict(module._buffers),
-            _modules={},
-            _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
-        )
-        mirrors[id(module)] = mirror
-        mirror._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
-    return mirrors[id(module)]

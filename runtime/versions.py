@@ -1,69 +1,43 @@
-"""The programs of a parallel module, one for each mode, state of Python and values read of inputs."""
+"""The programs of a parallel module, one for each mode, form of inputs, state of Python and values read of inputs."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import compat
-from autopar.cluster.machine import Cluster
-from autopar.ir.graph import JointGraph, Ref, map_references
-from autopar.ir.layout import Layout
-from autopar.ir.program import Program
-from autopar.ir.rewrite import living
-from autopar.passes.capture.captured import Captured, NothingTrainedError
+from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned, same_value
-from autopar.passes.capture.fakes import skeleton
-from autopar.planning.meshes import mesh_of
-from autopar.planning.planner import Planner, captured_for_planning
 
-from .agree import all_equal, on_first_rank, together
+from .agree import all_equal, together
 from .guard import Guard, report_changed
+from .handshake import Intent
 from .held import State
+from .inputs import Form, Inputs
+from .modes import Again, Mode
+from .padding import Padder
 from .verify import gathered
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """What a captured graph depends on beside the model: which modules train, in the order of `modules()`, which
-    parameters require gradients, whether gradients are wanted at all, and what `torch.autocast` casts to."""
-
-    training: tuple[bool, ...]
-    trainable: frozenset[str]
-    gradients: bool
-    autocast: torch.dtype | None
-
-    def covers(self, other: Mode) -> bool:
-        """Whether a graph of this mode gives what one of the other would, and maybe gradients beside, if the model does
-        not ask which gradients are wanted."""
-        if (self.training, self.autocast) != (other.training, other.autocast):
-            return False
-        return not other.gradients or (self.gradients and other.trainable <= self.trainable)
-
-    def __str__(self) -> str:
-        count = sum(self.training)
-        what = "evaluation" if not count else "training" if count == len(self.training) else "partly training"
-        cast = f", autocast to {self.autocast}" if self.autocast else ""
-        return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
-
-
-Again = Callable[[Mode, nn.Module, Sequence[Captured], Mapping[str, torch.Tensor]], tuple[Captured, Program | int]]
-"""Captures in another mode, with other attributes of the model or with other values of inputs (by path). Gives the step
-and its program, with the parameters where they are, or the index of an earlier step whose program serves it. Called on
-all ranks at once."""
-
 
 logger = logging.getLogger("autopar")
 
 PINNED_MOST = 8
-"""Programs that are kept for a mode, by what they read of inputs; those that were called last."""
+"""Programs that are kept for a mode and a form, by what they read of inputs; those that were called last."""
+
+PROGRAMS_MOST = 32
+"""Programs that are kept in all; those that were called last."""
+
+RECAPTURES_MANY = 8
+"""So many captures for other inputs are warned of, and twice as many, and so on."""
+
+WANTED_MOST = 256
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -71,16 +45,51 @@ class _Version:
     """A program, and what it is right for."""
 
     mode: Mode
+    form: Form
     guard: Guard
     pinned: Pinned
     state: State
+    used: int = 0
+    """The number of the call that it served last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What a call wants of a program. One object for all calls that want the same."""
+
+    mode: Mode
+    form: Form
+
+    @cached_property
+    def text(self) -> str:
+        return f"{self.mode}, of {self.form}"
+
+    @cached_property
+    def number(self) -> int:
+        """63 bits, the same on all ranks."""
+        mode = self.mode
+        text = repr((mode.training, sorted(mode.trainable), mode.gradients, str(mode.autocast), self.form))
+        text += repr(self.form.spec)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One call of the module. Where its intent has an error, there is nothing else."""
+
+    intent: Intent
+    wanted: Wanted = field(default=None)  # type: ignore[assignment]
+    inputs: Inputs = field(default=None)  # type: ignore[assignment]
+    ready: _Version | None = None
 
 
 class Versions:
-    """The program for each mode that the module is called in."""
+    """The program for each mode and form of inputs that the module is called with."""
 
-    def __init__(self, parallel: nn.Module, model: nn.Module, state: State, again: Again | None) -> None:
-        self.base, self.again = state, again
+    def __init__(
+        self, parallel: nn.Module, model: nn.Module, state: State, again: Again | None, padder: Padder | None = None
+    ) -> None:
+        self.base, self.again, self.padder = state, again, padder
         # the parallel module stands for the model; submodules are its mirrors, in the same order
         self.modules = tuple(parallel.modules())
         self.parameters = tuple(
@@ -96,21 +105,57 @@ class Versions:
             autocast=captured.autocast,
         )
         self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
-        self.versions: list[_Version] = [self._version(mode, captured, state)]
-        self.chosen: dict[tuple[Any, ...], _Version] = {}
+        self.versions: list[_Version] = [self._version(mode, Inputs.captured(captured).form, captured, state)]
+        self.chosen: dict[Wanted, _Version] = {}
+        self.wanted: dict[tuple[Any, ...], Wanted] = {}
         self.device_type = state.device.type
+        self.calls, self.recaptures = 0, 0
 
-    def state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
-        """That of the mode which the module is in now, and of these inputs."""
-        gradients = torch.is_grad_enabled()
-        flags: list[Any] = [compat.autocast_dtype(self.device_type), gradients, *[m.training for m in self.modules]]
-        if gradients:
-            flags += [registry[key].requires_grad for _, registry, key in self.parameters]
-        key = tuple(flags)
-        chosen = self.chosen.get(key)
-        if chosen is None or not chosen.guard.holds() or (chosen.pinned and not self._reads(chosen, args, kwargs)):
-            self.chosen[key] = chosen = self._choose(gradients, args, kwargs)
-        return chosen.state
+    def wants(self, inputs: Inputs) -> Wanted:
+        """What a call with these inputs wants of a program, in the mode that the module is in now."""
+        gradients, cast = torch.is_grad_enabled(), compat.autocast_dtype(self.device_type)
+        training = tuple(m.training for m in self.modules)
+        trains = tuple(registry[key].requires_grad for _, registry, key in self.parameters) if gradients else ()
+        key = (cast, gradients, training, trains, inputs.form)
+        wanted = self.wanted.get(key)
+        if wanted is None:
+            trainable = {name for (name, *_), trains in zip(self.parameters, trains, strict=False) if trains}
+            mode = Mode(training=training, trainable=frozenset(trainable), gradients=gradients, autocast=cast)
+            if len(self.wanted) == WANTED_MOST:
+                self.wanted, self.chosen = {}, {}  # programs stay
+            self.wanted[key] = wanted = Wanted(mode=mode, form=inputs.form)
+        return wanted
+
+    def request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request:
+        """A call, with what is ready for it: the program that served the last such call, if it still does, whatever the
+        inputs' values."""
+        try:
+            inputs = Inputs.of(args, kwargs)
+            if self.padder is not None:
+                inputs = self.padder.padded(inputs)
+            wanted = self.wants(inputs)
+            ready = self.chosen.get(wanted)
+            if ready is not None and not ready.guard.holds():
+                ready = None
+        except Exception as error:  # on this rank: `Handshake.begin` raises it on all
+            return Request(intent=Intent.failed(error))
+        intent = Intent(
+            number=wanted.number,
+            text=wanted.text,
+            has_program=ready is not None,
+            reads=ready is not None and bool(ready.pinned),
+            tensors=inputs.tensors,
+        )
+        return Request(intent=intent, wanted=wanted, inputs=inputs, ready=ready)
+
+    def state(self, request: Request) -> State:
+        """What serves a call; the module captures again where nothing is ready for it."""
+        wanted, inputs, ready = request.wanted, request.inputs, request.ready
+        if ready is None or (ready.pinned and not self._reads(ready, inputs)):
+            self.chosen[wanted] = ready = self._choose(wanted, inputs)
+        self.calls += 1
+        ready.used = self.calls
+        return ready.state
 
     def guard_again(self) -> None:
         """Guard the modules that these modes are of now, and no others."""
@@ -121,16 +166,15 @@ class Versions:
     def _guard(self, captured: Captured) -> Guard:
         return Guard(self.root, self.loss_fn, captured.reads)
 
-    def _version(self, mode: Mode, captured: Captured, state: State) -> _Version:
-        return _Version(mode=mode, guard=self._guard(captured), pinned=captured.pinned, state=state)
+    def _version(self, mode: Mode, form: Form, captured: Captured, state: State) -> _Version:
+        return _Version(mode=mode, form=form, guard=self._guard(captured), pinned=captured.pinned, state=state)
 
-    def _reads(self, version: _Version, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _reads(self, version: _Version, inputs: Inputs) -> bool:
         """Whether a program's numbers are those of these inputs, on all ranks alike."""
         differs = None
-        bound = self._bound(args, kwargs)
-        inputs = {path: gathered(bound[path]) for path in version.pinned.slots}
+        bound = {path: gathered(inputs.leaves[path]) for path in version.pinned.slots}
         with together(self.base.mesh):
-            differs = version.pinned.differs(inputs)
+            differs = version.pinned.differs(bound)
         all_equal(
             differs is None,
             self.base.mesh,
@@ -139,24 +183,17 @@ class Versions:
         )
         return differs is None
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The inputs by path; what is wrong with those of any rank is raised on all of them."""
-        bound: dict[str, torch.Tensor] = {}
-        with together(self.base.mesh, ValueError):
-            bound = self.base.captured.bind(args, kwargs)
-        return bound
-
-    def _choose(self, gradients: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Version:
-        wanted = (name for name, registry, key in self.parameters if gradients and registry[key].requires_grad)
-        cast = compat.autocast_dtype(self.device_type)
-        mode = Mode(tuple(m.training for m in self.modules), frozenset(wanted), gradients, cast)
+    def _choose(self, wanted: Wanted, inputs: Inputs) -> _Version:
+        mode = wanted.mode
         changed: list[str] = []
         others: list[_Version] = []
         for version in self.versions:
+            if version.form != wanted.form:
+                continue
             if version.mode == mode or (self.again is None and version.mode.covers(mode)):
                 if not version.guard.holds():
                     changed = version.guard.changed
-                elif version.pinned and not self._reads(version, args, kwargs):
+                elif version.pinned and not self._reads(version, inputs):
                     others.append(version)
                 else:
                     self.versions.append(self.versions.pop(self.versions.index(version)))
@@ -165,23 +202,56 @@ class Versions:
             self._report_read(others)
         elif changed:
             report_changed(changed, possible=self.again is not None)
+        return self._captured(wanted, inputs)
+
+    def _captured(self, wanted: Wanted, inputs: Inputs) -> _Version:
+        """A program for this call, which takes as long as planning does."""
+        mode, form = wanted.mode, wanted.form
         if self.again is None:
+            self.base.captured.bound(inputs.leaves)
             raise ValueError(
                 f"the module has a program for {self.versions[0].mode}, and is called for {mode}: call train(), eval() "
                 f"and requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
-        states = [version.state for version in self.versions]
-        inputs = self._bound(args, kwargs)
-        captured, program = self.again(mode, self.root, [state.captured for state in states], inputs)
+        began = time.monotonic()
+        alike = [version.state for version in self.versions if version.form == form]
+        try:
+            captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
+        except ValueError as error:
+            error.add_note(f"the module was captured again, for {mode}{self._differs(wanted)}")
+            raise
         if isinstance(program, int):
-            served = [state for state in states if state.program is states[program].program]
+            served = [state for state in alike if state.program is alike[program].program]
             same = [state for state in served if same_values(state.captured, captured)]
-            state = same[0] if same else self.base.with_program(captured, states[program].program)
+            state = same[0] if same else self.base.with_program(captured, alike[program].program)
         else:
             state = self.base.with_program(captured, program)
-        version = self._version(mode, captured, state)
+        version = self._version(mode, form, captured, state)
+        self._report_captured(wanted, isinstance(program, int), time.monotonic() - began)
         self.versions.append(version)
+        if len(self.versions) > PROGRAMS_MOST:
+            self._drop(min(self.versions[:-1], key=lambda version: version.used))
         return version
+
+    def _report_captured(self, wanted: Wanted, is_served: bool, seconds: float) -> None:
+        """A line for each capture, and a warning when they do not end."""
+        differs = self._differs(wanted)
+        served = ", which a program that there is serves" if is_served else ""
+        logger.info("captured again in %.1f s, for %s%s%s", seconds, wanted.mode, differs, served)
+        self.recaptures += bool(differs)
+        if differs and self.recaptures >= RECAPTURES_MANY and not self.recaptures & (self.recaptures - 1):
+            logger.warning(
+                "%d of %d calls had inputs of another form and captured and planned again, which takes long; %d "
+                "programs are kept. The last was for %s%s. Pad batches to few shapes: "
+                "parallelize(padding=autopar.Padding(...)) does",
+                self.recaptures, self.calls + 1, PROGRAMS_MOST, wanted.mode, differs,
+            )  # fmt: skip
+
+    def _differs(self, wanted: Wanted) -> str:
+        """In what its inputs differ from those of the last call in the same mode, or in any."""
+        same_mode = [version for version in self.versions if version.mode == wanted.mode]
+        nearest = max(same_mode or self.versions, key=lambda version: version.used)
+        return "" if nearest.form == wanted.form else f", where {wanted.form.differs(nearest.form)}"
 
     def _report_read(self, others: Sequence[_Version]) -> None:
         """Say that the programs of a mode read other numbers; the one that was called longest ago is dropped if there
@@ -201,15 +271,11 @@ class Versions:
             PINNED_MOST,
         )
         if len(others) >= PINNED_MOST:
-            dropped = others[0]
-            self.versions.remove(dropped)
-            self.chosen = {key: version for key, version in self.chosen.items() if version is not dropped}
+            self._drop(others[0])
 
-
-def serves(captured: Captured, wanted: Captured) -> bool:
-    """Whether the program of a captured step computes all that is wanted of another, and maybe gradients beside."""
-    targets = {o.target for o in wanted.graph.outputs if o.role == "gradient" and o.name is not None}
-    return lines(captured.graph, targets) == lines(wanted.graph, targets)
+    def _drop(self, dropped: _Version) -> None:
+        self.versions.remove(dropped)
+        self.chosen = {wanted: version for wanted, version in self.chosen.items() if version is not dropped}
 
 
 def same_values(captured: Captured, other: Captured) -> bool:
@@ -221,115 +287,3 @@ def same_values(captured: Captured, other: Captured) -> bool:
         tensor.device == other.constants[name].device and same_value(tensor, other.constants[name])
         for name, tensor in captured.constants.items()
     )
-
-
-def lines(graph: JointGraph, gradients: Collection[str]) -> list[str]:
-    """The graph as text, without the gradients that are not among these and what only they need. Values are numbered,
-    so that two graphs of the same operators give the same lines whatever their values are called."""
-    outputs = [o for o in graph.outputs if o.name is not None and (o.role != "gradient" or o.target in gradients)]
-    nodes = living(graph.nodes, (o.name for o in outputs))
-    needed = {o.name for o in outputs}.union(*(node.inputs for node in nodes))
-    names: dict[str, Ref] = {}
-
-    def number(name: str) -> Ref:
-        return names.setdefault(name, Ref(f"v{len(names)}"))
-
-    text = [f"{number(i.name)}: {graph.metas[i.name]} = {i.role} {i.target}" for i in graph.inputs if i.name in needed]
-    for node in nodes:
-        arguments: tuple[Any, ...] = (map_references(node.args, number), map_references(node.kwargs, number))
-        results = [number(o) if o else "_" for o in node.outputs]
-        metas = [str(graph.metas[o]) for o in node.outputs if o]
-        text.append(f"{'<' if node.backward else '>'} {results} = {node.op}{arguments}: {metas}")
-    return [*text, *(f"{o.role} {o.target} = {number(o.name)}" for o in outputs if o.name is not None)]
-
-
-class Modes:
-    """Captures, plans and writes a program for a mode, on all ranks together.
-
-    A captured graph holds one mode: which modules train (dropout, batch norm, whatever reads `self.training`), which
-    parameters take gradients, whether any do, and what autocast casts. A call in another mode, such as evaluation
-    between epochs, needs another graph. It is captured when it is first needed, from a copy of the model that has
-    shapes and no values, and planned with every parameter where it is, so that nothing is moved or held twice. Where a
-    program that there is computes the same, and maybe gradients that the mode does not ask for, nothing is planned.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        captured: Captured,
-        mesh: DeviceMesh,
-        at_rest: Mapping[str, Layout],
-        *,
-        loss_fn: Callable[[Any], torch.Tensor] | None,
-        cluster: str | Cluster | None,
-    ) -> None:
-        self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
-        self.loss_fn, self.cluster = loss_fn, cluster
-
-    def __call__(
-        self, mode: Mode, model: nn.Module, earlier: Sequence[Captured], inputs: Mapping[str, torch.Tensor]
-    ) -> tuple[Captured, Program | int]:
-        """The step as it is captured in this mode from `model`, whose attributes may have changed, and from the
-        `inputs` of a call, and its program, or which of the `earlier` ones has a program that serves it.
-
-        Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
-        ranks call it in different ones."""
-        all_equal(
-            mode,
-            self.mesh,
-            "the ranks call the module in different modes: call train(), eval(), requires_grad_() and autocast() alike",
-        )
-        self.model = skeleton(model)
-        for module, training in zip(self.model.modules(), mode.training, strict=True):
-            module.training = training
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name in mode.trainable)
-        # Python may read values of inputs: a DTensor is gathered, on all ranks alike
-        given = {path: gathered(tensor) for path, tensor in inputs.items()}
-        planner = serving = program = None
-        with together(self.mesh, ValueError):
-            kind = self.mesh.device_type
-            cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
-            with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
-                args, kwargs = self._example(given)
-                captured = self._captured(args, kwargs)
-                serving = next((i for i, other in enumerate(earlier) if serves(other, captured)), None)
-                if serving is None:
-                    planner = Planner(
-                        self.model, mesh_of(self.mesh), args, kwargs,
-                        loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
-                    )  # fmt: skip
-        all_equal(
-            serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
-        )
-        logger.info("captured again, for %s%s", mode, "" if serving is None else ", which an earlier program serves")
-        if serving is not None:
-            return captured, serving
-        assert planner is not None
-        find = planner.assignment_at
-        assignment = on_first_rank(lambda: find(self.at_rest), self.mesh)
-        with together(self.mesh, ValueError):
-            program = planner.writer.written(assignment)
-        assert program is not None
-        return planner.captured, program
-
-    def _captured(self, args: Any, kwargs: Any) -> Captured:
-        def again() -> Captured:
-            kind = self.mesh.device_type
-            return captured_for_planning(self.model, args, kwargs, loss_fn=self.loss_fn, device_type=kind)
-
-        try:
-            return again()
-        except NothingTrainedError:  # a mode need not train what the module does
-            self.model.requires_grad_(False)
-            return again()
-
-    def _example(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-        """The inputs of a call, as those that the model was captured with."""
-        differentiated = {o.target for o in self.captured.graph.outputs if o.role == "gradient"}
-        leaves = [
-            leaf.constant if leaf.meta is None else inputs[leaf.path].requires_grad_(leaf.path in differentiated)
-            for leaf in self.captured.input_leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.captured.input_spec)
-        return args, kwargs

@@ -215,9 +215,9 @@ def test_constants_that_differ_between_ranks() -> None:
 def explained() -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
-    late = explanation("all_reduce", "a", group, RuntimeError("Timed out waiting 1800000ms for recv operation"))
+    late = str(explanation("all_reduce", "a", group, RuntimeError("Timed out waiting 1800000ms for recv operation")))
     assert "did not end within the timeout" in late and "died" not in late and "may be slow" in late
-    gone = explanation("all_reduce", "a", group, RuntimeError("Connection closed by peer"))
+    gone = str(explanation("all_reduce", "a", group, RuntimeError("Connection closed by peer")))
     assert "has probably died" in gone and "look at the log of rank" in gone
 
 

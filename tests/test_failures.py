@@ -38,7 +38,7 @@ def a_rank_dies(where: str) -> None:
     dies_before("comparison")
     batch = torch.ones(8, 16)
     module = autopar.parallelize(mlp(), mesh, (batch,), loss_fn=mean_square, solver="fsdp")
-    for step in ("first", ""):
+    for step in ("first", "second", ""):  # the third is as the second was, and waits for nobody before it runs
         dies_before(f"{step}forward")
         loss = module(batch)
         dies_before(f"{step}backward")
@@ -80,7 +80,8 @@ def a_rank_sleeps(where: str) -> float:
     batch = torch.ones(8, 16)
     if where == "step" or dist.get_rank() != DIES:
         module = autopar.parallelize(mlp(), mesh, (batch,), loss_fn=mean_square, solver="fsdp")
-        module(batch).backward()
+        for _ in range(2):
+            module(batch).backward()
     if dist.get_rank() == DIES:
         time.sleep(60.0)
     module(batch).backward()

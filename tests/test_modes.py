@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.ir.layout import Layout, Replicate, Split
+from autopar.planning.at_rest import Decided
+from autopar.planning.options import taken, unique_sites
 from autopar.planning.planner import Planner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulate import simulate_step
@@ -390,3 +392,27 @@ def test_what_is_best_at_rest_leaves_the_planner_as_it_was() -> None:
     before = planner.plan(cost="serial")
     planner.assignment_at({})
     assert planner.plan(cost="serial").digest == before.digest
+
+
+@pytest.mark.parametrize("solver", ["dp", "fsdp", "megatron"])
+def test_decisions_begin_from_those_of_other_sizes(solver: str) -> None:
+    """Another batch is planned from the plan that there is: with parameters where they are, and as on one device."""
+    planner = trained((("dp", 2), ("tp", 2)))
+    plan = planner.plan(solver=solver)
+    at_rest: dict[str, Layout] = {i.target: i.layout for i in planner.program(plan).inputs if i.role == "parameter"}
+    decided, x = Decided.of(planner.space, planner.assignment(plan)), batch(1)[:3]
+    chosen = taken(planner.space, planner.assignment(plan))
+    for name, site in unique_sites(planner.space).items():
+        if site.kind == "op":
+            assert decided.choices(planner.space, site) == chosen[name], "the same for the same sizes"
+    other = Planner(model(), {"dp": 2, "tp": 2}, (x,), loss_fn=loss_of)
+    made = other.writer.written(other.assignment_at(at_rest, decided))
+    assert {i.target: i.layout for i in made.inputs if i.role == "parameter"} == at_rest
+    eager = model()
+    held = {name: t.clone() for name, t in (*eager.named_parameters(), *eager.named_buffers())}
+    found = simulate_step(made, held, {"args.0": x})
+    loss = loss_of(eager(x))
+    assert_close(found.outputs["output"], loss.detach(), "loss")
+    loss.backward()
+    for name, parameter in eager.named_parameters():
+        assert_close(found.gradients[name], parameter.grad, name)

@@ -215,7 +215,7 @@ def differing() -> None:
 def test_ranks_that_read_different_values_are_refused() -> None:
     for outcome in outcomes(2, differing):
         assert isinstance(outcome.error, ValueError), outcome.traceback
-        assert "the ranks read different values of args.1" in str(outcome.error)
+        assert "input args.0 differs between ranks" in str(outcome.error)
 
 
 # ---------------------------------------------------------------------------------------- windows

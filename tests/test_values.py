@@ -328,8 +328,9 @@ def no_numbers() -> None:
         model.w[2, 2] = nan
     module = parallel(model, x, nan)
     assert torch.equal(whole(module(x, nan)).isnan(), model(x, nan).isnan())
-    with pytest.raises(ValueError, match=r"input args\.1 is 1\.0, and the model was captured with the constant nan"):
-        module(x, 1.0)
+    for fill in (1.0, nan, -0.0, 0.0):  # each is another constant; the program of NaN is there already
+        assert_close(whole(module(x, fill)).nan_to_num(7.0), model(x, fill).nan_to_num(7.0), f"filled with {fill}")
+    assert len(vars(module)["_modes"].versions) == 4
 
 
 def test_what_is_no_number() -> None:

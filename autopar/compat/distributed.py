@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -66,6 +69,56 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
         return None
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Channel:
+    """How ranks speak beside their programs: a group of gloo on the hosts, and notes in the store of the world."""
+
+    group: dist.ProcessGroup
+    prefix: str
+
+    def write(self, name: str, text: str) -> None:
+        """Leave a note, unless the store has ended with its rank."""
+        try:
+            dist.distributed_c10d._get_default_store().set(f"{self.prefix}/{name}", text)
+        except RuntimeError:
+            return
+
+    def read(self, name: str) -> str | None:
+        """The note of this name, if there is one, and the store has not ended."""
+        store, key = dist.distributed_c10d._get_default_store(), f"{self.prefix}/{name}"
+        try:
+            return store.get(key).decode() if store.check([key]) else None
+        except RuntimeError:
+            return None
+
+
+def control_channel(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> Channel:
+    """The channel of these ranks, with the timeout of a group of the mesh. One for all meshes of the same ranks."""
+    world = dist.distributed_c10d._get_default_group()
+    key = (world.group_name, tuple(ranks), _timeout(like, device))
+    known = _CHANNELS.get(key)
+    if known is None or known.group not in dist.distributed_c10d._world.pg_map:
+        group: Any = dist.new_group(list(ranks), timeout=key[-1], backend="gloo", use_local_synchronization=True)
+        token = torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
+        dist.broadcast(token, group=group, group_src=0)
+        known = _CHANNELS[key] = Channel(group, f"autopar/{int(token)}")
+    return known
+
+
+_CHANNELS: dict[Any, Channel] = {}
+
+
+def keep_until_exit(group: dist.ProcessGroup) -> None:
+    """Let a group outlive the interpreter. The end of a group of gloo waits for all that is under way on it, so a
+    process that ends with an error would stay until the timeout of what it waits for."""
+    if id(group) not in _KEPT:
+        _KEPT.add(id(group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+_KEPT: set[int] = set()
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from autopar.profile.programs import Costs, real_tensors
 from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Infeasible
 
-from .at_rest import best_at_rest
+from .at_rest import Decided, best_at_rest
 from .choice import Choice
 from .constraints import Constraints
 from .costs import COSTS
@@ -286,6 +286,6 @@ class Planner:
         with uncollected():
             return timeline(program, self.cluster, self.operators)
 
-    def assignment_at(self, at_rest: Mapping[str, Layout]) -> Assignment:
+    def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""
-        return best_at_rest(self.space, at_rest)
+        return best_at_rest(self.space, at_rest, near)

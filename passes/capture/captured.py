@@ -70,7 +70,10 @@ class Captured:
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in
         structure, in a shape or dtype, or in a Python constant."""
-        given = dict(flatten("", (tuple(args), dict(kwargs or {})))[0])
+        return self.bound(dict(flatten("", (tuple(args), dict(kwargs or {})))[0]))
+
+    def bound(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """As `bind`, of the leaves of a call by path."""
         expected = {leaf.path: leaf for leaf in self.input_leaves}
         if given.keys() != expected.keys():
             missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
@@ -123,8 +126,14 @@ def leaf_of(path: str, value: Any) -> Leaf:
 
 def input_names(model: nn.Module, paths: Sequence[str]) -> dict[str, str]:
     """Readable names of inputs: that of forward's argument, followed by the path inside it."""
-    signature = inspect.signature(model.forward).parameters.values()
-    positional = [p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names_by(inspect.signature(model.forward), paths)
+
+
+def names_by(signature: inspect.Signature, paths: Sequence[str]) -> dict[str, str]:
+    """`input_names`, by the signature of forward."""
+    positional = [
+        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     names = {}
     for path in paths:
         kind, first, *rest = path.split(".")

@@ -1,0 +1,351 @@
+"""The handshake that begins each call: every rank tells the others what it calls, and what differs is an error on all.
+
+A program's collectives meet only if all ranks run the same one. A rank that evaluates alone, that swallowed an error
+and went on, or that has other data would hang the others, or spoil their numbers in silence. So each call begins with
+an exchange of a few hundred bytes, on a process group of its own on the host, where no collective of a program can get
+in its way. A rank that calls as it did before does not wait for the exchange: it travels while the program runs, and is
+read before gradients are handed out. A rank that is about to do something new waits for it first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar import compat
+from autopar.compat import local_tensor
+
+from .agree import CollectiveError, coordinate_of, digest_of, is_timeout, process_groups
+
+INPUTS_MOST = 6
+"""Inputs whose values are compared one by one; further ones are added up."""
+
+SAMPLED = 4096
+"""Elements of an input, evenly spaced, that are compared at each call."""
+
+TEXT_BYTES = 384
+HEAD = ("program", "calls", "failures", "wants", "has_program", "backwards", "reductions")
+"""What must be equal on all ranks."""
+
+NOTES_SECONDS = 1.0
+"""How long a rank that fails waits for what the others say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """What a rank is about to call. `number` is equal where the same is called, and `text` says what that is."""
+
+    number: int
+    text: str
+    has_program: bool = True
+    reads: bool = False
+    """Whether the ranks compare values that Python reads before the program runs."""
+    tensors: Mapping[str, torch.Tensor]
+    """The inputs by path."""
+    error: Exception | None = None
+    """What this rank found wrong."""
+
+    @staticmethod
+    def failed(error: Exception) -> Intent:
+        return Intent(number=-1, text=f"{type(error).__name__}: {error}", tensors={}, error=error)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """An exchange under way. `rows` has a line for each rank, once it has ended."""
+
+    call: int
+    work: Any
+    rows: torch.Tensor
+    paths: tuple[str, ...]
+    sent: torch.Tensor
+    error: Exception | None
+
+
+class Handshake:
+    """What ranks tell each other at the calls of one module."""
+
+    def __init__(self, mesh: DeviceMesh, program: str) -> None:
+        self.mesh, self.program = mesh, int(program[:15], 16)
+        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+        own = [group for group in process_groups(mesh) if group is not None]
+        self.channel = compat.control_channel(self.ranks, own[0], torch.device(mesh.device_type)) if own else None
+        self.coordinate = coordinate_of(mesh)
+        self.calls = self.failures = self.backwards = self.reductions = 0
+        self.before: tuple[int, ...] = ()
+        """What was called last."""
+        self.exchange: _Exchange | None = None
+        self.digests = _Digests(self.coordinate)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handshake:
+        copied = Handshake.__new__(Handshake)
+        vars(copied).update(vars(self))
+        copied.calls = copied.failures = copied.backwards = copied.reductions = 0
+        copied.before, copied.exchange, copied.digests = (), None, _Digests(self.coordinate)
+        return copied
+
+    def begin(self, intent: Intent) -> None:
+        """Tell the others of a call, and wait for what they say unless it is as the last one was. Raises ValueError on
+        all ranks, now or in `settle`, if they do not do the same, and what this rank found wrong."""
+        self.settle()
+        self.calls += 1
+        if self.channel is None:
+            if intent.error is not None:
+                raise intent.error
+            return
+        head = [self.program, self.calls, self.failures, intent.number, int(intent.has_program)]
+        head += [self.backwards, self.reductions]
+        self.backwards = self.reductions = 0
+        digests = self.digests.of(intent.tensors)
+        words = torch.cat([torch.tensor(head + digests), _words(intent.text)])
+        rows = torch.empty(len(self.ranks) * len(words), dtype=torch.int64)
+        work = compat.all_gather_single(rows, words, self.channel.group)
+        self.exchange = _Exchange(
+            call=self.calls, work=work, rows=rows, paths=tuple(intent.tensors), sent=words, error=intent.error
+        )
+        now = (*head[2:],)
+        if now != self.before or not intent.has_program or intent.reads or intent.error is not None:
+            self.settle()
+        self.before = now
+
+    def settle(self) -> None:
+        """Wait for the exchange of the last call. Raises ValueError, on all ranks, if they did not do the same."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is None:
+            return
+        try:
+            exchange.work.wait()
+        except RuntimeError as error:
+            self.failures += 1
+            mine = f"rank {dist.get_rank()} came to call {exchange.call} ({_text(exchange.sent)}) and"
+            self._note(f"{mine} waited for the others")
+            how = "not all others did, within the timeout" if is_timeout(error) else "lost the connection to another"
+            raise CollectiveError(f"{mine} {how}", self._cause() or self._notes()[0]) from error
+        self._check(exchange)
+
+    @contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """What goes wrong within it on this rank, the others learn when they end."""
+        try:
+            yield
+        except CollectiveError as error:
+            self.failures += 1
+            if self.channel is None:
+                raise
+            self._note(f"rank {dist.get_rank()} waited for others in the {what} of call {self.calls}")
+            if (told := self._cause()) is None:
+                told, all_spoke = self._notes()
+                told = told if all_spoke else f"{error.guess}. {told}"
+            raise CollectiveError(error.fact, told) from error
+        except Exception as error:
+            self.failures += 1
+            if self.channel is not None:
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._note(f"rank {dist.get_rank()} failed in the {what} of call {self.calls}: {text}", is_cause=True)
+            raise
+
+    def _check(self, exchange: _Exchange) -> None:
+        rows = exchange.rows.view(len(self.ranks), -1)
+        count = len(HEAD) + 2 * INPUTS_MOST
+        if bool((rows[:, :count] == rows[0, :count]).all()) and exchange.error is None:
+            return
+        message = self._difference(rows, exchange)
+        if message is not None:
+            self.failures += 1
+            self._note(message, is_cause=True)
+            raise ValueError(message) from exchange.error
+        if exchange.error is not None:
+            raise exchange.error
+
+    def _difference(self, rows: torch.Tensor, exchange: _Exchange) -> str | None:
+        """In what the ranks differ."""
+        head = dict(zip(HEAD, rows[:, : len(HEAD)].T.tolist(), strict=True))
+        texts = [_text(row) for row in rows]
+        failed = [k for k, number in enumerate(head["wants"]) if number < 0]
+        if failed:
+            text = texts[failed[0]]
+            if all(texts[k] == text for k in range(len(texts))):
+                return None
+            kind, _, what = text.partition(": ")
+            return f"{what or kind} (on {self._named(failed)} of {len(texts)})"
+        for name, advice in _ADVICE.items():
+            if len(set(head[name])) > 1:
+                return f"{advice}: {self._by_value(_described(name, head[name], texts))}"
+        for slot in range(INPUTS_MOST):
+            shards, digests = rows[:, len(HEAD) + 2 * slot : len(HEAD) + 2 * slot + 2].T.tolist()
+            seen: dict[int, int] = {}
+            if any(seen.setdefault(shard, digest) != digest for shard, digest in zip(shards, digests, strict=True)):
+                path = ", ".join(exchange.paths[slot : None if slot == INPUTS_MOST - 1 else slot + 1])
+                groups = self._by_value([f"{d % 2**32:08x}" for d in digests])
+                late = " (seen a call late)" if self.digests.are_late else ""
+                return (
+                    f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
+                    f"every rank. Give a DTensor if each rank has its own slice (see shard_batch and "
+                    f"input_placements). Digests of call {exchange.call}{late}: {groups}"
+                )
+        return None
+
+    def _by_value(self, values: Sequence[str]) -> str:
+        """What each rank has, ranks with the same together."""
+        groups: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            groups.setdefault(value, []).append(rank)
+        return "; ".join(f"{self._named(ranks)}: {value}" for value, ranks in groups.items())
+
+    def _named(self, rows: Sequence[int]) -> str:
+        ranks = [self.ranks[row] for row in rows]
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+    # -- after a failure
+
+    def _cause(self) -> str | None:
+        """What one of the ranks failed with, or in what they differed at the last call, if that is known."""
+        causes = [note.split(" ", 1)[1] for note in self._read(self.ranks).values() if note[0] == "!"]
+        if causes:
+            return "; ".join(causes)
+        exchange, self.exchange = self.exchange, None
+        if exchange is None or not _ended(exchange.work):
+            return None
+        return self._difference(exchange.rows.view(len(self.ranks), -1), exchange)
+
+    def _note(self, text: str, is_cause: bool = False) -> None:
+        assert self.channel is not None
+        self.channel.write(str(dist.get_rank()), f"{'!' if is_cause else ' '}{self.calls} {text}")
+        for group in (self.channel.group, *process_groups(self.mesh)):
+            if group is not None:
+                compat.keep_until_exit(group)
+
+    def _notes(self) -> tuple[str, bool]:
+        """Where the ranks were as they failed, or the one that is the cause; and whether no rank is silent."""
+        found: dict[int, str] = {}
+        end = time.monotonic() + NOTES_SECONDS
+        while len(found) < len(self.ranks) and time.monotonic() < end:
+            found.update(self._read([rank for rank in self.ranks if rank not in found]))
+            causes = [note.split(" ", 1)[1] for note in found.values() if note[0] == "!"]
+            if causes:
+                return "; ".join(causes), True
+            time.sleep(0.05)
+        if not found:
+            return "The ranks have not heard of each other", False
+        said = "; ".join(note.split(" ", 2)[2] for _, note in sorted(found.items()))
+        silent = [row for row, rank in enumerate(self.ranks) if rank not in found]
+        nothing = f"; {self._named(silent)} said nothing: stopped, ended, or busy elsewhere" if silent else ""
+        return f"What the ranks say: {said}{nothing}", not silent
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The notes of this call, and of those right before and after it."""
+        assert self.channel is not None
+        notes = {rank: self.channel.read(str(rank)) for rank in ranks}
+        near = {str(call) for call in range(self.calls - 1, self.calls + 2)}
+        return {rank: note for rank, note in notes.items() if note and note[1:].split(" ")[0] in near}
+
+
+_ADVICE = {
+    "program": "the ranks call different modules",
+    "failures": "the ranks do not make the same calls, after an error that only some of them had",
+    "wants": "the ranks call the module in different modes or with inputs of different forms: call train(), eval(), "
+    "requires_grad_() and autocast() alike, and give every rank the same global batch",
+    "calls": "the ranks have called the module unequally often",
+    "has_program": "some ranks must capture the model again, and others need not: set attributes alike on every rank",
+    "backwards": "the ranks have called backward() unequally often since the last call",
+    "reductions": "some ranks called backward() within no_sync(), and others outside",
+}
+
+
+def _described(name: str, numbers: Sequence[int], texts: Sequence[str]) -> list[str]:
+    """What is to be said of each rank."""
+    if name == "wants":
+        return [*texts]
+    if name == "has_program":
+        return ["no capture" if number else "a capture" for number in numbers]
+    words = {"calls": "calls", "failures": "errors", "backwards": "times", "reductions": "outside"}
+    return [f"{number} {words.get(name, '')}".rstrip() for number in numbers]
+
+
+@lru_cache(maxsize=64)
+def _words(text: str) -> torch.Tensor:
+    """The beginning of a text as numbers."""
+    padded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
+
+
+def _text(words: torch.Tensor) -> str:
+    return (
+        bytes(words[-(TEXT_BYTES // 8) :].contiguous().view(torch.uint8).tolist())
+        .rstrip(b"\0")
+        .decode(errors="replace")
+    )
+
+
+def _ended(work: Any) -> bool:
+    """Whether an exchange has brought what all ranks sent. Nobody waits for one: a rank may have ended."""
+    if not work.is_completed():
+        return False
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Digests:
+    """Digests of a call's inputs: pairs of the shard that this rank has and a digest of a sample of it. On an
+    accelerator, which no host waits for, they are those of the call before."""
+
+    def __init__(self, coordinate: tuple[int, ...]) -> None:
+        self.coordinate = coordinate
+        self.are_late = False
+        self.late: tuple[torch.Tensor, Any] | None = None
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        shards = [0] * INPUTS_MOST
+        sums: list[Any] = [0] * INPUTS_MOST
+        for number, tensor in enumerate(tensors.values()):
+            slot = min(number, INPUTS_MOST - 1)
+            if isinstance(tensor, DTensor):
+                shards[slot], tensor = self._shard(tensor), local_tensor(tensor)
+            if compat.is_real(tensor) and tensor.numel():
+                value = digest_of(sampled(tensor.detach()))
+                sums[slot] = sums[slot] + value * (number + 1)
+        return [word for pair in zip(shards, self._on_host(sums), strict=True) for word in pair]
+
+    def _shard(self, tensor: DTensor) -> int:
+        number = 1
+        for axis, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                number = number * tensor.device_mesh.size(axis) + self.coordinate[axis] + 1
+        return number
+
+    def _on_host(self, sums: list[Any]) -> list[int]:
+        devices = {value.device for value in sums if isinstance(value, torch.Tensor)}
+        accelerator = next((device for device in devices if device.type != "cpu"), None)
+        if accelerator is None:
+            self.are_late, self.late = False, None
+            return [int(value) for value in sums]
+        value = torch.stack([torch.as_tensor(value, device=accelerator) for value in sums])
+        host = torch.empty(INPUTS_MOST, dtype=torch.int64, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        event = torch.get_device_module(accelerator.type).Event()
+        event.record()
+        before, self.late = self.late, (host, event)
+        self.are_late = True
+        if before is None:
+            return [0] * INPUTS_MOST
+        before[1].synchronize()
+        return [int(word) for word in before[0].tolist()]
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Up to so many of its elements, evenly spaced."""
+    if tensor.numel() <= 2 * SAMPLED:
+        return tensor
+    return tensor.reshape(-1)[:: (tensor.numel() // SAMPLED) | 1]

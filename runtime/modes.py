@@ -1,0 +1,181 @@
+"""Captures of a model again, in another mode or with inputs of another form: what the mode is, and the program that is
+planned for it with every parameter where it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cluster.machine import Cluster
+from autopar.ir.graph import JointGraph, Ref, map_references
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program
+from autopar.ir.rewrite import living
+from autopar.passes.capture.captured import Captured, NothingTrainedError
+from autopar.passes.capture.fakes import skeleton
+from autopar.planning.at_rest import Decided
+from autopar.planning.meshes import mesh_of
+from autopar.planning.planner import Planner, captured_for_planning
+
+from .agree import all_equal, on_first_rank, together
+from .inputs import Inputs
+from .verify import gathered
+
+logger = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a captured graph depends on beside the model: which modules train, in the order of `modules()`, which
+    parameters require gradients, whether gradients are wanted at all, and what `torch.autocast` casts to."""
+
+    training: tuple[bool, ...]
+    trainable: frozenset[str]
+    gradients: bool
+    autocast: torch.dtype | None
+
+    def covers(self, other: Mode) -> bool:
+        """Whether a graph of this mode gives what one of the other would, and maybe gradients beside, if the model does
+        not ask which gradients are wanted."""
+        if (self.training, self.autocast) != (other.training, other.autocast):
+            return False
+        return not other.gradients or (self.gradients and other.trainable <= self.trainable)
+
+    def __str__(self) -> str:
+        count = sum(self.training)
+        what = "evaluation" if not count else "training" if count == len(self.training) else "partly training"
+        cast = f", autocast to {self.autocast}" if self.autocast else ""
+        return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
+
+
+Again = Callable[[Mode, nn.Module, Sequence[Captured], Inputs], tuple[Captured, Program | int]]
+"""Captures in another mode, with other attributes of the model or with other inputs. Gives the step and its program,
+with the parameters where they are, or the index of an earlier step whose program serves it. Called on all ranks at
+once."""
+
+
+def serves(captured: Captured, wanted: Captured) -> bool:
+    """Whether the program of a captured step computes all that is wanted of another, and maybe gradients beside."""
+    targets = {o.target for o in wanted.graph.outputs if o.role == "gradient" and o.name is not None}
+    return lines(captured.graph, targets) == lines(wanted.graph, targets)
+
+
+def lines(graph: JointGraph, gradients: Collection[str]) -> list[str]:
+    """The graph as text, without the gradients that are not among these and what only they need. Values are numbered,
+    so that two graphs of the same operators give the same lines whatever their values are called."""
+    outputs = [o for o in graph.outputs if o.name is not None and (o.role != "gradient" or o.target in gradients)]
+    nodes = living(graph.nodes, (o.name for o in outputs))
+    needed = {o.name for o in outputs}.union(*(node.inputs for node in nodes))
+    names: dict[str, Ref] = {}
+
+    def number(name: str) -> Ref:
+        return names.setdefault(name, Ref(f"v{len(names)}"))
+
+    text = [f"{number(i.name)}: {graph.metas[i.name]} = {i.role} {i.target}" for i in graph.inputs if i.name in needed]
+    for node in nodes:
+        arguments: tuple[Any, ...] = (map_references(node.args, number), map_references(node.kwargs, number))
+        results = [number(o) if o else "_" for o in node.outputs]
+        metas = [str(graph.metas[o]) for o in node.outputs if o]
+        text.append(f"{'<' if node.backward else '>'} {results} = {node.op}{arguments}: {metas}")
+    return [*text, *(f"{o.role} {o.target} = {number(o.name)}" for o in outputs if o.name is not None)]
+
+
+class Modes:
+    """Captures, plans and writes a program for a mode and a form of inputs, on all ranks together.
+
+    A captured graph holds one mode: which modules train (dropout, batch norm, whatever reads `self.training`), which
+    parameters take gradients, whether any do, and what autocast casts; and one form of inputs: their structure, shapes
+    and dtypes. A call in another mode, such as evaluation between epochs, or with the smaller last batch needs another
+    graph. It is captured when it is first needed, from a copy of the model that has shapes and no values, and planned
+    with every parameter where it is, so that nothing is moved or held twice. Where a program that there is computes the
+    same, and maybe gradients that the mode does not ask for, nothing is planned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        mesh: DeviceMesh,
+        at_rest: Mapping[str, Layout],
+        *,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        cluster: str | Cluster | None,
+        decided: Decided | None = None,
+    ) -> None:
+        """`decided` is where the plans for inputs of other forms begin."""
+        self.form, self.decided = Inputs.captured(captured).form, decided
+        self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
+        self.loss_fn, self.cluster = loss_fn, cluster
+
+    def __call__(
+        self, mode: Mode, model: nn.Module, earlier: Sequence[Captured], inputs: Inputs
+    ) -> tuple[Captured, Program | int]:
+        """The step as it is captured in this mode from `model`, whose attributes may have changed, and from the
+        `inputs` of a call, and its program, or which of the `earlier` ones has a program that serves it.
+
+        Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
+        ranks call it in different ones."""
+        all_equal(
+            mode,
+            self.mesh,
+            "the ranks call the module in different modes: call train(), eval(), requires_grad_() and autocast() alike",
+        )
+        self.model = skeleton(model)
+        for module, training in zip(self.model.modules(), mode.training, strict=True):
+            module.training = training
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in mode.trainable)
+        # Python may read values of inputs: a DTensor is gathered, on all ranks alike
+        given = {path: gathered(tensor) for path, tensor in inputs.tensors.items()}
+        planner = serving = program = None
+        with together(self.mesh):
+            kind = self.mesh.device_type
+            cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
+            with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
+                args, kwargs = self._example(inputs, given)
+                captured = self._captured(args, kwargs)
+                serving = next((i for i, other in enumerate(earlier) if serves(other, captured)), None)
+                if serving is None:
+                    planner = Planner(
+                        self.model, mesh_of(self.mesh), args, kwargs,
+                        loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
+                    )  # fmt: skip
+        all_equal(
+            serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
+        )
+        if serving is not None:
+            return captured, serving
+        assert planner is not None
+        near = None if inputs.form == self.form else self.decided
+        assignment = on_first_rank(partial(planner.assignment_at, self.at_rest, near), self.mesh)
+        with together(self.mesh, ValueError):
+            program = planner.writer.written(assignment)
+        assert program is not None
+        return planner.captured, program
+
+    def _captured(self, args: Any, kwargs: Any) -> Captured:
+        def again() -> Captured:
+            kind = self.mesh.device_type
+            return captured_for_planning(self.model, args, kwargs, loss_fn=self.loss_fn, device_type=kind)
+
+        try:
+            return again()
+        except NothingTrainedError:  # a mode need not train what the module does
+            self.model.requires_grad_(False)
+            return again()
+
+    def _example(self, inputs: Inputs, given: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """The inputs of a call with the `given` tensors, of which those require gradients that did when the model was
+        captured first."""
+        differentiated = {o.target for o in self.captured.graph.outputs if o.role == "gradient"}
+        known = {leaf.path for leaf in self.captured.input_leaves}
+        for path, tensor in given.items():
+            tensor.requires_grad_(path in differentiated if path in known else inputs.leaves[path].requires_grad)
+        return inputs.with_tensors(given)
