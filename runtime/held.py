@@ -246,13 +246,17 @@ class State:
                 f"model, or build it on meta and call materialize(state_dict)"
             )
         for name, tensor in parts.items():
-            is_parameter = isinstance(self.value(name), nn.Parameter)
-            new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
-            compat.take_notes(new, self.value(name))
-            for alias in self.aliases[name]:
-                registry, key = self.owners[alias]
-                registry[key] = new
-            self.refuse_replaced(name)
+            self.adopt(name, tensor)
+
+    def adopt(self, name: str, tensor: torch.Tensor) -> None:
+        """Have this rank's part of a value under all names that it has."""
+        is_parameter = isinstance(self.value(name), nn.Parameter)
+        new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
+        compat.take_notes(new, self.value(name))
+        for alias in self.aliases[name]:
+            registry, key = self.owners[alias]
+            registry[key] = new
+        self.refuse_replaced(name)
 
     def part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value, in memory of its own."""

@@ -7,6 +7,9 @@ another torch raises `ImportError`.
 # ruff: noqa: I001 (the version first: under another torch nothing else here can be imported)
 from .versions import SERVED as SERVED
 
+from .checkpoints import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
+from .checkpoints import SafetensorsReader as SafetensorsReader
+from .checkpoints import Stored as Stored
 from .distributed import all_gather_single as all_gather_single
 from .distributed import dtensors_of as dtensors_of
 from .distributed import follow_world_timeout as follow_world_timeout
