@@ -20,7 +20,7 @@ from autopar.ir.layout import Layout, Replicate, valid_shape
 from .agree import all_equal, digest, exchange, together
 from .anew import anew_of, unsaved_buffers
 from .boxes import Box, boxes
-from .held import State
+from .held import State, adopt
 from .placements import contiguous_stride, placements_of
 
 logger = logging.getLogger("autopar")
@@ -59,7 +59,7 @@ def read_weights(state: State, root: nn.Module, directory: str | Path, *, may_mi
     _check_replicas(state, parts)
     for name, part in parts.items():
         if _is_meta(state, name):
-            state.adopt(name, part)
+            adopt(state, name, part)
     kept = [name for name in missing if name in saved and name not in on_meta]
     _warn(root, reader.stored, names, kept, directory)
     return on_meta

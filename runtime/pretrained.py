@@ -11,7 +11,7 @@ import torch
 
 from .agree import together
 from .anew import anew_of
-from .held import State
+from .held import State, adopt
 from .load import empty_part, read_weights
 from .save import FILE_BYTES, write_weights
 
@@ -77,7 +77,7 @@ class Filled:
             anew = anew_of(state, root)
         for name in list(state.aliases):
             if state.value(name).device.type == "meta" and name not in anew:
-                state.adopt(name, empty_part(state, name))
+                adopt(state, name, empty_part(state, name))
         state.distribute(iter(anew.items()))
         return self
 
