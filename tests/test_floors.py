@@ -25,6 +25,7 @@ FLOORS = (
     ("runtime", "lab"),
     ("api",),
     ("testing",),
+    ("integrations",),
     ("cli",),
     ("",),
 )
