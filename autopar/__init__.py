@@ -12,6 +12,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.presets import Preset, register_preset
 from autopar.report.comparison import Comparison
 from autopar.report.simulation import Simulation, simulate
+from autopar.runtime.clip import clip_grad_norm_
 from autopar.solve import Solver, register_solver
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Simulation",
     "Solver",
     "check_rule",
+    "clip_grad_norm_",
     "compare",
     "parallelize",
     "plan",

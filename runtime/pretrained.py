@@ -13,7 +13,9 @@ from .agree import together
 from .anew import anew_of
 from .held import State, adopt
 from .load import empty_part, read_weights
+from .muon import Muon
 from .save import FILE_BYTES, write_weights
+from .sharded import on_shards
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -81,6 +83,21 @@ class Filled:
         state.distribute(iter(anew.items()))
         return self
 
+    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> Any:
+        """`kind(params, **options)`, whose step runs on what each rank holds: `parallel.optimizer(torch.optim.AdamW,
+        lr=3e-4)`. `params` are all of the module's if not given, or some, or groups, as torch takes them.
+
+        It is what it would be of any model: schedulers, `GradScaler` and `torch.distributed.checkpoint` work alike, and
+        states go from the one to the other. `torch.optim.Muon` has each matrix orthogonalised by one rank. All ranks
+        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`).
+        """
+        state, _ = _parts_of(self)
+        given = list(self.parameters() if params is None else params)  # type: ignore[attr-defined]
+        if kind is not torch.optim.Muon:
+            return on_shards(kind)(given, **options)
+        layouts = {state.value(name): state.layout(name) for name in state.aliases}
+        return Muon(given, layouts=layouts, mesh=state.mesh, **options)
+
 
 def _parts_of(module: Any) -> tuple[State, torch.nn.Module]:
     return vars(module)["_state"], vars(module)["_root"]
@@ -111,9 +128,7 @@ def values_from(
     yield from anew.items()
 
 
-def initialized(
-    function: InitFunction, state: State, names: Collection[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def initialized(function: InitFunction, state: State, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of these that is on meta, filled by `function`."""
     for name in names:
         present = state.value(name)

@@ -30,7 +30,10 @@ from .joint import is_accumulation as is_accumulation
 from .joint import is_backward as is_backward
 from .joint import module_path as module_path
 from .exporting import patched as patched
+from .optimizing import bare_step as bare_step
 from .optimizing import fused_steps_on_shards as fused_steps_on_shards
+from .optimizing import muon_rate as muon_rate
+from .optimizing import orthogonalized as orthogonalized
 from .recording import Recorded as Recorded
 from .recording import RecordedInput as RecordedInput
 from .recording import is_recorded_function as is_recorded_function
