@@ -60,31 +60,19 @@ def on_shards(kind: type[Any]) -> type[Any]:
 @contextmanager
 def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it, the optimizer has local tensors in the place of DTensors: parameters, gradients and states."""
-    twins: dict[DTensor, Twin] = vars(optimizer).setdefault("_local_twins", {})
+    local: Local = vars(optimizer).setdefault("_local", Local())
     groups, states = optimizer.param_groups, optimizer.state
     given = [group["params"] for group in groups]
-    inside: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-    used: list[Twin] = []
-    for group, parameters in zip(groups, given, strict=True):
-        group["params"] = held = []
-        for parameter in parameters:
-            if not isinstance(parameter, DTensor):
-                held.append(parameter)
-                if parameter in states:
-                    inside[parameter] = states[parameter]
-                continue
-            twin = twins.get(parameter)
-            if twin is None:
-                twin = twins[parameter] = Twin(parameter)
-            if parameter.grad is not None:
-                twin.held.grad = local_gradient(parameter)
-            if parameter in states:
-                inside[twin.held] = twin.local(states[parameter])
-            held.append(twin.held)
-            used.append(twin)
+    held = local.of(given)
+    for parameter in local.plain:
+        local.states[parameter] = states[parameter]
+    for twin in local.twins.values():
+        twin.take(states)
     amp = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
     vars(optimizer).update((name, x.full_tensor()) for name, x in amp.items() if isinstance(x, DTensor))
-    optimizer.state = inside
+    for group, parameters in zip(groups, held, strict=True):
+        group["params"] = parameters
+    optimizer.state = local.states
     try:
         yield
     finally:
@@ -92,43 +80,70 @@ def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["params"] = parameters
         optimizer.state = states
         vars(optimizer).update(amp)
-        for twin in used:
-            if twin.held in inside:
-                twin.give_back(states[twin.parameter], inside[twin.held])
-            twin.held.grad = None
+        for twin in local.twins.values():
+            twin.give_back(states)
+
+
+class Local:
+    """What this rank holds of what an optimizer has. It is the same from step to step, unless groups change."""
+
+    def __init__(self) -> None:
+        self.twins: dict[DTensor, Twin] = {}
+        self.plain: list[torch.Tensor] = []
+        """Parameters that are no DTensors."""
+        self.states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self._given: list[list[torch.Tensor]] = []
+        self._held: list[list[torch.Tensor]] = []
+
+    def of(self, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The parameters of each group."""
+        same = len(groups) == len(self._given) and all(
+            len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(groups, self._given, strict=True)
+        )
+        if not same:
+            asked = [p for group in groups for p in group]
+            self.plain = [p for p in asked if not isinstance(p, DTensor)]
+            self.twins = {p: self.twins.get(p) or Twin(p, self.states) for p in asked if isinstance(p, DTensor)}
+            self._given = [[*group] for group in groups]
+            self._held = [[self.twins[p].held if isinstance(p, DTensor) else p for p in group] for group in groups]
+        return self._held
 
 
 class Twin:
-    """What this rank holds of a parameter, and of the states that an optimizer has for it. Both are the same from step
-    to step, and are looked at only where they are not."""
+    """What this rank holds of a parameter, and of the states that an optimizer has for it."""
 
     __slots__ = ("globals", "held", "inside", "locals", "parameter")
 
-    def __init__(self, parameter: DTensor) -> None:
+    def __init__(self, parameter: DTensor, states: defaultdict[Any, dict[str, Any]]) -> None:
         self.parameter = parameter
         self.held = nn.Parameter(local_tensor(parameter), requires_grad=parameter.requires_grad)
-        self.inside: dict[str, Any] = {}
+        self.inside = states[self.held]
         self.globals: tuple[Any, ...] = ()
-        """The states, and what this rank holds of each, as they were seen last."""
+        """States, and what this rank holds of each, as they were after the last step."""
         self.locals: tuple[Any, ...] = ()
 
-    def local(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What this rank holds of states."""
+    def take(self, states: Any) -> None:
+        """Have the gradient and the states of before a step."""
+        if self.parameter.grad is not None:
+            self.held.grad = local_gradient(self.parameter)
+        state = states.get(self.parameter, {})
         if not _are(self.globals, state):
-            self.inside = {k: local_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
+            self.inside.clear()
+            self.inside.update((k, local_tensor(v) if isinstance(v, DTensor) else v) for k, v in state.items())
             self.globals, self.locals = tuple(state.values()), tuple(self.inside.values())
-        return self.inside
 
-    def give_back(self, state: dict[str, Any], inside: dict[str, Any]) -> None:
-        """Have states after a step, as DTensors that are placed as the parameter is."""
-        if inside is self.inside and _are(self.locals, inside):
+    def give_back(self, states: Any) -> None:
+        """Have those of after it, as DTensors that are placed as the parameter is."""
+        self.held.grad = None
+        if _are(self.locals, self.inside):
             return
-        for name, value in inside.items():
+        state = states[self.parameter]
+        for name, value in self.inside.items():
             present = state.get(name)
             if not (isinstance(present, DTensor) and local_tensor(present) is value):
                 splits = isinstance(value, torch.Tensor) and name not in NUMBERS and value.shape == self.held.shape
                 state[name] = like(self.parameter, value) if splits else value
-        self.inside, self.globals, self.locals = inside, tuple(state.values()), tuple(inside.values())
+        self.globals, self.locals = tuple(state.values()), tuple(self.inside.values())
 
 
 def _are(seen: tuple[Any, ...], state: dict[str, Any]) -> bool:
@@ -142,7 +157,7 @@ def local_gradient(parameter: DTensor) -> torch.Tensor:
         raise ValueError(
             f"a gradient of a split parameter of {list(parameter.shape)} is a plain tensor: give it as a DTensor"
         )
-    if gradient.placements != parameter.placements:
+    if gradient.placements is not parameter.placements and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return local_tensor(gradient)
 

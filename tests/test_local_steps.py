@@ -74,9 +74,10 @@ def same(module: nn.Module, beside: nn.Module, what: str, tolerance: float = 1e-
 
 
 def stepped(solver: str) -> None:
-    hooked = []
+    hooked, module = [], parallel(solver)
     for what, (kind, options) in KINDS.items():
-        module, beside = parallel(solver), Net()
+        beside = Net()
+        module.load_state_dict(beside.state_dict())
         one, other = module.optimizer(kind, **options), kind(beside.parameters(), **options)
         assert isinstance(one, kind) and type(one).__name__ == kind.__name__
         one.register_step_post_hook(lambda *_, what=what: hooked.append(what))

@@ -14,6 +14,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
 
 from .checkpoints import load_optimizer, save_optimizer
@@ -68,7 +69,8 @@ class Accelerator(accelerate.Accelerator):
         return tree_map_only(torch.Tensor, lambda t: t * scale, whole(tensor))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        return whole(super().clip_grad_norm_(parameters, max_norm, norm_type))
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         models, optimizers = self._models, self._optimizers

@@ -15,6 +15,7 @@ from transformers.utils.generic import can_return_loss, find_labels
 
 from autopar.compat import patched
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.sharded import ELEMENTWISE, on_shards
 
 from .accelerate import Accelerator
 from .checkpoints import load_optimizer, save_optimizer
@@ -68,6 +69,12 @@ class Trainer(transformers.Trainer):
         """All ranks count the same ones."""
         self.state.total_flos += self.current_flos
         self.current_flos = 0
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """One of torch's own steps on what each rank holds."""
+        kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return (on_shards(kind) if kind in ELEMENTWISE else kind), options
 
     # -- checkpoints
 
