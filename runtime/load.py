@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import SafetensorsReader, Stored, local_tensor, make_dtensor
+from autopar.compat import Conversion, SafetensorsReader, Stored, local_tensor, make_dtensor, stored_names
 from autopar.files import json_of, text_of
-from autopar.ir.layout import Layout, Replicate, valid_shape
+from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
 
 from .agree import all_equal, digest, exchange, together
 from .anew import anew_of, unsaved_buffers
@@ -29,40 +30,101 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+@dataclass(kw_only=True)
+class Found:
+    """What files have for a model."""
+
+    direct: Mapping[str, str]
+    """Name of a value -> name in files."""
+    conversions: list[Conversion]
+    made: set[str]
+    """Values that conversions make."""
+    anew: Mapping[str, torch.Tensor]
+    missing: list[str]
+
+
 def read_weights(state: State, root: nn.Module, directory: str | Path, *, may_miss: bool) -> list[str]:
     """Give values to parameters and buffers, from files or computed anew, on all ranks at once. Returns the names of
     what has none and is on meta; that is an error unless `may_miss`."""
     with together(state.mesh):
         reader = opened(directory)
-        names = names_in_files(state, root, reader.stored)
-        _check(state, names, reader.stored, directory)
-        anew = {name: value for name, value in anew_of(state, root).items() if name not in names}
-        saved = _saved(state, root)
-        missing = [name for name in state.aliases if name not in names and name not in anew]
-        on_meta = [name for name in missing if state.value(name).device.type == "meta"]
+        found = found_in(state, root, reader.stored, directory)
+        on_meta = [name for name in found.missing if _is_meta(state, name)]
         if on_meta and not may_miss:
             raise ValueError(
                 f"{directory} has no values for {_listed(on_meta)}: give files of this model, or give the function "
                 f"load_pretrained(..., init=) for what they lack"
             )
-        parts = {name: empty_part(state, name) if _is_meta(state, name) else state.value(name) for name in names}
+        parts = {n: empty_part(state, n) if _is_meta(state, n) else state.value(n) for n in found.direct}
     all_equal(
         (len(reader.stored), _digest(reader.stored)),
         state.mesh,
         f"the ranks read different files from {directory}, by number of tensors and digest of names and shapes: give "
         f"all ranks the same directory",
     )
-    state.distribute(iter(anew.items()))
+    state.distribute(iter(found.anew.items()))
     with together(state.mesh), torch.no_grad():
-        for canonical, stored in names.items():
+        for canonical, stored in found.direct.items():
             read_part(state, canonical, parts[canonical], reader, stored)
     _check_replicas(state, parts)
+    state.distribute(_converted(state, root, reader, found.conversions))
     for name, part in parts.items():
         if _is_meta(state, name):
             adopt(state, name, part)
-    kept = [name for name in missing if name in saved and name not in on_meta]
-    _warn(root, reader.stored, names, kept, directory)
+    _warn(state, root, reader.stored, found, directory)
     return on_meta
+
+
+def found_in(state: State, root: nn.Module, stored: Mapping[str, Stored], directory: str | Path) -> Found:
+    """What files have for each value, by their tables of contents. Raises ValueError for what does not fit."""
+    values = {alias: value for value, aliases in state.aliases.items() for alias in aliases}
+    names, conversions = stored_names(root, stored, values)
+    direct: dict[str, str] = {}
+    for alias, name in names.items():
+        direct.setdefault(values[alias], name)
+    made = set()
+    for conversion in conversions:
+        like = conversion.made(root, lambda name: torch.empty(stored[name].shape, device="meta"))
+        for alias, tensor in like.items():
+            if alias in values:
+                _check_shape(state, values[alias], alias, tuple(tensor.shape), directory)
+                made.add(values[alias])
+    if not direct and not made:
+        what = _listed(list(stored)) or "nothing"
+        raise ValueError(f"{directory} holds {what}, of which the model has none: give files of this model")
+    for value, name in direct.items():
+        _check_shape(state, value, name, stored[name].shape, directory)
+        if state.value(value).is_floating_point() and not stored[name].dtype.is_floating_point:
+            raise ValueError(
+                f"{name} is {stored[name].dtype} in {directory} and {state.value(value).dtype} in the model: quantized "
+                f"files cannot be trained from; give those of the full precision"
+            )
+    anew = {name: value for name, value in anew_of(state, root).items() if name not in direct}
+    missing = [name for name in state.aliases if name not in direct and name not in made and name not in anew]
+    return Found(direct=direct, conversions=conversions, made=made, anew=anew, missing=missing)
+
+
+def _check_shape(state: State, value: str, name: str, shape: Shape, directory: str | Path) -> None:
+    present = tuple(state.value(value).shape)
+    if present != shape:
+        raise ValueError(f"{name} is {list(shape)} in {directory} and {list(present)} in the model")
+
+
+def _converted(
+    state: State, root: nn.Module, reader: SafetensorsReader, conversions: list[Conversion]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole values, of whole tensors of files, one conversion at a time."""
+    values = {alias: value for value, aliases in state.aliases.items() for alias in aliases}
+
+    def read(name: str) -> torch.Tensor:
+        held = torch.empty(reader.stored[name].shape, dtype=reader.stored[name].dtype)
+        _read(reader, name, [((0,) * held.dim(), tuple(held.shape), held)])
+        return held
+
+    for conversion in conversions:
+        for alias, tensor in conversion.made(root, read).items():
+            if alias in values:
+                yield values[alias], tensor.to(state.value(values[alias]).dtype)
 
 
 def opened(directory: str | Path) -> SafetensorsReader:
@@ -103,20 +165,6 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has no file {SINGLE}, {INDEX} or *.safetensors{hint}")
 
 
-def names_in_files(state: State, root: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """Name of a value -> the name that files have for it: one of its own, with or without the prefix that the models of
-    Hugging Face have before the parts that a head is put on."""
-    there, prefix = set(stored), getattr(root, "base_model_prefix", "")
-    found = {}
-    for canonical, aliases in state.aliases.items():
-        for alias in aliases:
-            ways = [alias, f"{prefix}.{alias}", alias.removeprefix(f"{prefix}.")] if prefix else [alias]
-            if (name := next((way for way in ways if way in there), None)) is not None:
-                found[canonical] = name
-                break
-    return found
-
-
 def empty_part(state: State, name: str) -> torch.Tensor:
     """Memory for this rank's part of a value."""
     present = state.value(name)
@@ -145,38 +193,20 @@ def held_of(state: State, name: str, value: torch.Tensor) -> tuple[torch.Tensor,
 def read_part(state: State, name: str, part: torch.Tensor, reader: SafetensorsReader, stored: str) -> None:
     """Read this rank's part of a value."""
     local, owned = held_of(state, name, part)
+    _read(reader, stored, [(box.offsets, box.sizes, box.of(local)) for box in owned])
+
+
+def _read(reader: SafetensorsReader, name: str, parts: Sequence[tuple[Shape, Shape, torch.Tensor]]) -> None:
     try:
-        reader.read(stored, [(box.offsets, box.sizes, box.of(local)) for box in owned])
+        reader.read(name, parts)
     except ValueError:
         raise
     except Exception as error:  # of safetensors, of the file system
-        raise ValueError(f"{stored} cannot be read ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _is_meta(state: State, name: str) -> bool:
     return state.value(name).device.type == "meta"
-
-
-def _saved(state: State, root: nn.Module) -> set[str]:
-    """Values that a state_dict holds."""
-    unsaved = {name for name, _, _ in unsaved_buffers(root)}
-    return {name for name, aliases in state.aliases.items() if not unsaved.issuperset(aliases)}
-
-
-def _check(state: State, names: Mapping[str, str], stored: Mapping[str, Stored], directory: str | Path) -> None:
-    if not names:
-        raise ValueError(
-            f"{directory} holds {_listed(list(stored))}, of which the model has none: give files of this model"
-        )
-    for name, there in names.items():
-        present, file = state.value(name), stored[there]
-        if tuple(present.shape) != file.shape:
-            raise ValueError(f"{there} is {list(file.shape)} in {directory} and {list(present.shape)} in the model")
-        if present.is_floating_point() and not file.dtype.is_floating_point:
-            raise ValueError(
-                f"{there} is {file.dtype} in {directory} and {present.dtype} in the model: quantized files cannot be "
-                f"trained from; give those of the full precision"
-            )
 
 
 def _check_replicas(state: State, parts: Mapping[str, torch.Tensor]) -> None:
@@ -192,21 +222,18 @@ def _check_replicas(state: State, parts: Mapping[str, torch.Tensor]) -> None:
                 raise ValueError(f"the ranks read different values for {key[0]!r}: give all of them the same files")
 
 
-def _warn(
-    root: nn.Module, stored: Iterable[str], names: Mapping[str, str], kept: list[str], directory: str | Path
-) -> None:
+def _warn(state: State, root: nn.Module, stored: Iterable[str], found: Found, directory: str | Path) -> None:
+    """Of what files hold beside the model, other names of tied weights apart, and of what keeps its values."""
     expected = [re.compile(p) for p in getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    used = set(names.values()) | _other_names(root, names)
+    used = {*found.direct.values(), *(name for each in found.conversions for _, name in each.sources)}
+    used.update(alias for aliases in state.aliases.values() for alias in aliases)
     unused = [name for name in stored if name not in used and not any(p.search(name) for p in expected)]
     if unused:
         logger.warning("%s: the model has no place for %s", directory, _listed(unused))
+    unsaved = {name for name, _, _ in unsaved_buffers(root)}
+    kept = [n for n in found.missing if not _is_meta(state, n) and not unsaved.issuperset(state.aliases[n])]
     if kept:
         logger.warning("%s has no values for %s, which stay as they are", directory, _listed(kept))
-
-
-def _other_names(root: nn.Module, names: Mapping[str, str]) -> set[str]:
-    """What files may hold twice: all names of tied weights."""
-    return set(root.state_dict()) if names else set()
 
 
 def _digest(stored: Mapping[str, Stored]) -> str:

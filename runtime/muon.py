@@ -63,7 +63,7 @@ class Ranks:
         got = torch.empty(sum(counts), dtype=torch.uint8, device=sent.device)
         with watched("the exchange of Muon's matrices,", "all", self.group):
             dist.all_to_all_single(got, sent, counts, [2 * part.numel() for part in parts], group=self.group)
-        by_place = dict(zip(order, got.split(counts), strict=True))
+        by_place = dict(zip(order, torch.split(got, counts), strict=True))
         return [by_place[rank].view(torch.bfloat16) for rank in range(len(order))]
 
 

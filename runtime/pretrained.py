@@ -83,7 +83,7 @@ class Filled:
         state.distribute(iter(anew.items()))
         return self
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> Any:
+    def optimizer(self, kind: type[Any], params: Any = None, **options: Any) -> Any:
         """`kind(params, **options)`, whose step runs on what each rank holds: `parallel.optimizer(torch.optim.AdamW,
         lr=3e-4)`. `params` are all of the module's if not given, or some, or groups, as torch takes them.
 
@@ -94,8 +94,8 @@ class Filled:
         state, _ = _parts_of(self)
         given = list(self.parameters() if params is None else params)  # type: ignore[attr-defined]
         if kind is not torch.optim.Muon:
-            return on_shards(kind)(given, **options)
-        layouts = {state.value(name): state.layout(name) for name in state.aliases}
+            return on_shards(kind)(given, **options)  # type: ignore[arg-type]
+        layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
         return Muon(given, layouts=layouts, mesh=state.mesh, **options)
 
 

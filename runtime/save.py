@@ -178,7 +178,7 @@ def _write_box(descriptor: int, start: int, shape: tuple[int, ...], box: Box, lo
     for at, size, stride in zip(box.offsets[:cut], box.sizes, strides, strict=False):
         begins = (begins[:, None] + torch.arange(at, at + size) * stride).flatten()
     within = box.offsets[cut] * strides[cut] if shape else 0
-    data = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+    data = memoryview(rows.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     wide = tensor.dtype.itemsize
     length = rows.shape[1] * wide
     for number, begin in enumerate(begins.tolist()):
@@ -213,7 +213,7 @@ def _finish(state: State, root: nn.Module, folder: Path, files: Sequence[File]) 
 
 def _write_config(root: nn.Module, folder: Path) -> None:
     """As `save_pretrained` of transformers does."""
-    config = getattr(root, "config", None)
+    config: Any = getattr(root, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(root).__name__]
@@ -221,5 +221,6 @@ def _write_config(root: nn.Module, folder: Path) -> None:
         if len(dtypes) == 1:
             config.dtype = str(dtypes.pop()).removeprefix("torch.")
         config.save_pretrained(folder)
-    if hasattr(generation := getattr(root, "generation_config", None), "save_pretrained"):
+    generation: Any = getattr(root, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)

@@ -68,7 +68,8 @@ def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         local.states[parameter] = states[parameter]
     for twin in local.twins.values():
         twin.take(states)
-    amp = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+    scaling = ("grad_scale", "found_inf")
+    amp: dict[str, Any] = {name: vars(optimizer)[name] for name in scaling if name in vars(optimizer)}
     vars(optimizer).update((name, x.full_tensor()) for name, x in amp.items() if isinstance(x, DTensor))
     for group, parameters in zip(groups, held, strict=True):
         group["params"] = parameters

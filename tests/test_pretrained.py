@@ -292,3 +292,33 @@ def test_a_directory_of_hugging_face_is_trained_and_read_there_again(tmp_path: P
     assert isinstance(again, transformers.LlamaForCausalLM)
     expected += losses(again, 3)
     assert all(one == pytest.approx(expected, rel=1e-5) for one in found)
+
+
+def joined(folder: Path) -> float:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    ids = torch.arange(32).reshape(4, 8)
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig.from_pretrained(folder))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    parallel = autopar.parallelize(model, mesh, kwargs={"input_ids": ids, "labels": ids}, solver="fsdp")
+    parallel.load_pretrained(folder)
+    parallel.save_pretrained(folder / "out")
+    return float(parallel(input_ids=ids, labels=ids).loss.detach())
+
+
+def test_published_files_have_each_expert_apart(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.arange(32).reshape(4, 8)
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert any("experts.1.w2" in name for name in safetensors.load_file(tmp_path / "model.safetensors"))
+    found = run(2, joined, tmp_path)
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "out")
+    for each in (model, again):
+        assert found == pytest.approx([float(each(input_ids=ids, labels=ids).loss)] * 2, rel=1e-5)

@@ -10,6 +10,8 @@ from .versions import SERVED as SERVED
 from .checkpoints import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from .checkpoints import SafetensorsReader as SafetensorsReader
 from .checkpoints import Stored as Stored
+from .converting import Conversion as Conversion
+from .converting import stored_names as stored_names
 from .distributed import all_gather_single as all_gather_single
 from .distributed import dtensors_of as dtensors_of
 from .distributed import follow_world_timeout as follow_world_timeout

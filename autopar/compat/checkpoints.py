@@ -26,8 +26,9 @@ class SafetensorsReader:
     writes them, or shards as `torch.distributed.checkpoint` does. Imports safetensors."""
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
         from torch.distributed.checkpoint.filesystem import FileSystem
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         class Listed(FileSystem):
             """Beside the model's weights, a directory may hold others', or the same ones in another form."""
@@ -42,6 +43,7 @@ class SafetensorsReader:
         self.stored: Mapping[str, Stored] = {
             name: Stored(shape=tuple(m.size), dtype=m.properties.dtype)
             for name, m in self._metadata.state_dict_metadata.items()
+            if isinstance(m, TensorStorageMetadata)
         }
 
     def read(self, name: str, parts: Sequence[Part]) -> None:
@@ -62,7 +64,7 @@ class SafetensorsReader:
 
 def _into(targets: Mapping[tuple[int, ...], torch.Tensor]) -> Any:
     """A planner that has what is read copied to these tensors, by the offsets of the part."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Into(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from autopar.runtime.module import ParallelModule
 from .checkpoints import load_optimizer, save_optimizer
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """As Accelerate's own, for a module that `autopar.parallelize` returned.
 
     It behaves as on one process, since all ranks hold the same batch and the same loss: `prepare` leaves the module
@@ -73,8 +73,7 @@ class Accelerator(accelerate.Accelerator):
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        models, optimizers = self._apart()
         try:
             folder = super().save_state(output_dir, *args, **kwargs)
         finally:
@@ -87,8 +86,7 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         folder = Path(input_dir) if input_dir is not None else self._newest()
-        models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        models, optimizers = self._apart()
         try:
             super().load_state(str(folder), *args, **kwargs)
         finally:
@@ -98,6 +96,12 @@ class Accelerator(accelerate.Accelerator):
         for number, optimizer in enumerate(optimizers):
             load_optimizer(_one(models), _bare(optimizer), folder / f"optimizer_{number}")
         self._draw_alike()
+
+    def _apart(self) -> tuple[list[Any], list[Any]]:
+        """Models and optimizers, which Accelerate is not to save or load: the first rank would, with its own part."""
+        held: tuple[list[Any], list[Any]] = (self._models, self._optimizers)
+        self._models, self._optimizers = [], []
+        return held
 
     def _draw_alike(self) -> None:
         """Have all ranks go on with the first one's generators: where there are more ranks than there were, no file has

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 import transformers.trainer
+from transformers.trainer_pt_utils import safe_globals
 from transformers.utils.generic import can_return_loss, find_labels
 
 from autopar.compat import patched
@@ -38,12 +39,14 @@ class Trainer(transformers.Trainer):
         if not isinstance(model, ParallelModule):
             raise ValueError(f"model is a {type(model).__name__}: give what autopar.parallelize returns")
         super().__init__(model, args, **kwargs)
+        self._parallel = model
         alone = type(vars(model)["_root"])
         self.model_accepts_loss_kwargs = f"kwargs.{COUNT}" in model.input_placements
-        self.label_names = find_labels(alone) if self.args.label_names is None else self.args.label_names
-        self.can_return_loss = can_return_loss(alone)
+        given = self.args.label_names
+        self.label_names = find_labels(alone) if given is None else given  # type: ignore[no-untyped-call]
+        self.can_return_loss = can_return_loss(alone)  # type: ignore[no-untyped-call]
         columns = inspect.signature(alone.forward).parameters
-        self._signature_columns = [*columns, "label", "label_ids", *self.label_names]
+        self._signature_columns: Any = [*columns, "label", "label_ids", *self.label_names]
 
     def create_accelerator_and_postprocess(self) -> None:
         with patched(transformers.trainer, "Accelerator", Accelerator):
@@ -78,37 +81,42 @@ class Trainer(transformers.Trainer):
 
     # -- checkpoints
 
+    @property
+    def _schedule(self) -> Any:
+        return self.lr_scheduler
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = self.args.output_dir if output_dir is None else output_dir
-        self.model.save_pretrained(folder)
+        folder = str(self.args.output_dir if output_dir is None else output_dir)
+        self._parallel.save_pretrained(folder)
         if self.args.should_save:
-            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            processing: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:
                 processing.save_pretrained(folder)
             torch.save(self.args, Path(folder, "training_args.bin"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.model.load_pretrained(resume_from_checkpoint)
+        self._parallel.load_pretrained(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self.model.load_pretrained(self.state.best_model_checkpoint)
+        assert self.state.best_model_checkpoint is not None
+        self._parallel.load_pretrained(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(self.model, _bare(self.optimizer), Path(output_dir, OPTIMIZER))
+        save_optimizer(self._parallel, _bare(self.optimizer), Path(output_dir, OPTIMIZER))
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+            torch.save(self._schedule.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and Path(checkpoint, OPTIMIZER).is_dir():
-            load_optimizer(self.model, _bare(self.optimizer), Path(checkpoint, OPTIMIZER))
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+            load_optimizer(self._parallel, _bare(self.optimizer), Path(checkpoint, OPTIMIZER))
+            self._schedule.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """That of the first rank: all draw alike, also where there are more ranks than there were."""
         names = ("rng_state_0.pth", "rng_state.pth")
         file = next((Path(checkpoint, n) for n in names if Path(checkpoint, n).is_file()), None) if checkpoint else None
         if file is not None:
-            with transformers.trainer.safe_globals():
+            with safe_globals():  # type: ignore[no-untyped-call]
                 state = torch.load(file, weights_only=True)
             random.setstate(state["python"])
             np.random.set_state(state["numpy"])
