@@ -4,8 +4,8 @@ A Llama of 4 layers (39 parameters) rests under fsdp on gloo ranks of this machi
 others, a step a round: `plain` works on plain tensors of the same shards (for clipping, with one all-reduce of a
 number; for Muon, one process steps on whole matrices, and its time is divided by the ranks), `DTensor` is a stock
 optimizer on the module's parameters, and `parallel` is `parallel.optimizer` or `autopar.clip_grad_norm_`. Prints
-medians of the milliseconds of the slowest rank, of those that its thread spends on a processor, and the ratios to
-plain.
+medians of the milliseconds of the slowest rank, of those that its thread spends on a processor, and of the ratios of
+each round to plain.
 """
 
 from __future__ import annotations
@@ -93,13 +93,15 @@ def rank(hidden: int, rounds: int) -> list[dict[str, Any]]:
                 dist.all_reduce(taken, op=dist.ReduceOp.MAX)
                 if number >= 2:
                     seconds[way].append((float(taken[0]), float(taken[1])))
-        for way, taken_by in seconds.items():
-            wall, processor = (statistics.median(values) for values in zip(*taken_by, strict=True))
-            rows.append({"what": title, "way": way, "seconds": wall, "processor_seconds": processor})
-    share = ranks  # of Muon's work, by which the step of one process is divided
-    for row in rows:
-        if row["what"] == "Muon" and row["way"] == "plain":
-            row.update({key: row[key] / share for key in ("seconds", "processor_seconds")})
+        if title == "Muon":  # this rank's share of what one process does
+            seconds["plain"] = [(wall / ranks, processor / ranks) for wall, processor in seconds["plain"]]
+        for way, rounds_of in seconds.items():
+            row: dict[str, Any] = {"what": title, "way": way}
+            for number, key in enumerate(("seconds", "processor_seconds")):
+                row[key] = statistics.median(taken[number] for taken in rounds_of)
+                pairs = zip(rounds_of, seconds["plain"], strict=True)
+                row[f"{key}_ratio"] = statistics.median(one[number] / other[number] for one, other in pairs)
+            rows.append(row)
     return rows
 
 
@@ -116,14 +118,13 @@ def main() -> int:
     print("hidden  what           way       ms       ratio  processor ms  ratio")
     for hidden in options.hidden:
         found = run(options.ranks, rank, hidden, options.rounds, timeout_seconds=3600)[0]
-        plain = {row["what"]: row for row in found if row["way"] == "plain"}
         for row in found:
-            wall, processor = (row[key] / plain[row["what"]][key] for key in ("seconds", "processor_seconds"))
             print(
-                f"{hidden:<6}  {row['what']:<13}  {row['way']:<8}  {1e3 * row['seconds']:<7.2f}  {wall:<5.2f}  "
-                f"{1e3 * row['processor_seconds']:<12.2f}  {processor:.2f}"
+                f"{hidden:<6}  {row['what']:<13}  {row['way']:<8}  {1e3 * row['seconds']:<7.2f}  "
+                f"{row['seconds_ratio']:<5.2f}  {1e3 * row['processor_seconds']:<12.2f}  "
+                f"{row['processor_seconds_ratio']:.2f}"
             )
-            rows.append({"hidden": hidden, "ranks": options.ranks, **row, "ratio": wall, "processor_ratio": processor})
+            rows.append({"hidden": hidden, "ranks": options.ranks, **row})
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     return 0
