@@ -66,6 +66,7 @@ def read_weights(state: State, root: nn.Module, directory: str | Path, *, may_mi
     with together(state.mesh), torch.no_grad():
         for canonical, stored in found.direct.items():
             read_part(state, canonical, parts[canonical], reader, stored)
+    torch.autograd.graph.increment_version([part for n, part in parts.items() if not _is_meta(state, n)])
     _check_replicas(state, parts)
     state.distribute(_converted(state, root, reader, found.conversions))
     for name, part in parts.items():

@@ -148,6 +148,7 @@ class Muon(torch.optim.Muon):
             local, rate = local_tensor(p), float(group["lr"])
             local.mul_(1 - rate * group["weight_decay"])
             local.add_(update, alpha=-muon_rate(rate, group["adjust_lr_fn"], p.shape))
+        torch.autograd.graph.increment_version([p for p, _ in asked])  # of which DTensors do not learn
         return loss
 
     def _update(self, parameter: DTensor, group: Mapping[str, Any]) -> torch.Tensor:

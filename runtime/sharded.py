@@ -81,6 +81,8 @@ def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["params"] = parameters
         optimizer.state = states
         vars(optimizer).update(amp)
+        written = [p for p, twin in local.twins.items() if twin.held.grad is not None]
+        torch.autograd.graph.increment_version(written)  # of which DTensors do not learn
         for twin in local.twins.values():
             twin.give_back(states)
 

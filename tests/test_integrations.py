@@ -48,14 +48,14 @@ def examples(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row.where(torch.arange(8) >= i % 5, -100)} for i, row in enumerate(ids)]
 
 
-def arguments(folder: Path) -> Any:
+def arguments(folder: Path, steps: int, bf16: bool) -> Any:
     from transformers import TrainingArguments
 
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=6, bf16=True,
+        output_dir=str(folder), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=steps, bf16=bf16,
         gradient_accumulation_steps=4, learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2,
-        eval_strategy="steps", eval_steps=3, save_steps=3, logging_steps=1, use_cpu=True, report_to=[],
-        disable_tqdm=True, log_level="error",
+        eval_strategy="steps", eval_steps=steps // 2, save_steps=steps // 2, logging_steps=1, use_cpu=True,
+        report_to=[], disable_tqdm=True, log_level="error",
     )  # fmt: skip
 
 
@@ -78,16 +78,17 @@ def history(trainer: Any) -> list[dict[str, float]]:
     return [{name: float(entry[name]) for name in kept if name in entry} for entry in trainer.state.log_history]
 
 
-def trained_alone(folder: Path) -> Trained:
+def trained_alone(folder: Path, steps: int = 6, bf16: bool = True) -> Trained:
     as_torchrun(False)
     from transformers import Trainer
 
-    trainer = Trainer(llama(), arguments(folder), train_dataset=examples(40), eval_dataset=examples(8))  # type: ignore
+    args: Any = arguments(folder, steps, bf16)
+    trainer = Trainer(llama(), args, train_dataset=examples(40), eval_dataset=examples(8))  # type: ignore[arg-type]
     trainer.train()
     return history(trainer), {name: p.detach() for name, p in trainer.model.named_parameters()}
 
 
-def trained(folder: Path) -> list[Trained]:
+def trained(folder: Path, steps: int = 6, bf16: bool = True) -> list[Trained]:
     """In one go, and resumed with the same plan and with another one."""
     as_torchrun(True)
     from autopar.integrations.transformers import Trainer
@@ -98,10 +99,10 @@ def trained(folder: Path) -> list[Trained]:
     example = {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
     example["num_items_in_batch"] = torch.tensor(1.0)
     found = []
-    checkpoint = str(folder / "whole" / "checkpoint-3")
+    checkpoint = str(folder / "whole" / f"checkpoint-{steps // 2}")
     for name, solver, resume in (("whole", "fsdp", None), ("again", "fsdp", checkpoint), ("o", "megatron", checkpoint)):
-        args = arguments(folder / name)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        args = arguments(folder / name, steps, bf16)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             model = autopar.parallelize(llama(), mesh_of((2,)), kwargs=example, solver=solver)
         trainer = Trainer(model, args, train_dataset=examples(40), eval_dataset=examples(8))
         trainer.train(resume_from_checkpoint=resume)
@@ -181,9 +182,9 @@ def looped(accelerator: Any, model: nn.Module, folder: Path, epochs: range) -> l
     return found
 
 
-def accelerated_alone(folder: Path) -> list[float]:
+def accelerated_alone(folder: Path, epochs: int = 3) -> list[float]:
     as_torchrun(False)
-    return looped(accelerate.Accelerator(gradient_accumulation_steps=3, cpu=True), network(), folder, range(3))
+    return looped(accelerate.Accelerator(gradient_accumulation_steps=3, cpu=True), network(), folder, range(epochs))
 
 
 def accelerated(folder: Path, mesh: tuple[int, ...], solver: str, epochs: range) -> list[float]:

@@ -131,6 +131,46 @@ def test_states_go_to_another_mesh(tmp_path: Path) -> None:
     run(4, saved, tmp_path)
 
 
+def written() -> None:
+    kinds = (
+        lambda m: torch.optim.AdamW(m.parameters(), fused=True),
+        lambda m: m.optimizer(torch.optim.AdamW),
+        lambda m: m.optimizer(torch.optim.Muon, matrices(m)),
+    )
+    module = parallel("fsdp")
+    for make in kinds:
+        optimizer = make(module)
+        module(X).backward()
+        loss = module(X)
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"was written between forward and backward, which reads it"):
+            loss.backward()
+
+
+def test_a_step_between_forward_and_backward_is_seen() -> None:
+    run(2, written)
+
+
+def grouped() -> None:
+    """Groups of named parameters, one added later, and a parameter that is frozen."""
+    module, beside = parallel("fsdp"), Net()
+    named = list(module.named_parameters())
+    one = module.optimizer(torch.optim.SGD, named[:2], lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(list(beside.named_parameters())[:2], lr=0.1, momentum=0.9)
+    for each, optimizer in ((module, one), (beside, other)):
+        train(each, optimizer, 1)
+        optimizer.add_param_group({"params": list(each.named_parameters())[2:], "lr": 0.2})
+        each.get_parameter("body.2.bias").requires_grad_(False)
+        train(each, optimizer)
+        optimizer.state.clear()
+        train(each, optimizer)
+    same(module, beside, "groups")
+
+
+def test_groups_and_frozen_parameters() -> None:
+    run(2, grouped)
+
+
 def scaled() -> None:
     module, beside = parallel("fsdp"), Net()
     for options in ({}, {"fused": True}):

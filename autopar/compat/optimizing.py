@@ -52,6 +52,7 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 )
     named = {name: local_tensor(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
     op(*local, **named)
+    torch.autograd.graph.increment_version([p for p in parameters if isinstance(p, DTensor)])  # they do not learn it
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
