@@ -153,7 +153,7 @@ class Muon(torch.optim.Muon):
 
     def _update(self, parameter: DTensor, group: Mapping[str, Any]) -> torch.Tensor:
         """This rank's part of the momentum, element by element."""
-        gradient, state = local_gradient(parameter), self.state[parameter]
+        gradient, state = local_gradient(parameter, parameter.grad), self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = like(parameter, torch.zeros_like(gradient))
         buffer = local_tensor(state["momentum_buffer"])

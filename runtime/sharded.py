@@ -29,6 +29,9 @@ ELEMENTWISE = (
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States that are one number for a parameter, not one for each of its elements."""
 
+NONE: dict[str, Any] = {}
+"""The states of what has none."""
+
 
 @cache
 def on_shards(kind: type[Any]) -> type[Any]:
@@ -66,8 +69,7 @@ def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     held = local.of(given)
     for parameter in local.plain:
         local.states[parameter] = states[parameter]
-    for twin in local.twins.values():
-        twin.take(states)
+    written = [twin.parameter for twin in local.twins.values() if twin.take(states)]
     scaling = ("grad_scale", "found_inf")
     amp: dict[str, Any] = {name: vars(optimizer)[name] for name in scaling if name in vars(optimizer)}
     vars(optimizer).update((name, x.full_tensor()) for name, x in amp.items() if isinstance(x, DTensor))
@@ -81,7 +83,6 @@ def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["params"] = parameters
         optimizer.state = states
         vars(optimizer).update(amp)
-        written = [p for p, twin in local.twins.items() if twin.held.grad is not None]
         torch.autograd.graph.increment_version(written)  # of which DTensors do not learn
         for twin in local.twins.values():
             twin.give_back(states)
@@ -125,15 +126,17 @@ class Twin:
         """States, and what this rank holds of each, as they were after the last step."""
         self.locals: tuple[Any, ...] = ()
 
-    def take(self, states: Any) -> None:
-        """Have the gradient and the states of before a step."""
-        if self.parameter.grad is not None:
-            self.held.grad = local_gradient(self.parameter)
-        state = states.get(self.parameter, {})
+    def take(self, states: Any) -> bool:
+        """Have the gradient and the states of before a step. Whether there is a gradient."""
+        gradient = self.parameter.grad
+        if gradient is not None:
+            self.held.grad = local_gradient(self.parameter, gradient)
+        state = states.get(self.parameter, NONE)
         if not _are(self.globals, state):
             self.inside.clear()
             self.inside.update((k, local_tensor(v) if isinstance(v, DTensor) else v) for k, v in state.items())
             self.globals, self.locals = tuple(state.values()), tuple(self.inside.values())
+        return gradient is not None
 
     def give_back(self, states: Any) -> None:
         """Have those of after it, as DTensors that are placed as the parameter is."""
@@ -153,9 +156,8 @@ def _are(seen: tuple[Any, ...], state: dict[str, Any]) -> bool:
     return len(seen) == len(state) and all(map(is_, seen, state.values()))
 
 
-def local_gradient(parameter: DTensor) -> torch.Tensor:
+def local_gradient(parameter: DTensor, gradient: torch.Tensor | None) -> torch.Tensor:
     """That of what this rank holds. One that is placed otherwise, such as a partial sum, is redistributed."""
-    gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         raise ValueError(
             f"a gradient of a split parameter of {list(parameter.shape)} is a plain tensor: give it as a DTensor"
