@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def parallel(mesh: tuple[int, ...], solver: str, model: nn.Module | None = None)
     return autopar.parallelize(model, axes, (IDS,), loss_fn=lambda y: y.square().mean(), solver=solver)
 
 
+@cache
 def values() -> dict[str, torch.Tensor]:
     """Of a model that has seen a batch, under the names that files have."""
     torch.manual_seed(1)
