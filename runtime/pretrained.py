@@ -3,6 +3,7 @@ Face's."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 
 from .agree import together
-from .anew import anew_of
+from .anew import anew_of, unsaved_buffers
 from .held import State, adopt
 from .load import empty_part, read_weights
 from .muon import Muon
 from .save import FILE_BYTES, write_weights
 from .sharded import on_shards
+
+logger = logging.getLogger("autopar")
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -77,9 +80,12 @@ class Filled:
             if device is not None and torch.device(device).type != state.device.type:
                 raise ValueError(f"to_empty(device={str(device)!r}): the mesh is on {state.device}; leave device out")
             anew = anew_of(state, root)
+        unsaved = {name for name, _, _ in unsaved_buffers(root)}
         for name in list(state.aliases):
             if state.value(name).device.type == "meta" and name not in anew:
                 adopt(state, name, empty_part(state, name))
+                if name in unsaved:
+                    logger.warning("%s has memory without values: the model does not say how to compute it", name)
         state.distribute(iter(anew.items()))
         return self
 

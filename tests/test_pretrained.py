@@ -241,6 +241,11 @@ def partly(folder: Path) -> None:
         empty.to_empty(device="cuda")
     assert empty.to_empty(device="cpu") is empty
     assert torch.equal(empty.positions, torch.arange(3.0, 9.0)) and empty.kernel.device.type == "cpu"
+    with torch.device("meta"):
+        silent = Net()
+    silent.reset_parameters = None  # type: ignore[assignment]
+    parallel((2,), "fsdp", silent).to_empty()
+    assert any("positions has memory without values" in line for line in log.lines)
     again = parallel((2,), "ddp")
     again.materialize(values() | {"scale": torch.tensor(2.0)})
     assert torch.equal(again.positions, torch.arange(3.0, 9.0))
