@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.report.difference import Difference, difference
     from autopar.report.simulation import Simulation, simulate
     from autopar.runtime.attempts import init_process_group
+    from autopar.runtime.clip import clip_grad_norm_
     from autopar.runtime.padding import Padding
     from autopar.solve import Solver, register_solver
 
@@ -38,6 +39,7 @@ MODULES = {
     "autopar.report.difference": ("Difference", "difference"),
     "autopar.report.simulation": ("Simulation", "simulate"),
     "autopar.runtime.attempts": ("init_process_group",),
+    "autopar.runtime.clip": ("clip_grad_norm_",),
     "autopar.runtime.padding": ("Padding",),
     "autopar.solve": ("Solver", "register_solver"),
 }
@@ -74,6 +76,7 @@ __all__ = [
     "Simulation",
     "Solver",
     "check_rule",
+    "clip_grad_norm_",
     "compare",
     "difference",
     "init_process_group",

@@ -249,13 +249,7 @@ class State:
                 f"model, or build it on meta and call materialize(state_dict)"
             )
         for name, tensor in parts.items():
-            is_parameter = isinstance(self.value(name), nn.Parameter)
-            new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
-            compat.take_notes(new, self.value(name))
-            for alias in self.aliases[name]:
-                registry, key = self.owners[alias]
-                registry[key] = new
-            self.refuse_replaced(name)
+            adopt(self, name, tensor)
 
     def part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value, in memory of its own."""
@@ -358,6 +352,17 @@ class State:
             gradient = wrapped(local.contiguous())
             return gradient if placements == form else gradient.redistribute(self.mesh, form)
         return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
+
+
+def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
+    """Have this rank's part of a value under all names that it has."""
+    is_parameter = isinstance(state.value(name), nn.Parameter)
+    new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
+    compat.take_notes(new, state.value(name))
+    for alias in state.aliases[name]:
+        registry, key = state.owners[alias]
+        registry[key] = new
+    state.refuse_replaced(name)
 
 
 def _form(state: State, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -29,11 +29,12 @@ from .mirrors import Standing, mirrored
 from .modes import Again
 from .padding import Padder
 from .placements import mismatch
+from .pretrained import Filled
 from .verify import Verifier
 from .versions import Versions
 
 
-class ParallelModule(Standing):
+class ParallelModule(Filled, Standing):
     """A model that runs as `program` on `mesh`. Build it on every rank at once.
 
     Parameters are DTensors under the model's own names, placed at rest as the program wants them;
@@ -155,23 +156,6 @@ class ParallelModule(Standing):
         """
         return vars(self)["_local"].sharded(batch, vars(self)["_modes"].padder)
 
-    def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
-        """Give values to parameters and buffers that are on `meta`, one global tensor at a time, of which
-        this rank keeps its slice. Make the optimizer afterwards: the parameters are new objects.
-
-        `source` is a state_dict (global tensors or DTensors, under the model's names; buffers that a
-        state_dict does not hold may be among them), which replaces real values too; or
-        `init_fn(name, tensor)`, called on every rank in the same order with one global uninitialised
-        CPU tensor, which it fills, or returns another for. Random values must be the same on all
-        ranks: seed equally. Raises ValueError, on every rank, where a value is missing, has another
-        shape, or differs between ranks.
-        """
-        state = _state(self)
-        if isinstance(source, Mapping):
-            state.distribute(values_from(source, state))
-        else:
-            state.distribute(initialized(source, state))
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it, `backward()` adds gradients up on each rank and reduces none. The first backward after it reduces
@@ -264,42 +248,3 @@ class ParallelModule(Standing):
 def _state(module: nn.Module) -> State:
     state: State = vars(module)["_state"]
     return state
-
-
-InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
-
-
-def values_from(source: Mapping[str, torch.Tensor], state: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor's value in a state_dict, under any of its names."""
-    missing = []
-    for canonical, aliases in state.aliases.items():
-        present = state.value(canonical)
-        alias = next((name for name in aliases if name in source), None)
-        if alias is None:
-            if present.device.type == "meta":
-                missing.append(canonical)
-            continue
-        value = source[alias]
-        if value.shape != present.shape:
-            raise ValueError(f"{alias} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
-        yield canonical, value.to(present.dtype)
-    if missing:
-        raise ValueError(
-            f"the state_dict lacks {', '.join(missing)}, which are on meta (buffers that the model's own state_dict "
-            f"does not hold may be added to it)"
-        )
-
-
-def initialized(function: InitFunction, state: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor on meta, filled by `function`."""
-    for name in state.aliases:
-        present = state.value(name)
-        if present.device.type != "meta":
-            continue
-        value = torch.empty(present.shape, dtype=present.dtype)
-        with torch.no_grad():
-            returned = function(name, value)
-        value = value if returned is None else returned
-        if value.shape != present.shape:
-            raise ValueError(f"init_fn returned {list(value.shape)} for {name}, which is {list(present.shape)}")
-        yield name, value.to(present.dtype)

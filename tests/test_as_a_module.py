@@ -125,7 +125,7 @@ def stays() -> None:
         lambda m: m.half(),
         lambda m: m.to("meta"),
         lambda m: m.cuda(),
-        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.body.to_empty(device="cpu"),
         lambda m: m.share_memory(),
         lambda m: m.body.bfloat16(),
     ):

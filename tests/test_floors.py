@@ -26,6 +26,7 @@ FLOORS = (
     ("runtime", "lab"),
     ("api",),
     ("testing",),
+    ("integrations",),
     ("cli",),
     ("", "__main__"),
 )

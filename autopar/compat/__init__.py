@@ -7,6 +7,11 @@ another torch raises `ImportError`.
 # ruff: noqa: I001 (the version first: under another torch nothing else here can be imported)
 from .versions import SERVED as SERVED
 
+from .checkpoints import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
+from .checkpoints import SafetensorsReader as SafetensorsReader
+from .checkpoints import Stored as Stored
+from .converting import Conversion as Conversion
+from .converting import stored_names as stored_names
 from .distributed import all_gather_single as all_gather_single
 from .distributed import control_channel as control_channel
 from .distributed import dtensors_of as dtensors_of
@@ -29,7 +34,10 @@ from .joint import is_accumulation as is_accumulation
 from .joint import is_backward as is_backward
 from .joint import module_path as module_path
 from .exporting import patched as patched
+from .optimizing import bare_step as bare_step
 from .optimizing import fused_steps_on_shards as fused_steps_on_shards
+from .optimizing import muon_rate as muon_rate
+from .optimizing import orthogonalized as orthogonalized
 from .recording import Recorded as Recorded
 from .recording import RecordedInput as RecordedInput
 from .recording import is_recorded_function as is_recorded_function

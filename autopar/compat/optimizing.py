@@ -1,8 +1,8 @@
-"""Fused optimizers on DTensors."""
+"""Optimizers on DTensors."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -52,3 +52,26 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 )
     named = {name: local_tensor(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
     op(*local, **named)
+    torch.autograd.graph.increment_version([p for p in parameters if isinstance(p, DTensor)])  # they do not learn it
+
+
+def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of an optimizer's class without the hooks that torch wraps around it once it has made one: a subclass
+    gets its own."""
+    step = kind.step
+    bare: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore
+    return bare
+
+
+def orthogonalized(update: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """A matrix as Muon's iteration leaves it, in bfloat16; `group` has the iteration's options. Writes `update`."""
+    from torch.optim import _muon
+
+    return _muon._zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def muon_rate(rate: float, adjusts: str | None, shape: torch.Size) -> float:
+    """Muon's learning rate for a matrix of this shape."""
+    from torch.optim import _muon
+
+    return float(_muon._adjust_lr(rate, adjusts, shape))

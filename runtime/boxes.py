@@ -1,0 +1,62 @@
+"""Which parts of a global tensor a rank holds, as boxes: what files are read and written by."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from autopar.ir.layout import Layout, Replicate, Shape, Split
+
+from .placements import local_slice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """`sizes` elements of a global tensor from `offsets` on, which lie at `local` in what the rank holds."""
+
+    offsets: Shape
+    sizes: Shape
+    local: Shape
+
+    def of(self, held: torch.Tensor) -> torch.Tensor:
+        """The box as a view of what the rank holds."""
+        return held[tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))]
+
+
+@cache
+def boxes(shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> tuple[Box, ...]:
+    """What the rank at `coordinate` holds of a tensor of this shape, without padding. One box, unless an axis takes
+    scattered pieces of a dim."""
+    runs = [_runs(size, dim, layout, mesh, coordinate) for dim, size in enumerate(shape)]
+    return tuple(
+        Box(offsets=tuple(r[0] for r in each), sizes=tuple(r[1] for r in each), local=tuple(r[2] for r in each))
+        for each in itertools.product(*runs)
+    )
+
+
+def _runs(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> list[tuple[int, int, int]]:
+    """The indices of a dim that a rank holds: (first, how many in a row, where they begin in the rank's part)."""
+    along = tuple(Split(0, p.period) if isinstance(p, Split) and p.dim == dim else Replicate() for p in layout)
+    if not any(isinstance(p, Split) for p in along):
+        return [(0, size, 0)] if size else []
+    held = local_slice(torch.arange(1, size + 1), along, mesh, coordinate)
+    indices = held[held > 0] - 1  # zeros are padding
+    if not len(indices):
+        return []
+    breaks = (torch.diff(indices) != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist(), len(indices)]
+    return [(int(indices[a]), b - a, a) for a, b in itertools.pairwise(starts)]
+
+
+def is_owner(number: int, layout: Layout, mesh: Shape, coordinate: Shape) -> bool:
+    """Whether this rank, among those that hold the same part of tensor `number`, is the one that writes it: another one
+    for each tensor in turn."""
+    copies = [(mesh[axis], coordinate[axis]) for axis, p in enumerate(layout) if not isinstance(p, Split)]
+    place = 0
+    for ranks, index in copies:
+        place = place * ranks + index
+    return place == number % math.prod(ranks for ranks, _ in copies)

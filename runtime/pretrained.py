@@ -1,0 +1,149 @@
+"""How a parallel module gets its values, and gives them away: from a state_dict, a function, or a directory of Hugging
+Face's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .agree import together
+from .anew import anew_of, unsaved_buffers
+from .held import State, adopt
+from .load import empty_part, read_weights
+from .muon import Muon
+from .save import FILE_BYTES, write_weights
+from .sharded import on_shards
+
+logger = logging.getLogger("autopar")
+
+InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+class Filled:
+    """A parallel module's values. All ranks call each of these at once."""
+
+    def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
+        """Give values to parameters and buffers that are on `meta`, one global tensor at a time, of which
+        this rank keeps its slice. Make the optimizer afterwards: the parameters are new objects.
+
+        `source` is a state_dict (global tensors or DTensors, under the model's names; buffers that a
+        state_dict does not hold may be among them, and are computed anew if the model says how), which replaces real
+        values too; or `init_fn(name, tensor)`, called on every rank in the same order with one global uninitialised
+        CPU tensor, which it fills, or returns another for. Random values must be the same on all
+        ranks: seed equally. Raises ValueError, on every rank, where a value is missing, has another
+        shape, or differs between ranks.
+        """
+        state, root = _parts_of(self)
+        if isinstance(source, Mapping):
+            state.distribute(values_from(source, state, root))
+        else:
+            state.distribute(initialized(source, state, state.aliases))
+
+    def load_pretrained(self, directory: str | Path, init: InitFunction | None = None) -> None:
+        """Read the weights of a directory that `save_pretrained` wrote, here or in transformers, or that
+        `torch.distributed.checkpoint` wrote with its `HuggingFaceStorageWriter`. Each rank reads its part of each
+        tensor, from one file or several, whatever the plan was with which they were saved.
+
+        Parameters on `meta` become new objects: make the optimizer afterwards. Others are written in place. Values are
+        cast to the dtypes of the model. Buffers that files do not hold are computed anew, as the model does. What else
+        is missing is given by `init(name, tensor)`, as of `materialize`; without it, a missing value that is on meta
+        is an error, and one that is not stays as it is, with a warning.
+
+        Raises ValueError, on every rank, for files that cannot be read, that lack values or hold other shapes, or that
+        differ between ranks. Needs safetensors, which transformers brings.
+        """
+        state, root = _parts_of(self)
+        lacking = read_weights(state, root, directory, may_miss=init is not None)
+        if init is not None:
+            state.distribute(initialized(init, state, lacking))
+
+    def save_pretrained(self, directory: str | Path, max_file_bytes: int = FILE_BYTES) -> None:
+        """Write a directory that `from_pretrained` of transformers reads, and `load_pretrained`: safetensors files of
+        up to `max_file_bytes`, each tensor whole, the model's config if it has one, and the plan
+        (`autopar_plan.json`). Each rank writes its part of each tensor to its place in the file, on a file system that
+        all ranks share. Files of an earlier save are replaced once all new ones are complete.
+
+        Tied weights are written once. Raises on every rank what any rank raises.
+        """
+        state, root = _parts_of(self)
+        write_weights(state, root, directory, max_file_bytes)
+
+    def to_empty(self, *, device: Any = None, recurse: bool = True) -> Any:
+        """Give memory without values to what is on `meta`, on the mesh's device, for a checkpoint to be loaded into.
+        Buffers that a state_dict does not hold are computed anew. Make the optimizer afterwards."""
+        state, root = _parts_of(self)
+        with together(state.mesh):
+            if device is not None and torch.device(device).type != state.device.type:
+                raise ValueError(f"to_empty(device={str(device)!r}): the mesh is on {state.device}; leave device out")
+            anew = anew_of(state, root)
+        unsaved = {name for name, _, _ in unsaved_buffers(root)}
+        for name in list(state.aliases):
+            if state.value(name).device.type == "meta" and name not in anew:
+                adopt(state, name, empty_part(state, name))
+                if name in unsaved:
+                    logger.warning("%s has memory without values: the model does not say how to compute it", name)
+        state.distribute(iter(anew.items()))
+        return self
+
+    def optimizer(self, kind: type[Any], params: Any = None, **options: Any) -> Any:
+        """`kind(params, **options)`, whose step runs on what each rank holds: `parallel.optimizer(torch.optim.AdamW,
+        lr=3e-4)`. `params` are all of the module's if not given, or some, or groups, as torch takes them.
+
+        It is what it would be of any model: schedulers, `GradScaler` and `torch.distributed.checkpoint` work alike, and
+        states go from the one to the other. `torch.optim.Muon` has each matrix orthogonalised by one rank. All ranks
+        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`).
+        """
+        state, _ = _parts_of(self)
+        given = list(self.parameters() if params is None else params)  # type: ignore[attr-defined]
+        if kind is not torch.optim.Muon:
+            return on_shards(kind)(given, **options)  # type: ignore[arg-type]
+        layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
+        return Muon(given, layouts=layouts, mesh=state.mesh, **options)
+
+
+def _parts_of(module: Any) -> tuple[State, torch.nn.Module]:
+    return vars(module)["_state"], vars(module)["_root"]
+
+
+def values_from(
+    source: Mapping[str, torch.Tensor], state: State, root: torch.nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor's value in a state_dict, under any of its names."""
+    missing = []
+    for canonical, aliases in state.aliases.items():
+        present = state.value(canonical)
+        alias = next((name for name in aliases if name in source), None)
+        if alias is None:
+            if present.device.type == "meta":
+                missing.append(canonical)
+            continue
+        value = source[alias]
+        if value.shape != present.shape:
+            raise ValueError(f"{alias} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
+        yield canonical, value.to(present.dtype)
+    anew = anew_of(state, root) if missing else {}
+    if lacking := [name for name in missing if name not in anew]:
+        raise ValueError(
+            f"the state_dict lacks {', '.join(lacking)}, which are on meta (buffers that the model's own state_dict "
+            f"does not hold may be added to it)"
+        )
+    yield from anew.items()
+
+
+def initialized(function: InitFunction, state: State, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of these that is on meta, filled by `function`."""
+    for name in names:
+        present = state.value(name)
+        if present.device.type != "meta":
+            continue
+        value = torch.empty(present.shape, dtype=present.dtype)
+        with torch.no_grad():
+            returned = function(name, value)
+        value = value if returned is None else returned
+        if value.shape != present.shape:
+            raise ValueError(f"init_fn returned {list(value.shape)} for {name}, which is {list(present.shape)}")
+        yield name, value.to(present.dtype)
