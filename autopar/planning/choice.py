@@ -1,8 +1,7 @@
 """The choice among candidates: the plan with the shortest step on its timeline.
 
 Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. So the cheapest plan
-competes with the plan of a second search, in which most of the traffic in buckets is hidden, and with those of the
-presets.
+competes with its rivals: on programs of few copies, and whole programs are written of the most promising.
 """
 
 import logging
@@ -156,8 +155,7 @@ class Choice:
         return Estimated(name=name, result=result, seconds=seconds)
 
     def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request, known: Known) -> Plan:
-        """The plan with the shortest step: whole programs are written of the most promising. How far the estimate of
-        the first was off says how far others may be."""
+        """The plan with the shortest step. How far the estimate of the first was off says how far others may be."""
         limit, best, doubt = request.bytes_limit, None, self.effort.unsure
         for rival in rivals:
             if best is not None and rival.seconds * (1 - doubt) > best.seconds:

@@ -122,8 +122,8 @@ class Search:
         below: float = math.inf,
         known: Sequence[Solved] = (),
     ) -> Solved:
-        """The cheapest solution without the memory limit, with its bound if the space is one problem. A search of the
-        same space without a limit may have found it already, among those that it ended with: `known`."""
+        """The cheapest solution without the memory limit, with its bound if the space is one problem; of `known`, if a
+        search of the same space without a limit ended with these."""
         if allowed is not None:
             allowed = {name: self.options.keeping(self.sites[name], choices) for name, choices in allowed.items()}
         elif (
