@@ -42,7 +42,7 @@ class Descent:
         self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
         self.effort = effort
         self.ends: list[Solved] = []
-        """What the descents from all starts ended with."""
+        """What the descents from all starts ended with, one of those that cost the same."""
 
     def purse(self, share: float) -> Purse:
         return Purse(left=share * self.effort.work)
@@ -108,7 +108,7 @@ class Descent:
             if solutions[-1].score.objective >= previous * (1 - self.effort.gain) or purse.is_empty:
                 break
             note(self.descend(taken(space, solutions[-1].assignment), axes, purse=purse))
-        self.ends = list({solved.assignment: solved for solved in solutions}.values())
+        self.ends = list({solved.score: solved for solved in solutions}.values())
         return min(solutions, key=lambda solved: solved.score.objective)
 
     def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
