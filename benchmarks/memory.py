@@ -1,6 +1,6 @@
 """Predicted against measured peak memory: `python benchmarks/memory.py [--mesh dp=2,tp=2] [--models GPT-2 Llama]`.
 
-Five models on 4 gloo ranks, each under three memory limits: the peak of the plan without a limit, the smallest peak
+Six models on 4 gloo ranks, each under three memory limits: the peak of the plan without a limit, the smallest peak
 that the search finds, and halfway between. Measured is the most bytes of tensors alive at once on any rank (parameters,
 gradients, AdamW states, inputs, outputs, activations and temporaries, each storage once) over a training step.
 Prints a table, and exits with 1 if a measured peak is further than 15 % from the predicted one, or that far above its
@@ -62,6 +62,14 @@ def vit() -> Any:
     return models.Case(model=ViTForImageClassification(config).train(), batch=batch)
 
 
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 4 * HIDDEN, "num_heads": HEADS, "num_layers": LAYERS}
+    config = T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, **sizes)
+    return _text(T5ForConditionalGeneration(config).train())
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -89,6 +97,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "BERT": bert,
     "ViT": vit,
     "Mixtral": mixtral,
+    "T5": t5,
 }
 
 
