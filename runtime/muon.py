@@ -21,7 +21,7 @@ from autopar.ir.layout import Layout, Shape, Split, valid_shape
 
 from .agree import coordinate_of, watched
 from .boxes import boxes
-from .sharded import like, local_gradient
+from .sharded import like, local_gradient, loss_of
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         asked = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         key = tuple(id(p) for p, _ in asked)
         if key not in self._jobs:

@@ -47,10 +47,7 @@ def on_shards(kind: type[Any]) -> type[Any]:
     class OnShards(kind):  # type: ignore[misc]
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            loss = loss_of(closure)
             with held_locally(self):
                 local_step(self)
             return loss
@@ -58,6 +55,14 @@ def on_shards(kind: type[Any]) -> type[Any]:
     OnShards.__name__, OnShards.__qualname__ = kind.__name__, kind.__qualname__
     OnShards.__module__, OnShards.__doc__ = kind.__module__, kind.__doc__
     return OnShards
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns, which may call backward; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 @contextmanager

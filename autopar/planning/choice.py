@@ -60,7 +60,7 @@ class Choice:
         self.started = time.perf_counter()
         self.ends: list[Solved] = []
         self.bound: float | None = None
-        self.rivals = Rivals(searches, steps, flow)
+        self.rivals, self.known = Rivals(searches, steps, flow), Known(steps)
 
     def shortest(self, search: Search, request: Request, *, bounded: bool, below: float = math.inf) -> Plan | None:
         """The plan with the shortest step on its timeline, of the search's own and its rivals. Forked processes
@@ -75,15 +75,15 @@ class Choice:
             self.bound = self.flow.timed("bound", bound)
             hidden, self.rivals.presets = self.flow.timed("others", find)
         self.ends = search.descent.ends
-        others, known = [*hidden, *self.rivals.presets], Known(self.steps)
-        rivals = self._estimated(own, others, request, known)
+        others, self.known = [*hidden, *self.rivals.presets], Known(self.steps)
+        rivals = self._estimated(own, others, request)
         if below < math.inf:
             peak_bytes = self.steps.peaks_of(None).estimate(rivals[0].result.assignment)
             if peak_bytes > below * (1 + self.effort.limit_unsure):
                 return None
-        plan = self._best_of(rivals, search, request, known)
+        plan = self._best_of(rivals, search, request)
         free = {name: other.assignment for name, other in others} if request.bytes_limit is None else {}
-        plan = known.added(plan, free)
+        plan = self.known.added(plan, free)
         bound_seconds, seconds = max(own.lower_bound, self.bound), time.perf_counter() - self.started
         return replace(plan, lower_bound_seconds=bound_seconds, solve_seconds=seconds)
 
@@ -119,31 +119,27 @@ class Choice:
         self.steps.forget()
         return search.within(self.steps.peaks_of(search.bytes_limit))
 
-    def _estimated(
-        self, own: SearchResult, others: Sequence[Rival], request: Request, known: Known
-    ) -> list[Estimated]:
+    def _estimated(self, own: SearchResult, others: Sequence[Rival], request: Request) -> list[Estimated]:
         """The search's own result and those of the others that may have a shorter step, under the limit, the shortest
         estimated step first."""
         limit = request.bytes_limit
-        found = [self._in_few(OWN, own, limit, math.inf, known)]
+        found = [self._in_few(OWN, own, limit, math.inf)]
         presets: list[Assignment] = []
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
             least = min(one.seconds for one in found)
             if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in presets:
-                known.tell(name, bound, "at least")
+                self.known.tell(name, bound, "at least")
                 continue
             if name in PRESETS and limit is not None:
                 presets.append(other.assignment)
-                if (within := self.rivals.preset_within(name, other, request, least, known)) is None:
+                if (within := self.rivals.preset_within(name, other, request, least, self.known)) is None:
                     continue
                 other = within
             if all(other.assignment != one.result.assignment for one in found):
-                found.append(self._in_few(name, other, limit, least, known))
+                found.append(self._in_few(name, other, limit, least))
         return sorted(found, key=lambda one: one.seconds)
 
-    def _in_few(
-        self, name: str, result: SearchResult, limit: float | None, least: float, known: Known
-    ) -> Estimated:
+    def _in_few(self, name: str, result: SearchResult, limit: float | None, least: float) -> Estimated:
         """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""
         sure, assignment = 1 - self.effort.unsure, result.assignment
         seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
@@ -151,17 +147,17 @@ class Choice:
         if (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least:
             seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
-        known.tell(name, seconds, "estimated")
+        self.known.tell(name, seconds, "estimated")
         return Estimated(name=name, result=result, seconds=seconds)
 
-    def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request, known: Known) -> Plan:
+    def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request) -> Plan:
         """The plan with the shortest step. How far the estimate of the first was off says how far others may be."""
         limit, best, doubt = request.bytes_limit, None, self.effort.unsure
         for rival in rivals:
             if best is not None and rival.seconds * (1 - doubt) > best.seconds:
                 break
             result = self.flow.timed("search", self._confirmed, search) if rival.name == OWN else rival.result
-            plan = known.described(self.flow.timed("describe", self.describe, result, request), rival.name)
+            plan = self.known.described(self.flow.timed("describe", self.describe, result, request), rival.name)
             if result.assignment == rival.result.assignment and plan.seconds:
                 wrong = abs(rival.seconds / plan.seconds - 1)
                 doubt = min(doubt, max(self.effort.least_doubt, self.effort.doubt_rise * wrong))

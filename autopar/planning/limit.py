@@ -94,26 +94,27 @@ class Limit:
         purse = self.descent.purse(self.effort.limit)
         pool = _Pool(self.descent, self.cheapest, self.allowed)
         alone = self._alone(purse)
-        for end, _ in alone[:1]:
-            pool.add(end)
+        if alone is not None:
+            pool.add(alone[0])
         excess, bound = self._generate(pool, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
         least = min((solved.score.objective for solved in kept), default=math.inf)
-        kept += [one for _, one in alone[:1] if one.score.objective < least and not self._is_over(one)]
+        if alone is not None and alone[1].score.objective < least and not self._is_over(alone[1]):
+            kept = [alone[1]]
         best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool, sure=sure)
         self.log(f"within {self.aim:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
         return replace(best, lower_bound=min(bound, best.score.objective))
 
-    def _alone(self, purse: Purse) -> list[tuple[Solved, Solved]]:
-        """What the descents without a limit ended with, each with the best of its own options under the limit, the
-        cheapest first: the cheapest plan without a limit may lie far from the cheapest within it."""
+    def _alone(self, purse: Purse) -> tuple[Solved, Solved] | None:
+        """Of what the descents without a limit ended with, that whose own options have the cheapest solution under the
+        limit, and this one: the cheapest plan without a limit may lie far from the cheapest within it."""
         row, found = self.aim - self._excess(self.cheapest), []
         for end in self.descent.ends if self.several and len(self.descent.ends) > 1 else ():
             if (solved := _Pool(self.descent, end, self.allowed).solved(row, purse)) is not None:
                 found.append((end, solved))
                 free, within = end.score.seconds * 1e3, solved.score.seconds * 1e3
                 self.log(f"{free:.3f} ms without a limit, {within:.3f} ms within")
-        return sorted(found, key=lambda pair: pair[1].score.objective)
+        return min(found, key=lambda pair: pair[1].score.objective, default=None)
 
     def _generate(self, pool: "_Pool", purse: Purse, *, sure: bool) -> tuple[float, float]:
         """Fills the pool with what is worth having at the price that the limit puts on memory in it (column

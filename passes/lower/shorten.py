@@ -66,34 +66,21 @@ class Short:
 
     def seconds(self, short: Timeline, program: Program) -> float:
         """About the seconds of a step of the full assignment, from the timeline of the short program: each copy that is
-        missing takes what those around the one that stands for it take. What an axis still has to send when backward
-        is over grows with each of them by what its collectives take longer than the rank."""
+        missing takes what those around the one that stands for it take."""
         started: dict[tuple[str, Place], float] = {}
         starts = {event.name: event.start_seconds for event in reversed(short.events) if event.stream == COMPUTE}
-        travels = {event.name: event for event in short.events if event.stream != COMPUTE}
-        busy: dict[tuple[str, Place], float] = {}
-        """(axis, copy) -> seconds of its collectives in backward."""
         for phase, instructions in (("forward", program.forward), ("backward", program.backward)):
             for place, instruction in zip(self._passed(phase, instructions), instructions, strict=True):
-                name = instruction.outputs[0]
-                if (at := starts.get(name)) is not None:
+                if (at := starts.get(instruction.outputs[0])) is not None:
                     started.setdefault((phase, place), at)
-                if phase == "backward" and (travel := travels.get(name)) is not None:
-                    busy[travel.stream, place] = busy.get((travel.stream, place), 0.0) + travel.seconds
-        later = {"forward": 0.0, "backward": 0.0}
-        sent = dict.fromkeys(short.axes, 0.0)
+        total = short.seconds
         for missing in self.missing:
             number, k = missing.place
             for phase, first, last in (("forward", k - 1, k + 2), ("backward", k + 2, k - 1)):
                 if (phase, missing.place) in started:  # a copy may lie in one phase alone
                     between = started[phase, (number, last)] - started[phase, (number, first)]
-                    later[phase] += missing.count * between / 3
-            for axis in short.axes:
-                around = sum(busy.get((axis, (number, near)), 0.0) for near in (k - 1, k, k + 1))
-                sent[axis] += missing.count * around / 3
-        ends = {event.stream: event.end_seconds for event in short.events}
-        over = max((ends.get(axis, 0.0) + sent[axis] for axis in short.axes), default=0.0)
-        return max(short.seconds + later["backward"], over) + later["forward"]
+                    total += missing.count * between / 3
+        return total
 
     def _placed(self, moments: Sequence[Moment]) -> Iterator[tuple[str, Place, Moment]]:
         """Each moment with its phase and the copy that the program is at."""
