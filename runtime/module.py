@@ -27,9 +27,11 @@ from .held import State
 from .local import LocalBatches
 from .mirrors import Standing, mirrored
 from .modes import Again
+from .muon import Muon
 from .padding import Padder
 from .placements import mismatch
 from .pretrained import Filled
+from .sharded import on_shards
 from .verify import Verifier
 from .versions import Versions
 
@@ -155,6 +157,21 @@ class ParallelModule(Filled, Standing):
         the plan splits otherwise is redistributed, at each call. Raises ValueError for what is no batch of the model.
         """
         return vars(self)["_local"].sharded(batch, vars(self)["_modes"].padder)
+
+    def optimizer(self, kind: type[Any], params: Any = None, **options: Any) -> Any:
+        """`kind(params, **options)`, whose step runs on what each rank holds: `parallel.optimizer(torch.optim.AdamW,
+        lr=3e-4)`. `params` are all of the module's if not given, or some, or groups, as torch takes them.
+
+        It is what it would be of any model: schedulers, `GradScaler` and `torch.distributed.checkpoint` work alike, and
+        states go from the one to the other. `torch.optim.Muon` has each matrix orthogonalised by one rank. All ranks
+        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`).
+        """
+        state = _state(self)
+        given = list(self.parameters() if params is None else params)
+        if kind is not torch.optim.Muon:
+            return on_shards(kind)(given, **options)  # type: ignore[arg-type]
+        layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
+        return Muon(given, layouts=layouts, mesh=state.mesh, **options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -14,9 +14,7 @@ from .agree import together
 from .anew import anew_of, unsaved_buffers
 from .held import State, adopt
 from .load import empty_part, read_weights
-from .muon import Muon
 from .save import FILE_BYTES, write_weights
-from .sharded import on_shards
 
 logger = logging.getLogger("autopar")
 
@@ -88,21 +86,6 @@ class Filled:
                     logger.warning("%s has memory without values: the model does not say how to compute it", name)
         state.distribute(iter(anew.items()))
         return self
-
-    def optimizer(self, kind: type[Any], params: Any = None, **options: Any) -> Any:
-        """`kind(params, **options)`, whose step runs on what each rank holds: `parallel.optimizer(torch.optim.AdamW,
-        lr=3e-4)`. `params` are all of the module's if not given, or some, or groups, as torch takes them.
-
-        It is what it would be of any model: schedulers, `GradScaler` and `torch.distributed.checkpoint` work alike, and
-        states go from the one to the other. `torch.optim.Muon` has each matrix orthogonalised by one rank. All ranks
-        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`).
-        """
-        state, _ = _parts_of(self)
-        given = list(self.parameters() if params is None else params)  # type: ignore[attr-defined]
-        if kind is not torch.optim.Muon:
-            return on_shards(kind)(given, **options)  # type: ignore[arg-type]
-        layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
-        return Muon(given, layouts=layouts, mesh=state.mesh, **options)
 
 
 def _parts_of(module: Any) -> tuple[State, torch.nn.Module]:
