@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.library import named_cluster
+from autopar.cost.liveness import PlacementCache
 from autopar.cost.redistribute import Redistributor, Route
-from autopar.ir.graph import TensorMeta
+from autopar.cost.roofline import LocalOperators
+from autopar.ir.graph import WAIT, TensorMeta
 from autopar.ir.layout import (
     Layout,
     Partial,
@@ -349,6 +351,21 @@ def test_a_route_sends_what_it_is_priced_for(mesh: Shape) -> None:
         assert route.seconds == pytest.approx(sum(map(rates.step_seconds, route.steps)), rel=1e-12)
         links = sum(collective_seconds(s.kind, s.bytes, rates.links[s.axis]) for s in route.steps if s.kind != "slice")
         assert links <= route.seconds
+        assert sum(s.copied_bytes for s in route.steps) == copied_bytes_of(program)
+
+
+def copied_bytes_of(program: Program) -> float:
+    """What the operators of a program read and write: its seconds on a device that moves a byte a second."""
+    named = named_cluster(None, device_type="cpu").device
+    device = replace(named, memory_bytes_per_second=1.0, memory_efficiency=((1.0, 1.0),), seconds_per_op=0.0, ratios={})
+    local = LocalOperators(program, device, {}, PlacementCache())
+    total = 0.0
+    for instruction in program.forward:
+        if instruction.collective or instruction.op == WAIT:
+            local.pass_by(instruction)
+        else:
+            total += local.cost(instruction).seconds
+    return total
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

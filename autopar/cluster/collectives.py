@@ -180,6 +180,9 @@ LATENCY_PART = 0.05
 LARGEST_BUCKET_BYTES = 25 * 2**20
 """DDP's buckets."""
 
+ALONE_BYTES = 4 * 2**20
+"""A collective of so many bytes travels in no bucket: its latency is a small part of its time."""
+
 SMALLEST_BUCKET_BYTES = 2**18
 
 

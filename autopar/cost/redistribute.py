@@ -21,7 +21,7 @@ from itertools import count, islice
 
 import torch
 
-from autopar.cluster.collectives import bucket_bytes, collective_seconds
+from autopar.cluster.collectives import ALONE_BYTES, bucket_bytes, collective_seconds
 from autopar.cluster.links import Link
 from autopar.cluster.machine import Device
 from autopar.ir.layout import (
@@ -39,18 +39,21 @@ from autopar.ir.layout import (
     padded_shape,
 )
 
+from .copies import copied_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class RouteStep:
     """`kind` is all_reduce, all_gather, reduce_scatter, all_to_all, or slice (local) on `axis`,
     between two layouts that differ on that axis alone. `bytes` is the larger of what a rank puts in
-    and gets out, padding included."""
+    and gets out, padding included; `copied_bytes` is what operators beside it read and write (`copies`)."""
 
     kind: str
     axis: int
     before: Layout
     after: Layout
     bytes: int
+    copied_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,8 @@ class Redistributor:
             kind = "all_to_all"
             if here.dim != there.dim:
                 put = got = put // given[there.dim] * taken[there.dim] * n
-        return RouteStep(kind, axis, before, after, max(put, got))
+        copied = copied_bytes(kind, axis, shape, itemsize, before, after, self.mesh)
+        return RouteStep(kind, axis, before, after, max(put, got), copied)
 
     def link_seconds(self, step: RouteStep, bucketed: bool = False) -> float:
         """Seconds that a step spends on links; 0 for a local one."""
@@ -279,10 +283,9 @@ class Redistributor:
         return (1.0 - self.hidden) * collective_seconds(step.kind, step.bytes, link, share)
 
     def step_seconds(self, step: RouteStep, bucketed: bool = False) -> float:
-        """Seconds of one step: the collective, and the local copies that put chunks in order."""
-        if step.kind == "slice":
-            # reading and writing the part that is kept
-            moved = 2 * step.bytes / self.mesh[step.axis]
-        else:
-            moved = 0 if step.kind == "all_reduce" else 2 * step.bytes
-        return self.link_seconds(step, bucketed) + self.device.moving_seconds(moved)
+        """Seconds of one step: the collective, and the local copies that put chunks in order, or several tensors side
+        by side in a bucket."""
+        copied = step.copied_bytes
+        if bucketed and step.kind != "slice" and step.bytes < ALONE_BYTES:
+            copied = max(copied, 2 * step.bytes)
+        return self.link_seconds(step, bucketed) + self.device.moving_seconds(copied)

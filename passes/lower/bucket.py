@@ -20,14 +20,13 @@ There are four kinds of collectives:
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from autopar.cluster.collectives import ALONE_BYTES
 from autopar.ir.program import Program
 from autopar.passes.lower.bucketing.gathers import gather
 from autopar.passes.lower.bucketing.packing import BucketWriter
 from autopar.passes.lower.bucketing.reductions import reduce, together
 
 LIMIT_BYTES = 25 * 2**20
-
-ALONE_BYTES = 4 * 2**20
 
 
 def bucket(

@@ -1,0 +1,55 @@
+"""Copies: the bytes that the local operators around a collective read and write.
+
+A collective works along the first dim of what a rank holds. So `codegen.redistribution` cuts dims, brings parts to the
+front, and pads or drops padding. Where dims of size 1 alone lie before the part, that is a view, and costs nothing.
+"""
+
+import math
+
+from autopar.ir.layout import Layout, Placement, Shape, Split, local_shape, local_stride
+
+
+def copied_bytes(kind: str, axis: int, shape: Shape, itemsize: int, before: Layout, after: Layout, mesh: Shape) -> int:
+    """Of a step of that kind on a mesh axis between two layouts of a tensor of `shape`: what a rank reads and writes
+    beside the collective."""
+    n, here, there = mesh[axis], before[axis], after[axis]
+    local, taken = local_shape(shape, before, mesh), local_shape(shape, after, mesh)
+    copied = 0
+    if isinstance(there, Split):  # cut into parts for all ranks
+        ways = 1 if isinstance(here, Split) and here.dim == there.dim else n
+        local, copied = _resized(local, there.dim, ways * taken[there.dim])
+        stride = _stride(after, mesh, axis, here)
+        above = local[there.dim] // (n * stride)
+        if _lies_apart(local, there.dim, above):
+            # of a slice, only the part that is kept is read
+            copied += 2 * math.prod(local) // (n if kind == "slice" else 1)
+        local = (*local[: there.dim], above * stride, *local[there.dim + 1 :])
+    if isinstance(here, Split):  # put together from parts of all ranks
+        above = local[here.dim] // _stride(before, mesh, axis, there)
+        together = (*local[: here.dim], n * local[here.dim], *local[here.dim + 1 :])
+        if _lies_apart(local, here.dim, above):
+            copied += 2 * math.prod(together)
+        copied += _resized(together, here.dim, taken[here.dim])[1]
+    return copied * itemsize
+
+
+def _stride(layout: Layout, mesh: Shape, axis: int, other: Placement) -> int:
+    """Consecutive indices of a part: without the digit of the `other` placement of the axis, if it lies below."""
+    split, ranks, stride = layout[axis], mesh[axis], local_stride(layout, mesh, axis)
+    assert isinstance(split, Split)
+    is_below = isinstance(other, Split) and other.dim == split.dim and other.period <= split.period // ranks
+    return stride // ranks if is_below else stride
+
+
+def _lies_apart(shape: Shape, dim: int, above: int) -> bool:
+    """Whether a rank's part of a dim, of which `above` are before each other, is not in one piece."""
+    return math.prod(shape[:dim]) * above > 1
+
+
+def _resized(shape: Shape, dim: int, size: int) -> tuple[Shape, int]:
+    """The shape with another size of a dim, and the elements that padding, or dropping it, reads and writes."""
+    after = (*shape[:dim], size, *shape[dim + 1 :])
+    if shape[dim] < size:
+        return after, math.prod(shape) + math.prod(after)
+    is_view = shape[dim] == size or math.prod(after[:dim]) == 1
+    return after, 0 if is_view else 2 * math.prod(after)
