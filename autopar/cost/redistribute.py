@@ -286,6 +286,6 @@ class Redistributor:
         """Seconds of one step: the collective, and the local copies that put chunks in order, or several tensors side
         by side in a bucket."""
         copied = step.copied_bytes
-        if bucketed and step.kind != "slice" and step.bytes < ALONE_BYTES:
+        if bucketed and step.kind not in ("slice", "all_reduce") and step.bytes < ALONE_BYTES:
             copied = max(copied, 2 * step.bytes)
         return self.link_seconds(step, bucketed) + self.device.moving_seconds(copied)

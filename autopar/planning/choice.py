@@ -25,6 +25,7 @@ from .request import Request
 from .rivals import Rival, Rivals
 from .search import Search, SearchResult
 from .searches import Searches
+from .shortfall import DoesNotFit
 from .solving import Solved
 from .steps import BUCKETS, Steps
 
@@ -64,32 +65,43 @@ class Choice:
 
     def shortest(self, search: Search, request: Request, *, bounded: bool, below: float = math.inf) -> Plan | None:
         """The plan with the shortest step on its timeline, of the search's own and its rivals. Forked processes
-        compute these and the bound while this one applies the limit. None if that plan clearly needs more than `below`
-        bytes."""
+        compute these and the bound while this one applies the limit. None if the cheapest clearly needs more than
+        `below` bytes: rivals that need less are among those within such a limit, too."""
         cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.ends)
+        self.ends = search.descent.ends
+        if below < math.inf:
+            peak_bytes = self.steps.peaks_of(None).estimate(cheapest.assignment)
+            if peak_bytes > below * (1 + self.effort.limit_unsure):
+                return None
         with (
             self._bounding(search, bounded) as bound,
             beside(lambda: self.rivals.find(cheapest, request), worthwhile=search.is_large) as find,
         ):
-            own = self.flow.timed("search", self._within, search)
+            own, error = self._own(search)
             self.bound = self.flow.timed("bound", bound)
             hidden, self.rivals.presets = self.flow.timed("others", find)
-        self.ends = search.descent.ends
         others, self.known = [*hidden, *self.rivals.presets], Known(self.steps)
         rivals = self._estimated(own, others, request)
-        if below < math.inf:
-            peak_bytes = self.steps.peaks_of(None).estimate(rivals[0].result.assignment)
-            if peak_bytes > below * (1 + self.effort.limit_unsure):
-                return None
-        plan = self._best_of(rivals, search, request)
+        plan = self._best_of(rivals, search, request, error)
         free = {name: other.assignment for name, other in others} if request.bytes_limit is None else {}
         plan = self.known.added(plan, free)
-        bound_seconds, seconds = max(own.lower_bound, self.bound), time.perf_counter() - self.started
+        bound_seconds = max(0.0 if own is None else own.lower_bound, self.bound)
+        seconds = time.perf_counter() - self.started
         return replace(plan, lower_bound_seconds=bound_seconds, solve_seconds=seconds)
 
     def _bounding(self, search: Search, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
         known = self.bound
         return search.bounding(bounded) if known is None else nullcontext(lambda: known)
+
+    def _own(self, search: Search) -> tuple[SearchResult | None, Infeasible | None]:
+        """The search's best under its limit, or why it has none; raises that where no rival can have one."""
+        try:
+            return self.flow.timed("search", self._within, search), None
+        except DoesNotFit as error:
+            if search.bytes_limit is None or error.smallest_bytes > search.bytes_limit * (1 + self.effort.limit_near):
+                raise
+            logger.info("the search: %s", error)
+            return None, error
 
     def _within(self, search: Search) -> SearchResult:
         """The search's best under its limit by estimated peaks, if it has one: with the largest buckets, or, if nothing
@@ -119,14 +131,14 @@ class Choice:
         self.steps.forget()
         return search.within(self.steps.peaks_of(search.bytes_limit))
 
-    def _estimated(self, own: SearchResult, others: Sequence[Rival], request: Request) -> list[Estimated]:
+    def _estimated(self, own: SearchResult | None, others: Sequence[Rival], request: Request) -> list[Estimated]:
         """The search's own result and those of the others that may have a shorter step, under the limit, the shortest
         estimated step first."""
         limit = request.bytes_limit
-        found = [self._in_few(OWN, own, limit, math.inf)]
+        found = [] if own is None else [self._in_few(OWN, own, limit, math.inf)]
         presets: list[Assignment] = []
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
-            least = min(one.seconds for one in found)
+            least = min((one.seconds for one in found), default=math.inf)
             if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in presets:
                 self.known.tell(name, bound, "at least")
                 continue
@@ -150,13 +162,18 @@ class Choice:
         self.known.tell(name, seconds, "estimated")
         return Estimated(name=name, result=result, seconds=seconds)
 
-    def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request) -> Plan:
-        """The plan with the shortest step. How far the estimate of the first was off says how far others may be."""
+    def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request, error: Infeasible | None) -> Plan:
+        """The plan with the shortest step. How far the estimate of the first was off says how far others may be. Raises
+        the `error`, or what else the search's own plan raises, if none fits."""
         limit, best, doubt = request.bytes_limit, None, self.effort.unsure
         for rival in rivals:
             if best is not None and rival.seconds * (1 - doubt) > best.seconds:
                 break
-            result = self.flow.timed("search", self._confirmed, search) if rival.name == OWN else rival.result
+            try:
+                result = self.flow.timed("search", self._confirmed, search) if rival.name == OWN else rival.result
+            except DoesNotFit as raised:
+                error = raised
+                continue
             plan = self.known.described(self.flow.timed("describe", self.describe, result, request), rival.name)
             if result.assignment == rival.result.assignment and plan.seconds:
                 wrong = abs(rival.seconds / plan.seconds - 1)
@@ -166,5 +183,7 @@ class Choice:
                 continue
             if best is None or plan.seconds < best.seconds * (1 - self.effort.gain):
                 best = plan
-        assert best is not None  # the search's own fits
+        if best is None:
+            assert error is not None  # the search's own fits, or raises
+            raise error
         return best

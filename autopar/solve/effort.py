@@ -98,6 +98,8 @@ class Effort:
     """The least that others may be off."""
     limit_unsure: float = 0.03
     """A plan without a limit whose estimated peak is over by so much is not written."""
+    limit_near: float = 0.1
+    """Where the least that the search needs is over the limit by no more, a preset may keep it."""
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""
