@@ -44,6 +44,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    effort: float | None = None,
     profiles: str | Path | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
@@ -71,9 +72,15 @@ def plan(
     bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
     axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
 
+    A search ends when its work is done, which is counted so that the same inputs give the same plan on any machine.
+    With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
+    first, and the program is written after that; the model's capture comes before).
+
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
-    request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+    request = Request(
+        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints, effort=effort
+    )
     planner = partial(Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles)
     if isinstance(mesh_shape, Mapping):
         on = planner(mesh_shape, cluster=cluster)
@@ -195,6 +202,7 @@ def parallelize(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    effort: float | None = None,
     profiles: str | Path | None = None,
     plan: Plan | None = None,
     whole_outputs: bool = False,
@@ -234,7 +242,9 @@ def parallelize(
     error: ValueError | None = None
     planner = padder = None
     try:
-        request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+        request = Request(
+            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints, effort=effort
+        )
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         if padding is not None and not isinstance(padding, Padding):

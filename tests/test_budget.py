@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from autopar.planning.options import joint
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.planning.request import Request
 from autopar.planning.search import Search
 from autopar.solve.effort import EFFORT, Effort, Meter, Purse
 from autopar.solve.elimination import FILL_WEIGHTS, greedy_order, schedule
@@ -170,3 +172,52 @@ def test_a_meter_takes_what_is_left_and_remembers_what_it_refused() -> None:
 def test_shares_of_a_search_are_all_of_its_work() -> None:
     with pytest.raises(AssertionError):
         replace(EFFORT, pool=0.5)
+
+
+WIDE = {"a": 2, "b": 2, "c": 2}
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("seconds", [1e-6, 0.2])
+def test_a_search_ends_with_its_seconds_and_says_so(seconds: float, limited: bool) -> None:
+    """It keeps the limit, no preset is cheaper by the prices, and what it lacks is said."""
+    on = planner(WIDE)
+    limit = 0.7 * on.plan(memory_limit_bytes=math.inf).bytes if limited else math.inf
+    plan = on.planned(Request(memory_limit_bytes=limit, effort=seconds))
+    about = plan.provenance
+    assert about is not None
+    assert about.effort_seconds == seconds
+    assert plan.bytes <= limit
+    on.program(plan)
+    if seconds == 1e-6:
+        assert about.is_cut
+        assert "effort=1e-06" in str(plan)
+    if not limited:
+        presets = [on.plan(solver=preset, memory_limit_bytes=math.inf) for preset in ("ddp", "fsdp")]
+        assert all(
+            plan.seconds <= preset.seconds or plan.objective_seconds <= preset.objective_seconds for preset in presets
+        )
+
+
+def test_a_search_without_seconds_says_nothing_of_them() -> None:
+    plan = planner(WIDE).plan()
+    assert plan.provenance is not None
+    assert plan.provenance.effort_seconds is None
+    assert not plan.provenance.is_cut
+    assert "effort" not in str(plan)
+
+
+def test_a_search_without_seconds_left_that_finds_nothing_says_that_it_was_cut() -> None:
+    with pytest.raises(Infeasible, match=r"The search ended with the effort of 1e-06 s: give it more"):
+        planner(WIDE).planned(Request(memory_limit_bytes=100, effort=1e-6))
+
+
+def test_several_meshes_share_the_seconds_of_a_search() -> None:
+    plan = planner(WIDE).over([{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 2}], Request(effort=1e-6))
+    assert plan.provenance is not None and plan.provenance.is_cut
+
+
+@pytest.mark.parametrize("effort", [0, -1.0, math.nan, True, "3"])
+def test_an_effort_that_is_none_is_refused(effort: Any) -> None:
+    with pytest.raises(ValueError, match=r"effort is .*: give the seconds after which the search ends"):
+        Request(effort=effort)

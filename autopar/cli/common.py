@@ -111,6 +111,10 @@ Limit = Annotated[
         help="Of a rank, such as 40GB; none lifts it. Not given: the memory of the cluster's devices less a reserve.",
     ),
 ]
+Effort = Annotated[
+    float | None,
+    typer.Option("--effort", help="Seconds after which the search ends with its best. Not given: it ends by itself."),
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(

@@ -48,6 +48,7 @@ def plan_command(
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
+    effort: common.Effort = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     full: common.Full = False,
     as_json: common.AsJson = False,
@@ -72,6 +73,7 @@ def plan_command(
             memory_limit_bytes=common.byte_count(memory_limit),
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
+            effort=effort,
         )
     plan = common.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from autopar.passes import Flow
 from autopar.passes.space.problem import Assignment
@@ -19,6 +18,7 @@ from autopar.solve.problem import Infeasible
 from .account import least_seconds
 from .beside import beside
 from .known import Known
+from .own import Own
 from .plan import Plan
 from .presets import PRESETS
 from .request import Request
@@ -27,16 +27,13 @@ from .search import Search, SearchResult
 from .searches import Searches
 from .shortfall import DoesNotFit
 from .solving import Solved
-from .steps import BUCKETS, Steps
+from .steps import Steps
 
 logger = logging.getLogger("autopar")
 
 
-class Describe(Protocol):
-    """Describes a search's result as a plan."""
-
-    def __call__(self, result: SearchResult, request: Request) -> Plan: ...
-
+Describe = Callable[[SearchResult, Request], Plan]
+"""Describes a search's result as a plan."""
 
 OWN = "search"
 """The name of the search's own result among its rivals."""
@@ -61,7 +58,7 @@ class Choice:
         self.started = time.perf_counter()
         self.ends: list[Solved] = []
         self.bound: float | None = None
-        self.rivals, self.known = Rivals(searches, steps, flow), Known(steps)
+        self.rivals, self.known, self.own = Rivals(searches, steps, flow), Known(steps), Own(steps)
 
     def shortest(self, search: Search, request: Request, *, bounded: bool, below: float = math.inf) -> Plan | None:
         """The plan with the shortest step on its timeline, of the search's own and its rivals. Forked processes
@@ -77,7 +74,7 @@ class Choice:
             self._bounding(search, bounded) as bound,
             beside(lambda: self.rivals.find(cheapest, request), worthwhile=search.is_large) as find,
         ):
-            own, error = self._own(search)
+            own, error = self.flow.timed("search", self.own.within, search)
             self.bound = self.flow.timed("bound", bound)
             hidden, self.rivals.presets = self.flow.timed("others", find)
         others, self.known = [*hidden, *self.rivals.presets], Known(self.steps)
@@ -93,44 +90,6 @@ class Choice:
         known = self.bound
         return search.bounding(bounded) if known is None else nullcontext(lambda: known)
 
-    def _own(self, search: Search) -> tuple[SearchResult | None, Infeasible | None]:
-        """The search's best under its limit, or why it has none; raises that where no rival can have one."""
-        try:
-            return self.flow.timed("search", self._within, search), None
-        except DoesNotFit as error:
-            if search.bytes_limit is None or error.smallest_bytes > search.bytes_limit * (1 + self.effort.limit_near):
-                raise
-            logger.info("the search: %s", error)
-            return None, error
-
-    def _within(self, search: Search) -> SearchResult:
-        """The search's best under its limit by estimated peaks, if it has one: with the largest buckets, or, if nothing
-        fits beside those, with smaller ones, which need less memory and hide less."""
-        limit = search.bytes_limit
-        if limit is None:
-            return search.within(None)
-        try:
-            return search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
-        except Infeasible as error:
-            return self._with_smaller_buckets(search, error)
-
-    def _confirmed(self, search: Search) -> SearchResult:
-        """The search's best under its limit by exact peaks."""
-        limit = search.bytes_limit
-        try:
-            best = search.confirmed()
-        except Infeasible as error:
-            self._with_smaller_buckets(search, error)
-            return search.confirmed()
-        if limit is not None:
-            self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
-        return best
-
-    def _with_smaller_buckets(self, search: Search, error: Infeasible) -> SearchResult:
-        logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
-        self.steps.forget()
-        return search.within(self.steps.peaks_of(search.bytes_limit))
-
     def _estimated(self, own: SearchResult | None, others: Sequence[Rival], request: Request) -> list[Estimated]:
         """The search's own result and those of the others that may have a shorter step, under the limit, the shortest
         estimated step first."""
@@ -138,6 +97,8 @@ class Choice:
         found = [] if own is None else [self._in_few(OWN, own, limit, math.inf)]
         presets: list[Assignment] = []
         for name, other in sorted(others, key=lambda item: item[1].score.objective):
+            if self.effort.is_over and own is not None and other.score.objective >= own.score.objective:
+                continue  # what remains is to see that no preset is better by the prices
             least = min((one.seconds for one in found), default=math.inf)
             if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in presets:
                 self.known.tell(name, bound, "at least")
@@ -167,10 +128,10 @@ class Choice:
         the `error`, or what else the search's own plan raises, if none fits."""
         limit, best, doubt = request.bytes_limit, None, self.effort.unsure
         for rival in rivals:
-            if best is not None and rival.seconds * (1 - doubt) > best.seconds:
+            if best is not None and (self.effort.is_over or rival.seconds * (1 - doubt) > best.seconds):
                 break
             try:
-                result = self.flow.timed("search", self._confirmed, search) if rival.name == OWN else rival.result
+                result = self.flow.timed("search", self.own.confirmed, search) if rival.name == OWN else rival.result
             except DoesNotFit as raised:
                 error = raised
                 continue

@@ -95,12 +95,19 @@ class Descent:
                 pool[name].update(dict.fromkeys(choices))
 
         descents = self.starts()
-        for name, solved in zip(descents, together([*descents.values()], worthwhile=side_by_side), strict=True):
+        first, *others = descents.values()
+        tasks: list[Callable[[], Solved | None]] = [first, *(partial(self._in_time, descent) for descent in others)]
+        for name, solved in zip(descents, together(tasks, worthwhile=side_by_side), strict=True):
+            if solved is None:
+                self.log(f"no time is left for a descent from {name}")
+                continue
             note(solved)
             score = solved.score
             self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
         purse = self.purse(self.effort.pool)
         for _ in range(self.effort.pool_rounds):
+            if self.effort.is_over:
+                break
             previous = min(solved.score.objective for solved in solutions)
             size = sum(map(len, pool.values()))
             note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False, purse=purse))
@@ -110,6 +117,9 @@ class Descent:
             note(self.descend(taken(space, solutions[-1].assignment), axes, purse=purse))
         self.ends = list({solved.score: solved for solved in solutions}.values())
         return min(solutions, key=lambda solved: solved.score.objective)
+
+    def _in_time(self, descent: Callable[[], Solved]) -> Solved | None:
+        return None if self.effort.is_over else descent()
 
     def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
         """From where the descent on a coarser mesh ends."""
@@ -158,6 +168,6 @@ class Descent:
                 return best
             if number == len(order) and objective(best) > self.effort.hopeless * below:
                 return best
-            if number >= len(order) and purse.is_empty:
+            if number >= len(order) and (purse.is_empty or self.effort.is_over):
                 return best
         raise AssertionError("a mesh has axes")

@@ -75,6 +75,14 @@ def check_limit(memory_limit_bytes: Any) -> None:
         )
 
 
+def check_effort(effort: Any) -> None:
+    if effort is not None and (isinstance(effort, bool) or not isinstance(effort, (int, float)) or not effort > 0):
+        raise ValueError(
+            f"effort is {_shown(effort)}: give the seconds after which the search ends with the best that it has, or "
+            f"None for a search that ends by itself"
+        )
+
+
 def check_constraints(constraints: Any) -> None:
     example = 'such as {"lm_head.weight": {"tp": "S(0)"}}'
     if constraints is None:

@@ -109,7 +109,8 @@ class Limit:
         """Of what the descents without a limit ended with, that whose own options have the cheapest solution under the
         limit, and this one: the cheapest plan without a limit may lie far from the cheapest within it."""
         row, found = self.aim - self._excess(self.cheapest), []
-        for end in self.descent.ends if self.several and len(self.descent.ends) > 1 else ():
+        ends = self.descent.ends if self.several and not self.effort.is_over else []
+        for end in ends if len(ends) > 1 else ():
             if (solved := _Pool(self.descent, end, self.allowed).solved(row, purse)) is not None:
                 found.append((end, solved))
                 free, within = end.score.seconds * 1e3, solved.score.seconds * 1e3
@@ -136,7 +137,7 @@ class Limit:
                 if price >= most:
                     break
                 price = min(most, max(self.effort.price_first * unit, self.effort.price_rise * price))
-                if purse.is_empty:  # what needs the least memory is looked for in any case
+                if self._is_spent(purse):  # what needs the least memory is looked for in any case
                     price, purse = most, self.descent.purse(self.effort.limit)
             else:
                 price, fits = solved.price, True
@@ -158,13 +159,16 @@ class Limit:
                     excess, corrected = self._excess(solved), True
                 elif is_done:
                     break
-            if purse.is_empty and solved is not None:
+            if self._is_spent(purse) and solved is not None:
                 break
         # the cheapest plan without a limit may lie far from the cheapest within it
-        if self.several and price and not purse.is_empty:
+        if self.several and price and not self._is_spent(purse):
             start = self.descent.options.replicated()
             pool.add(self.descent.descend(start, self.descent.axes(), price, purse=purse))
         return excess, bound
+
+    def _is_spent(self, purse: Purse) -> bool:
+        return purse.is_empty or self.effort.is_over
 
     def _correct(self, solved: Solved) -> None:
         """Learns from a solution what rough estimates leave out."""
@@ -188,7 +192,7 @@ class Limit:
             else:
                 kept.append(solved)
                 most_kept = row
-            if purse.is_empty and kept:
+            if self._is_spent(purse) and kept:
                 break
             row = limit - self._excess(solved)
             if not most_kept < row < least_over:  # bisect between what fits and what does not

@@ -42,11 +42,14 @@ def best_mesh(
     thorough: Callable[[Mapping[str, int]], tuple[float, T]],
     report: Callable[[str], None],
     finalists: int = EFFORT.mesh_finalists,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> T:
     """The best result of `thorough` on the `finalists` meshes on which `quick` has the least seconds.
 
     `quick` gets a mesh and the seconds that it must undercut to matter, and returns the seconds of some plan's step, or
     infinity. `thorough` returns a better plan with its seconds. Raises what `thorough` raises if no mesh has a plan.
+
+    Once one mesh has a result, `is_over` says whether no time is left for others.
 
     Meshes without a wide axis come first: they are mostly the best, and take the least time.
     """
@@ -58,6 +61,8 @@ def best_mesh(
     errors: list[ValueError] = []
     results: list[tuple[float, T]] = []
     for _, mesh in sorted(estimates, key=lambda entry: entry[0])[:finalists]:
+        if results and is_over():
+            break
         try:
             results.append(thorough(mesh))
             report(f"mesh {dict(mesh)}, thoroughly: {results[-1][0] * 1e3:.3f} ms")

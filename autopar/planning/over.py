@@ -55,6 +55,8 @@ def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], reques
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
         on = planners[tuple(mesh.items())]
+        if on.effort.is_over and math.isfinite(below):
+            return math.inf
         share, limit = min(1.0, on.effort.meshes_work / len(candidates)), on.limit(request)
 
         def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
@@ -80,4 +82,6 @@ def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], reques
             return math.inf
 
     first = preset_seconds if request.preset else quick
-    return best_mesh(candidates, first, planned, logger.info, planner.effort.mesh_finalists)
+    return best_mesh(
+        candidates, first, planned, logger.info, planner.effort.mesh_finalists, lambda: planner.effort.is_over
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from .constraints import Constraints
 from .costs import COSTS
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model, check_profiles
+from .in_time import in_time
 from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
@@ -179,7 +180,14 @@ class Planner:
     def over(self, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
         """The best plan on any of several meshes. Raises ValueError as `plan` if no mesh has one."""
         with uncollected():
-            return best_over(self, candidates, request)
+            return in_time(self, request, lambda on, request: best_over(on, candidates, request))
+
+    def within(self, effort: Effort) -> Self:
+        """A planner in the same space whose searches have this effort."""
+        other = copy(self)
+        other.effort = effort
+        other._gather()
+        return other
 
     def plan(
         self,
@@ -200,7 +208,7 @@ class Planner:
         if (by_measuring := COSTS[request.cost].plan) is not None:
             return by_measuring(self, request)
         with uncollected():
-            return self._planned(request)
+            return in_time(self, request, Planner._planned)
 
     def limit(self, request: Request) -> float | None:
         """The bytes that a rank may need: as requested, or what its device has for a step."""

@@ -8,7 +8,7 @@ from autopar.solve import SOLVERS
 
 from .constraints import Constraints
 from .costs import COSTS
-from .given import check_constraints, check_limit, check_solver
+from .given import check_constraints, check_effort, check_limit, check_solver
 from .plan import LimitFrom
 from .presets import PRESETS
 
@@ -16,8 +16,9 @@ from .presets import PRESETS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes` bounds a rank's peak: None by
-    the device's memory less its reserve, `math.inf` not at all. `constraints` pin placements. (The optimizer, whose
-    states count, belongs to the space.)
+    the device's memory less its reserve, `math.inf` not at all. `constraints` pin placements. After `effort` seconds a
+    search ends with the best that it has (None: when its work is done). (The optimizer, whose states count, belongs to
+    the space.)
 
     Raises ValueError for an invalid option. `constraints.pins` checks the names in constraints.
     """
@@ -26,12 +27,14 @@ class Request:
     cost: str = "analytical"
     memory_limit_bytes: float | None = None
     constraints: Constraints | None = None
+    effort: float | None = None
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
         COSTS.named(self.cost)
         check_limit(self.memory_limit_bytes)
         check_constraints(self.constraints)
+        check_effort(self.effort)
 
     @property
     def bytes_limit(self) -> float | None:

@@ -45,7 +45,8 @@ class Rivals:
 
     def _hidden(self, cheapest: Solved, request: Request) -> Iterator[Rival]:
         priced = account(self.searches.space, cheapest.assignment)
-        if priced.communication_seconds >= self.effort.hidden_worth * priced.seconds:
+        worth = priced.communication_seconds >= self.effort.hidden_worth * priced.seconds
+        if worth and not self.effort.is_over:
             search = self.searches.search(
                 request, self.searches.hiding(self.effort.hidden_part), self.effort.hidden_share
             )

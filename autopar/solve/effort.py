@@ -1,11 +1,13 @@
 """Effort: how far solves and searches go before they give the best answer that they have.
 
-It is counted in work and not in seconds: the same inputs give the same plan on any machine.
+It is counted in work and not in seconds: the same inputs give the same plan on any machine. Where a person gives
+seconds, a search ends with the best that it has by then.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field, replace
 
 ELIMINATED_WORK = 2.0
@@ -68,6 +70,9 @@ class Effort:
     """The second search, with most of what travels in buckets hidden: one descent and its limit."""
     presets: float = 0.2
     """What each preset leaves, in equal parts, beside a search."""
+
+    until: float = math.inf
+    """Of `time.monotonic()`: from then on, no part of a search begins that has something to answer with."""
 
     # ---- several axes
     joint_options: int = 8
@@ -151,6 +156,11 @@ class Effort:
     def __post_init__(self) -> None:
         total = self.descents + self.pool + self.limit + self.bound + self.hidden + self.presets
         assert math.isclose(total, 1.0), total
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the seconds that a person gave have passed."""
+        return math.isfinite(self.until) and time.monotonic() >= self.until
 
     def share(self, part: float) -> Effort:
         """With a part of the work."""

@@ -47,8 +47,11 @@ def verdict(plan: Record) -> Iterator[tuple[str, str]]:
     yield _fits(plan)
     yield "step", _step(plan)
     yield "choice", _choice(plan)
+    searched = f"{plan.solve_seconds:.1f} s of search"
     if plan.gap is not None:
-        yield "bound", f"{_gap(plan.gap)} ({plan.solve_seconds:.1f} s of search)"
+        yield "bound", f"{_gap(plan.gap)} ({searched})"
+    if (origin := plan.provenance) is not None and origin.is_cut:
+        yield "cut", f"{searched}, ended by effort={origin.effort_seconds:g}: more seconds may find a shorter step"
     if plan.constraints:
         pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
         yield "pinned", ", ".join(pins)

@@ -1,0 +1,59 @@
+"""The search's own plan within its limit: with the largest buckets that fit.
+
+Smaller buckets need less memory, and hide less. So plans with the largest come first, and others only where none of
+these fits.
+"""
+
+import logging
+
+from autopar.solve.problem import Infeasible
+
+from .search import Search, SearchResult
+from .shortfall import DoesNotFit
+from .steps import BUCKETS, Steps
+
+logger = logging.getLogger("autopar")
+
+
+class Own:
+    """Applies the limits of searches whose peaks `steps` computes."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps, self.effort = steps, steps.effort
+
+    def within(self, search: Search) -> tuple[SearchResult | None, DoesNotFit | None]:
+        """The best under the limit by estimated peaks, or why there is none. Raises that where nothing comes near the
+        limit, so that no preset keeps it either."""
+        try:
+            return self._within(search), None
+        except DoesNotFit as error:
+            if search.bytes_limit is None or error.smallest_bytes > search.bytes_limit * (1 + self.effort.limit_near):
+                raise
+            logger.info("the search: %s", error)
+            return None, error
+
+    def confirmed(self, search: Search) -> SearchResult:
+        """The best under the limit by exact peaks. Raises `DoesNotFit` if there is none."""
+        limit = search.bytes_limit
+        try:
+            best = search.confirmed()
+        except Infeasible as error:
+            self._with_smaller_buckets(search, error)
+            return search.confirmed()
+        if limit is not None:
+            self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
+        return best
+
+    def _within(self, search: Search) -> SearchResult:
+        limit = search.bytes_limit
+        if limit is None:
+            return search.within(None)
+        try:
+            return search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
+        except Infeasible as error:
+            return self._with_smaller_buckets(search, error)
+
+    def _with_smaller_buckets(self, search: Search, error: Infeasible) -> SearchResult:
+        logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
+        self.steps.forget()
+        return search.within(self.steps.peaks_of(search.bytes_limit))
