@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 MARK = re.compile(r"<!-- output, (?P<seconds>\d+) s: (?P<command>.+?) -->\n+```\w*\n(?P<text>.*?)^```$", re.M | re.S)
