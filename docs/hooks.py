@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import runpy
 import typing
@@ -49,11 +50,13 @@ def on_files(files: Any, *, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    markdown = re.sub(r"<picture>(.*?)</picture>", lambda found: picture(found[1]), markdown, flags=re.DOTALL)
-    markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda found: f"](examples.md#{anchor(found[1])})", markdown)
-    markdown = markdown.replace("](README.md)", "](index.md)").replace("](../README.md)", "](index.md)")
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    markdown = re.sub(r"<picture>(.*?)</picture>", lambda f: picture(f[1]), markdown, flags=re.DOTALL)
+    markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda f: f"](examples.md#{anchor(f[1])})", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)?README\.md", "](index.md", markdown)
     markdown = re.sub(r"\]\((?:\.\./)?(CONTRIBUTING|CHANGELOG)\.md", lambda f: f"]({f[1].lower()}.md", markdown)
+    if page.file.src_path == "equations.md":
+        markdown = re.sub(r"\$([^$`\n]+)\$", lambda f: mathml(f[1]), markdown)
     return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATED[found[1]](markdown), markdown)
 
 
@@ -63,6 +66,13 @@ def picture(inside: str) -> str:
     (words,) = re.findall(r'alt="(.+?)"', inside, flags=re.DOTALL)
     words = " ".join(words.split())
     return f"![{words}]({light}#only-light)\n![{words}]({dark}#only-dark)"
+
+
+def mathml(formula: str) -> str:
+    """A formula that browsers draw by themselves."""
+    from latex2mathml.converter import convert
+
+    return str(convert(formula))
 
 
 def anchor(title: str) -> str:
@@ -92,14 +102,21 @@ def commands(page: str) -> str:
         every = typer.Typer()
         importlib.import_module(f"autopar.cli.{about.module}").add(every)
         command = typer.main.get_group(every).commands[name]
-        arguments = [p for p in command.params if p.param_type_name == "argument"]
-        options = [p for p in command.params if p.param_type_name == "option" and "--help" not in p.opts]
-        usage = " ".join(["autopar", name, *(_shown(p) for p in arguments), "[OPTIONS]" if options else ""]).rstrip()
-        parts += [f"## {name}", inspect.cleandoc(command.help or about.help), f"```\n{usage}\n```"]
-        if command.params:
-            rows = ((_spelled(p), getattr(p, "help", "") or "", _default(p)) for p in (*arguments, *options))
-            parts.append(table("argument", "meaning", "default", rows=rows))
+        parts += [f"## {name}", *_command(f"autopar {name}", command, about.help)]
+        for inner in getattr(command, "commands", {}).values():
+            parts += [f"### {name} {inner.name}", *_command(f"autopar {name} {inner.name}", inner, "")]
     return "\n\n".join(parts)
+
+
+def _command(spelled: str, command: Any, about: str) -> Iterator[str]:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option" and "--help" not in p.opts]
+    needs = "COMMAND" if getattr(command, "commands", {}) else "[OPTIONS]" if options else ""
+    yield inspect.cleandoc(command.help or about)
+    yield f"```\n{' '.join([spelled, *(_shown(p) for p in arguments), needs]).rstrip()}\n```"
+    if arguments or options:
+        rows = ((_spelled(p), getattr(p, "help", "") or "", _default(p)) for p in (*arguments, *options))
+        yield table("argument", "meaning", "default", rows=rows)
 
 
 VALUES = {"Path": "FILE", "int": "N", "float": "NUMBER"}
@@ -188,7 +205,7 @@ def _attribute_docs(kind: type) -> dict[str, str]:
         return {}
     (body,) = (n.body for n in ast.parse(inspect.getsource(kind)).body if isinstance(n, ast.ClassDef))
     found = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
     return found
@@ -243,8 +260,8 @@ def sources(page: str) -> str:
     parts = []
     for file, names in named:
         for name in re.findall(r"`([\w.]+)`", names):
-            code = source(ROOT / file, name)
-            parts.append(f'??? quote "{file}: {name}"\n    ```python\n    ' + code.replace("\n", "\n    ") + "\n    ```")
+            code = source(ROOT / file, name).replace("\n", "\n    ")
+            parts.append(f'??? quote "{file}: {name}"\n    ```python\n    {code}\n    ```')
     return "\n\n".join(dict.fromkeys(parts))
 
 

@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 MARK = re.compile(r"<!-- output, (?P<seconds>\d+) s: (?P<command>.+?) -->\n+```\w*\n(?P<text>.*?)^```$", re.M | re.S)
-TABLE = re.compile(r"<!-- begin: (?P<command>python benchmarks/\w+\.py) --write -->\n(?P<text>.*?)^<!-- end -->", re.M | re.S)
+WRITTEN = r"<!-- begin: (?P<command>python benchmarks/\w+\.py) --write -->"
+TABLE = re.compile(rf"{WRITTEN}\n(?P<text>.*?)^<!-- end -->", re.M | re.S)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 ABOVE = "the block above"
 LEFT_OUT = "..."
@@ -199,7 +200,8 @@ def main() -> None:
             output = runs.output(quote)
             equal = agrees(quote.text, output)
             differ += not equal
-            print(f"{'equal' if equal else 'DIFFERS'}, {time.perf_counter() - started:.0f} s: {quote.shown}", flush=True)
+            seconds = time.perf_counter() - started
+            print(f"{'equal' if equal else 'DIFFERS'}, {seconds:.0f} s: {quote.shown}", flush=True)
             if not equal:
                 new = rewritten(quote.text, output)
                 print("".join(difflib.unified_diff(quote.text.splitlines(True), new.splitlines(True), "docs", "now")))

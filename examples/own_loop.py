@@ -123,7 +123,8 @@ def main() -> None:
         train(model, optimizer, schedule, training, parallel)
         loss = evaluate(model, validation, parallel)
         if first:
-            print(f"epoch {epoch}: validation loss {loss:.5f}, learning rate {schedule.get_last_lr()[0]:.6f}", flush=True)
+            rate = schedule.get_last_lr()[0]
+            print(f"epoch {epoch}: validation loss {loss:.5f}, learning rate {rate:.6f}", flush=True)
     if parallel:
         dist.destroy_process_group()
 

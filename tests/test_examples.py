@@ -247,7 +247,8 @@ def test_a_loop_of_ones_own_equals_the_same_on_one_process(monkeypatch: pytest.M
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(script), run_name="__main__")
     torch.set_num_threads(threads)
-    alone, parallel = (re.findall(r"validation loss (\S+),", text) for text in (printed.getvalue(), on_ranks(script, *small)))
+    texts = printed.getvalue(), on_ranks(script, *small)
+    alone, parallel = (re.findall(r"validation loss (\S+),", text) for text in texts)
     assert len(alone) == 2 and parallel == alone
     assert "saved, made anew, and loaded" in printed.getvalue()
 
@@ -256,14 +257,15 @@ def test_planning_for_1024_devices(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(sys, "argv", ["plan_1024.py", "--layers", "3", "--solver", "fsdp"])
     runpy.run_path(str(ROOT / "examples/plan_1024.py"), run_name="__main__")
     printed = capsys.readouterr().out
-    assert len(re.findall(r"^dp=\d+.* step 0\.\d\d s, [\d,]+ tokens/s a device, MFU \d\d\.\d%", printed, flags=re.M)) == 3
+    row = r"^dp=\d+.* step 0\.\d\d s, [\d,]+ tokens/s a device, MFU \d\d\.\d%"
+    assert len(re.findall(row, printed, flags=re.MULTILINE)) == 3
     assert "lm_head.weight: parameter" in printed and "self_attn: module" in printed
 
 
 def test_starting_as_in_the_docs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(block("docs/launch.md", "init_device_mesh").replace("(10, 16, 64)", "(3, 8, 16)"))
-    assert len(re.findall(r"^loss \d\.\d{4}, norm \d", on_ranks(script), flags=re.M)) == 3
+    assert len(re.findall(r"^loss \d\.\d{4}, norm \d", on_ranks(script), flags=re.MULTILINE)) == 3
 
 
 def test_the_training_example_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
