@@ -60,6 +60,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATED[found[1]](markdown), markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Paths of the repository, and not of the tree of `on_config`."""
+    return re.sub(r"build/docs/autopar/(passes|runtime)/", r"\1/", html).replace("build/docs/autopar/", "autopar/")
+
+
 def picture(inside: str) -> str:
     """One image for light pages and one for dark ones, as the theme knows them."""
     (dark,), (light,) = re.findall(r'srcset="(.+?)"', inside), re.findall(r'\ssrc="(.+?)"', inside)
