@@ -52,8 +52,8 @@ def plan(
     all of the cluster, autopar chooses the mesh too (`plan.mesh`). `args` and `kwargs` are the global example inputs,
     such as token ids [batch, sequence] of the whole batch (real, meta or fake; values are read only where forward's
     Python reads them); the model may be on meta. `loss_fn` takes the model's output to the loss, a scalar; without it
-    the output's `.loss`, or a scalar output, is the loss. `cluster` is a name, the path of a file, or a `Cluster`. If it
-    is None, plans are for "local", and `parallelize` on a CUDA mesh plans for "dgx-h100".
+    the output's `.loss`, or a scalar output, is the loss. `cluster` is a name, the path of a file, or a `Cluster`. If
+    it is None, plans are for "local", and `parallelize` on a CUDA mesh plans for "dgx-h100".
 
     `solver` is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel),
     "fsdp", "megatron", "megatron_sp", or those of papers, "atp" (ATP 3.2), "par4d" (Par4D III), "meshslice" (MeshSlice
@@ -69,8 +69,8 @@ def plan(
       file; the user's own if not given; see docs/profiling.md).
 
     `memory_limit_bytes` bounds the predicted peak of a rank's memory during a training step, in bytes. If it is None,
-    the limit is the memory of the cluster's devices less their reserve, or none if the cluster does not say what memory they
-    have (as "local" does not); `math.inf` lifts it. The peak includes the states of the `optimizer`: "adamw",
+    the limit is the memory of the cluster's devices less their reserve, or none if the cluster does not say what memory
+    they have (as "local" does not); `math.inf` lifts it. The peak includes the states of the `optimizer`: "adamw",
     "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of
     bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
     axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).

@@ -188,11 +188,11 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A `device`, and `levels` of links from the outermost in (ATP 3.4, the hierarchical communication matrix). A mesh of
-    fewer devices fills the innermost levels first. `source` says where the figures are from. `algorithms` are those of
-    `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are measurements of axes,
-    which take precedence over the levels. `factors` takes precedence over both: of meshes (by their sizes) on which
-    the collectives of programs were measured, those of the links of each axis."""
+    """A `device`, and `levels` of links from the outermost in (ATP 3.4, the hierarchical communication matrix). A mesh
+    of fewer devices fills the innermost levels first. `source` says where the figures are from. `algorithms` are those
+    of `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are measurements of axes,
+    which take precedence over the levels. `factors` takes precedence over both: of meshes (by their sizes) on which the
+    collectives of programs were measured, those of the links of each axis."""
 
     name: str
     device: Device

@@ -76,8 +76,8 @@ class Plan(Record):
         return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, over an earlier plan if there is one. Raises ValueError if the file cannot be written,
-        or holds something else than a plan."""
+        """Write the plan as JSON, over an earlier plan if there is one. Raises ValueError if the file cannot be
+        written, or holds something else than a plan."""
         path = Path(path)
         try:
             self.check_path(path)
@@ -102,8 +102,8 @@ class Plan(Record):
 
     @staticmethod
     def from_json(data: Any, source: str = "the plan") -> Plan:
-        """Read what `to_json` returned; `source` names it in errors. Raises ValueError if a field is missing, unknown or
-        invalid."""
+        """Read what `to_json` returned; `source` names it in errors. Raises ValueError if a field is missing, unknown
+        or invalid."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             given = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"{source} is no plan of format {FORMAT} (found {given!r}): make it with Plan.save")

@@ -10,8 +10,8 @@ from autopar.planning.plan import Plan, bytes_text, seconds_text, table
 @dataclass(frozen=True)
 class Comparison:
     """Solver -> plan, or the reason why there is none. Prints as a table, best first: the predicted step, what of it is
-    computed and communicated, and the peak of a rank. With several meshes or clusters, names are those of the solver, the
-    mesh and the cluster: "fsdp dp=8 dgx-a100"."""
+    computed and communicated, and the peak of a rank. With several meshes or clusters, names are those of the solver,
+    the mesh and the cluster: "fsdp dp=8 dgx-a100"."""
 
     results: Mapping[str, Plan | str]
 

@@ -20,8 +20,8 @@ from autopar.planning.planner import Planner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A plan, and the timeline of its program: when each operator and each collective of one rank's step runs, in seconds
-    from 0. Prints as a table of collectives with what hides. `timeline.to_chrome()` is a trace for Perfetto."""
+    """A plan, and the timeline of its program: when each operator and each collective of one rank's step runs, in
+    seconds from 0. Prints as a table of collectives with what hides. `timeline.to_chrome()` is a trace for Perfetto."""
 
     plan: Plan
     timeline: Timeline
