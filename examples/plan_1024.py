@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 
-MESHES = ({"dp": 128, "tp": 8}, {"dp": 256, "tp": 4}, {"dp": 1024})
+MESHES = ({"dp": 128, "tp": 8}, {"dp": 256, "tp": 4})
 
 
 def main() -> None:

@@ -258,7 +258,7 @@ def test_planning_for_1024_devices(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     runpy.run_path(str(ROOT / "examples/plan_1024.py"), run_name="__main__")
     printed = capsys.readouterr().out
     row = r"^dp=\d+.* step 0\.\d\d s, [\d,]+ tokens/s a device, MFU \d\d\.\d%"
-    assert len(re.findall(row, printed, flags=re.MULTILINE)) == 3
+    assert len(re.findall(row, printed, flags=re.MULTILINE)) == 2
     assert "lm_head.weight: parameter" in printed and "self_attn: module" in printed
 
 
