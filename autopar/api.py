@@ -49,15 +49,19 @@ def plan(
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
 
-    `mesh_shape` maps axis names to sizes, outermost first. For a number of devices, or "auto" for all of the cluster,
-    autopar chooses the mesh too (`plan.mesh`). `args` and `kwargs` are the global example inputs (real, meta or fake;
-    values are read only where forward's Python reads them); the model may be on meta. `cluster` is a name or a
-    `Cluster`.
+    `mesh_shape` maps axis names to sizes, outermost first: `{"dp": 8, "tp": 8}`. For a number of devices, or "auto" for
+    all of the cluster, autopar chooses the mesh too (`plan.mesh`). `args` and `kwargs` are the global example inputs,
+    such as token ids [batch, sequence] of the whole batch (real, meta or fake; values are read only where forward's
+    Python reads them); the model may be on meta. `loss_fn` takes the model's output to the loss, a scalar; without it
+    the output's `.loss`, or a scalar output, is the loss. `cluster` is a name, the path of a file, or a `Cluster`. If
+    it is None, plans are for "local", and `parallelize` on a CUDA mesh plans for "dgx-h100".
 
     `solver` is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel),
-    "fsdp", "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`).
+    "fsdp", "megatron", "megatron_sp", or those of papers, "atp" (ATP 3.2), "par4d" (Par4D III), "meshslice" (MeshSlice
+    2.3; see `autopar.planning.presets`).
 
     `cost` is one of
+
     - "serial": the cheapest plan as if nothing overlapped;
     - "analytical": that plan, the cheapest with most of the traffic in buckets hidden, or that of a preset, whichever
       has the shortest step on its timeline (`autopar.cost.timeline`);
@@ -65,9 +69,9 @@ def plan(
     - "hybrid": as "analytical", with operators measured on this device, and recorded in the database `profiles` (a
       file; the user's own if not given; see docs/profiling.md).
 
-    `memory_limit_bytes` bounds the predicted peak of a rank's memory during a training step. If it is None, the limit
-    is the memory of the cluster's devices less their reserve, or none if the cluster does not say what memory they
-    have (as "local" does not); `math.inf` lifts it. The peak includes the states of the `optimizer`: "adamw",
+    `memory_limit_bytes` bounds the predicted peak of a rank's memory during a training step, in bytes. If it is None,
+    the limit is the memory of the cluster's devices less their reserve, or none if the cluster does not say what memory
+    they have (as "local" does not); `math.inf` lifts it. The peak includes the states of the `optimizer`: "adamw",
     "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of
     bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
     axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
@@ -76,7 +80,8 @@ def plan(
     With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
     first, and the program is written after that; the model's capture comes before).
 
-    Raises ValueError for what cannot be planned: the message says what was given and what to change.
+    Raises ValueError for what cannot be planned, and if no plan keeps the limit: the message says what was given and
+    what to change.
     """
     request = Request(
         solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints, effort=effort
@@ -150,7 +155,7 @@ def compare(
 
     Arguments as for `plan`; `solvers` are "dp" and all presets if not given. A solver without a plan (no plan keeps the
     limit, a preset does not fit the batch) has its error in the place of a plan. `report` gets the part that is done,
-    and what is next.
+    from 0 to 1, and what is next. Raises ValueError for arguments that no plan could take.
     """
     solvers = ("dp", *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):

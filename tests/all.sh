@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up, then lints, checks types and runs all tests; fails if any of them does. Arguments go to pytest, which
-# runs as three processes for two cores: some wait, for links and clocks; those that start ranks start them themselves.
+# Sets everything up, then lints, checks types, builds the docs and runs all tests; fails if any of them does. Arguments go
+# to pytest, which runs as three processes for two cores: some wait, for links and clocks; those that start ranks start
+# them themselves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
@@ -10,6 +11,9 @@ unset PYTHONDONTWRITEBYTECODE  # tests start some thirty interpreters, and each 
 
 echo "== ruff"
 "$bin/ruff" check . || failed+=" ruff"
+
+echo "== docs"
+NO_MKDOCS_2_WARNING=1 "$bin/python" -m mkdocs build --strict --quiet || failed+=" docs"
 
 # The three folders are one package; mypy sees it only where they lie as one. It takes one core, while tests run.
 rm -rf build/typing

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run
 from test_floors import FLOORS
@@ -219,11 +220,16 @@ def test_the_training_example_equals_one_process() -> None:
     assert float(found[1]) < 1e-5 and float(found[2]) < 1e-4
 
 
-SMALL = {"resnet.py": ["--size", "32", "--width", "8", "--blocks", "1", "1"], "unet.py": ["--channels", "8", "16"]}
+SMALL = {
+    "resnet.py": ["--size", "32", "--width", "8", "--blocks", "1", "1"],
+    "unet.py": ["--channels", "8", "16"],
+    "vit.py": ["--layers", "1", "--hidden", "32"],
+    "moe.py": ["--layers", "1", "--hidden", "32", "--experts", "4", "--sequence", "16"],
+}
 
 
-@pytest.mark.parametrize(("name", "start"), [("resnet.py", torchrun), ("unet.py", on_ranks)])
-def test_the_image_examples_equal_one_process(name: str, start: Callable[..., str]) -> None:
+@pytest.mark.parametrize(("name", "start"), [("resnet.py", torchrun), *((name, on_ranks) for name in [*SMALL][1:])])
+def test_the_examples_equal_one_process(name: str, start: Callable[..., str]) -> None:
     printed = start(ROOT / "examples" / name, "--steps", "3", "--batch", "8", "--solver", "ddp", *SMALL[name])
     last = printed.splitlines()[-1]
     number = r"(\d\.\de[-+]\d+)"
@@ -231,6 +237,35 @@ def test_the_image_examples_equal_one_process(name: str, start: Callable[..., st
     found = re.search(wanted, last)
     assert found is not None, last
     assert float(found[1]) < 1e-5 and float(found[2]) < 1e-4 and float(found[3]) < 1e-4
+
+
+def test_a_loop_of_ones_own_equals_the_same_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, small = ROOT / "examples/own_loop.py", ["--sentences", "32", "--epochs", "2", "--solver", "fsdp"]
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [str(script), *small])
+    threads = torch.get_num_threads()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    torch.set_num_threads(threads)
+    texts = printed.getvalue(), on_ranks(script, *small)
+    alone, parallel = (re.findall(r"validation loss (\S+),", text) for text in texts)
+    assert len(alone) == 2 and parallel == alone
+    assert "saved, made anew, and loaded" in printed.getvalue()
+
+
+def test_planning_for_1024_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan_1024.py", "--layers", "3", "--solver", "fsdp"])
+    runpy.run_path(str(ROOT / "examples/plan_1024.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    row = r"^dp=\d+.* step 0\.\d\d s, [\d,]+ tokens/s a device, MFU \d\d\.\d%"
+    assert len(re.findall(row, printed, flags=re.MULTILINE)) == 2
+    assert "lm_head.weight: parameter" in printed and "self_attn: module" in printed
+
+
+def test_starting_as_in_the_docs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(block("docs/launch.md", "init_device_mesh").replace("(10, 16, 64)", "(3, 8, 16)"))
+    assert len(re.findall(r"^loss \d\.\d{4}, norm \d", on_ranks(script), flags=re.MULTILINE)) == 3
 
 
 def test_the_training_example_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:

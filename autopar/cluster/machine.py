@@ -142,7 +142,7 @@ class Device:
 class Level:
     """`size` children: devices at the innermost level, elsewhere the levels below.
 
-    All rates are one way. `bytes_per_second` is what two children reach between them (ATP's
+    All rates are one way, in bytes a second. `bytes_per_second` is what two children reach between them (ATP's
     point-to-point matrix: a number, or one for each pair), `group_bytes_per_second` what a child can send
     out to all others together (ATP's group bandwidth). The links out of a child are shared by
     `devices_per_link` of its devices each: a device alone cannot use those of others. On a `ring` (a dim of
@@ -188,10 +188,11 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Levels from the outermost in. A mesh of fewer devices fills the innermost levels first. `algorithms` are those of
-    `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are measurements of axes,
-    which take precedence over the levels. `factors` takes precedence over both: of meshes (by their sizes) on which
-    the collectives of programs were measured, those of the links of each axis."""
+    """A `device`, and `levels` of links from the outermost in (ATP 3.4, the hierarchical communication matrix). A mesh
+    of fewer devices fills the innermost levels first. `source` says where the figures are from. `algorithms` are those
+    of `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are measurements of axes,
+    which take precedence over the levels. `factors` takes precedence over both: of meshes (by their sizes) on which the
+    collectives of programs were measured, those of the links of each axis."""
 
     name: str
     device: Device
@@ -203,6 +204,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
+        """The product of the levels' sizes."""
         return math.prod(level.size for level in self.levels)
 
     def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:

@@ -81,10 +81,11 @@ def _split(space: Space, site: Site, pinned: Mapping[int, tuple[AxisChoice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostMode:
-    """How to search for the plan with the least cost. The search weighs the prices of `space(given)`, or those of the
-    cluster; `pinned(given, pins)` adds to the constraints, unless a preset is solved. `by_timeline` takes the candidate
-    with the shortest step. A mode that measures has `plan(planner, request)` and nothing else. Every mode's plan
-    reports its seconds."""
+    """How to search for the plan with the least cost. `name` is what `cost=` names, `meaning` says in words what is
+    minimised. The search weighs the prices of `space(given)`, or those of the cluster; `pinned(given, pins)` adds to
+    the constraints, unless a preset is solved. `by_timeline` takes the candidate with the shortest step. A mode that
+    measures has `plan(planner, request)` and nothing else. Every mode's plan reports its seconds. Raises ValueError for
+    more than one of `space`, `by_timeline` and `plan`."""
 
     name: str
     meaning: str

@@ -33,7 +33,13 @@ LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Record):
-    """A plan, its file, its texts, and its answers."""
+    """A plan, its file, its texts, and its answers. It prints as one page.
+
+    `decisions` and `segments` are the plan; the other fields describe it. `seconds` is the predicted step, in seconds,
+    with overlap, and `bytes` the predicted peak of a rank. `parameters` and `inputs` have placements, one for each mesh
+    axis. `account` itemises the step as if nothing overlapped, `timing` where it goes, `peak` what the memory is.
+    docs/files.md lists every field.
+    """
 
     def answering(self, answers: Answers) -> Plan:
         """The plan with what answers questions about it: it stays in this process."""
@@ -66,10 +72,12 @@ class Plan(Record):
         return {name: value for name, value in self.__dict__.items() if name != "answers"}
 
     def to_json(self) -> dict[str, Any]:
+        """What `save` writes: plain dicts, lists, numbers and texts."""
         return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
 
     def save(self, path: str | Path) -> None:
-        """Raises ValueError if the file cannot be written, or holds something else than a plan."""
+        """Write the plan as JSON, over an earlier plan if there is one. Raises ValueError if the file cannot be
+        written, or holds something else than a plan."""
         path = Path(path)
         try:
             self.check_path(path)
@@ -85,7 +93,8 @@ class Plan(Record):
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises ValueError if the file is no plan."""
+        """Read what `save` wrote, maybe edited since. Figures are those of the file; `autopar.read_plan` computes them
+        again. Raises ValueError if the file is no plan, naming the field that is missing, unknown or invalid."""
         if not isinstance(path, (str, Path)):
             raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
         what, give = f"{path} is no plan", "give the path of a file that Plan.save wrote"
@@ -93,7 +102,8 @@ class Plan(Record):
 
     @staticmethod
     def from_json(data: Any, source: str = "the plan") -> Plan:
-        """Raises ValueError if a field is missing, unknown or invalid."""
+        """Read what `to_json` returned; `source` names it in errors. Raises ValueError if a field is missing, unknown
+        or invalid."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             given = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"{source} is no plan of format {FORMAT} (found {given!r}): make it with Plan.save")

@@ -69,18 +69,28 @@ class Record:
     """
 
     model: str
+    """The name of the model's class."""
     graph: str
     mesh: Mapping[str, int]
+    """Axis name -> ranks, the outermost first."""
     cluster: str
     solver: str
+    """The solver or preset that was asked for; `provenance.winner` says which candidate won."""
     cost: str
+    """The cost mode that was asked for."""
     decisions: Mapping[str, str]
+    """Outside of repeated layers."""
     segments: tuple[Segment, ...]
+    """Repeated layers, as runs of copies that decide alike."""
     parameters: Mapping[str, ParameterPlan]
     inputs: Mapping[str, tuple[str, ...]]
+    """Input -> the placements in which a rank takes it, one for each mesh axis."""
     optimizer: str
+    """Whose states count in the peak."""
     account: Account
+    """The step as if nothing overlapped, by operators and collectives."""
     peak: Peak
+    """What a rank holds when it holds the most, in bytes."""
     bucket_bytes: int
     seconds: float
     """Predicted, of one training step: the timeline of its program, with what overlaps, and the optimizer."""
@@ -89,15 +99,20 @@ class Record:
     objective_seconds: float
     """The solver's objective: the account's seconds, as if nothing overlapped."""
     lower_bound_seconds: float
+    """No plan of the search space has an objective below it."""
     solve_seconds: float
+    """How long the search took, on the machine that planned."""
     without_rule: Mapping[str, int] = field(default_factory=dict)
+    """Operators that are replicated for want of a rule, and how often each is run."""
     constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """What a person pinned."""
     memory_limit_bytes: float | None = None
     """The limit on `bytes`, if there is one, and where it is from."""
     memory_limit_from: LimitFrom = "none"
     timing: Timing | None = None
+    """Where the step goes, with overlap."""
     provenance: Provenance | None = None
+    """Where the plan is from: inputs, the cluster's figures, versions, candidates, the command."""
     described: str = ""
     """The digest of the decisions that all tables here are of."""
 

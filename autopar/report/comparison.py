@@ -9,7 +9,9 @@ from autopar.planning.plan import Plan, bytes_text, seconds_text, table
 
 @dataclass(frozen=True)
 class Comparison:
-    """Solver -> plan, or the reason why there is none. Prints as a table, best first."""
+    """Solver -> plan, or the reason why there is none. Prints as a table, best first: the predicted step, what of it is
+    computed and communicated, and the peak of a rank. With several meshes or clusters, names are those of the solver,
+    the mesh and the cluster: "fsdp dp=8 dgx-a100"."""
 
     results: Mapping[str, Plan | str]
 
@@ -22,6 +24,7 @@ class Comparison:
         return min(plans, key=lambda name: plans[name].seconds)
 
     def to_json(self) -> dict[str, Any]:
+        """Each plan as `Plan.to_json` gives it, or {"error": why there is none}, by name."""
         return {name: p.to_json() if isinstance(p, Plan) else {"error": p} for name, p in self.results.items()}
 
     def __str__(self) -> str:

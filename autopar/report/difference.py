@@ -62,6 +62,7 @@ class Difference:
     all_operators: int
 
     def to_json(self) -> dict[str, Any]:
+        """The fields, as plain dicts, lists, numbers and texts."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -99,7 +100,8 @@ class Difference:
 
 
 def difference(before: Plan, after: Plan) -> Difference:
-    """What changes from one plan to another."""
+    """What changes from one plan to another: figures, what travels, what lives differently. The plans may be of
+    different meshes, clusters and batches; operators are compared where both are of one graph."""
     operators, every = _operators(before, after)
     return Difference(
         before=repr(before),

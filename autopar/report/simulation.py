@@ -20,7 +20,8 @@ from autopar.planning.planner import Planner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A plan, and the timeline of its program."""
+    """A plan, and the timeline of its program: when each operator and each collective of one rank's step runs, in
+    seconds from 0. Prints as a table of collectives with what hides. `timeline.to_chrome()` is a trace for Perfetto."""
 
     plan: Plan
     timeline: Timeline
@@ -31,6 +32,7 @@ class Simulation:
         return self.timeline.seconds + self.plan.account.optimizer_seconds
 
     def to_json(self) -> dict[str, Any]:
+        """The step, its parts and its collectives, in seconds and bytes, as plain dicts and numbers."""
         timeline = self.timeline
         return {
             "model": self.plan.model,

@@ -1,0 +1,299 @@
+"""What mkdocs does besides (`hooks` of mkdocs.yml): the README is the first page, and tables come from the code.
+
+A page asks for a table by a line such as `<!-- generated: commands -->`, with a name of `GENERATED`. Whoever reads the
+page as a file sees the sentence before that line, which says what the site shows there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import itertools
+import re
+import runpy
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = {"passes": ROOT / "passes", "runtime": ROOT / "runtime"}
+
+
+# ------------------------------------------------------------------------------------------ what mkdocs calls
+
+
+def on_config(config: Any) -> Any:
+    """The three folders of the package as one, for mkdocstrings to read; without PyTorch."""
+    tree = ROOT / "build/docs/autopar"
+    tree.mkdir(parents=True, exist_ok=True)
+    there = {path.name: path for path in (ROOT / "autopar").iterdir() if path.name != "__pycache__"} | PACKAGE
+    for old in tree.iterdir():
+        if old.name not in there or old.resolve() != there[old.name]:
+            old.unlink()
+    for name, path in there.items():
+        if not (tree / name).is_symlink():
+            (tree / name).symlink_to(path)
+    return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    readme = (ROOT / "README.md").read_text()
+    files.append(File.generated(config, "index.md", content=re.sub(r'(?<=[("])docs/', "", readme)))
+    for name in ("CONTRIBUTING", "CHANGELOG"):
+        text = (ROOT / f"{name}.md").read_text()
+        files.append(File.generated(config, f"{name.lower()}.md", content=re.sub(r'(?<=[("])docs/', "", text)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    markdown = re.sub(r"<picture>(.*?)</picture>", lambda f: picture(f[1]), markdown, flags=re.DOTALL)
+    markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda f: f"](examples.md#{anchor(f[1])})", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)?README\.md", "](index.md", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)?(CONTRIBUTING|CHANGELOG)\.md", lambda f: f"]({f[1].lower()}.md", markdown)
+    if page.file.src_path == "equations.md":
+        markdown = re.sub(r"\$([^$`\n]+)\$", lambda f: mathml(f[1]), markdown)
+    return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATED[found[1]](markdown), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Paths of the repository, and not of the tree of `on_config`."""
+    return re.sub(r"build/docs/autopar/(passes|runtime)/", r"\1/", html).replace("build/docs/autopar/", "autopar/")
+
+
+def picture(inside: str) -> str:
+    """One image for light pages and one for dark ones, as the theme knows them."""
+    (dark,), (light,) = re.findall(r'srcset="(.+?)"', inside), re.findall(r'\ssrc="(.+?)"', inside)
+    (words,) = re.findall(r'alt="(.+?)"', inside, flags=re.DOTALL)
+    words = " ".join(words.split())
+    return f"![{words}]({light}#only-light)\n![{words}]({dark}#only-dark)"
+
+
+def mathml(formula: str) -> str:
+    """A formula that browsers draw by themselves."""
+    from latex2mathml.converter import convert
+
+    return str(convert(formula))
+
+
+def anchor(title: str) -> str:
+    """Of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+# ------------------------------------------------------------------------------------------------- the tables
+
+
+def row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def table(*head: str, rows: Iterator[tuple[object, ...]]) -> str:
+    return "\n".join([row(*head), "|" + "---|" * len(head), *(row(*cells) for cells in rows)])
+
+
+def commands(page: str) -> str:
+    """Every command of the command line with its options, from the parser."""
+    import typer
+
+    from autopar.cli import COMMANDS
+
+    parts = []
+    for name, about in COMMANDS.items():
+        every = typer.Typer()
+        importlib.import_module(f"autopar.cli.{about.module}").add(every)
+        command = typer.main.get_group(every).commands[name]
+        parts += [f"## {name}", *_command(f"autopar {name}", command, about.help)]
+        for inner in getattr(command, "commands", {}).values():
+            parts += [f"### {name} {inner.name}", *_command(f"autopar {name} {inner.name}", inner, "")]
+    return "\n\n".join(parts)
+
+
+def _command(spelled: str, command: Any, about: str) -> Iterator[str]:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option" and "--help" not in p.opts]
+    needs = "COMMAND" if getattr(command, "commands", {}) else "[OPTIONS]" if options else ""
+    yield inspect.cleandoc(command.help or about)
+    yield f"```\n{' '.join([spelled, *(_shown(p) for p in arguments), needs]).rstrip()}\n```"
+    if arguments or options:
+        rows = ((_spelled(p), getattr(p, "help", "") or "", _default(p)) for p in (*arguments, *options))
+        yield table("argument", "meaning", "default", rows=rows)
+
+
+VALUES = {"Path": "FILE", "int": "N", "float": "NUMBER"}
+
+
+def _shown(argument: Any) -> str:
+    name = (argument.metavar or argument.name or "").upper()
+    return (name if argument.required else f"[{name}]") + ("..." if argument.nargs == -1 else "")
+
+
+def _spelled(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{_shown(parameter)}`"
+    names = ", ".join((*parameter.opts, *parameter.secondary_opts))
+    annotation = str(parameter.type_descriptor.annotation)
+    kind = next((word for name, word in VALUES.items() if name in annotation), "TEXT")
+    value = "" if parameter.is_flag else f" {parameter.metavar or kind}"
+    return f"`{names}{value}`" + (", repeatable" if parameter.multiple else "")
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    if parameter.required:
+        return "required"
+    shown = isinstance(value, (str, int, float, Path)) and not isinstance(value, bool) and str(value)
+    return f"`{value}`" if shown else ""
+
+
+def presets(page: str) -> str:
+    """The solvers, presets, cost modes and optimizers that there are, from their tables."""
+    from autopar.cost.optimizers import OPTIMIZERS
+    from autopar.planning.costs import COSTS
+    from autopar.planning.presets import PRESETS
+    from autopar.solve import SOLVERS
+
+    def names(found: Mapping[str, Any]) -> str:
+        return ", ".join(f"`{name}`" for name in found)
+
+    return "\n".join(
+        [
+            f"- solvers: {names(SOLVERS)}",
+            f"- presets: {names(PRESETS)}",
+            f"- cost modes: {names(COSTS)}",
+            f"- optimizers: {names(OPTIMIZERS)}",
+        ]
+    )
+
+
+def plan(page: str) -> str:
+    """The fields of a plan's file."""
+    from autopar.planning.plan import Plan
+
+    return "\n\n".join(_described(Plan, {}))
+
+
+def cluster(page: str) -> str:
+    """The fields of a cluster."""
+    from autopar.cluster.machine import Cluster
+
+    return "\n\n".join(_described(Cluster, {}))
+
+
+def _described(kind: type, seen: dict[type, None]) -> list[str]:
+    """A dataclass as a table of its fields, and then those that its fields hold."""
+    seen[kind] = None
+    hints = typing.get_type_hints(kind)
+    said = {name: text for base in reversed(kind.__mro__) for name, text in _attribute_docs(base).items()}
+    rows = ((f"`{f.name}`", f"`{_type(hints[f.name])}`", said.get(f.name, "")) for f in fields(kind))
+    parts = [f"### {kind.__name__}"]
+    bases = [base for base in kind.__mro__ if is_dataclass(base)]
+    parts += [text for base in bases if (text := _prose(base))] + [table("field", "type", "meaning", rows=rows)]
+    for held in dict.fromkeys(inner for f in fields(kind) for inner in _inside(hints[f.name])):
+        if held not in seen:
+            parts += _described(held, seen)
+    return parts
+
+
+def _prose(kind: type) -> str:
+    doc = kind.__dict__.get("__doc__") or ""
+    return "" if doc.startswith(f"{kind.__name__}(") else inspect.cleandoc(doc)
+
+
+def _attribute_docs(kind: type) -> dict[str, str]:
+    """The strings below the fields of a class."""
+    if not is_dataclass(kind):
+        return {}
+    (body,) = (n.body for n in ast.parse(inspect.getsource(kind)).body if isinstance(n, ast.ClassDef))
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return found
+
+
+def _inside(hint: Any) -> Iterator[type]:
+    if is_dataclass(hint):
+        yield hint  # type: ignore[misc]
+    for argument in typing.get_args(hint):
+        yield from _inside(argument)
+
+
+def _type(hint: Any) -> str:
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
+
+
+def examples(page: str) -> str:
+    """Every example as it stands, with its first paragraph."""
+    parts = []
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.suffix in (".py", ".sh"):
+            language = {".py": "python", ".sh": "bash"}[path.suffix]
+            code = path.read_text().replace("\n", "\n    ").rstrip()
+            parts += [f"## {path.name}", f'??? example "The code"\n    ```{language} title="examples/{path.name}"']
+            parts[-1] += f"\n    {code}\n    ```"
+            if language == "python" and (doc := ast.get_docstring(ast.parse(path.read_text()))):
+                parts.insert(-1, _indented_code(doc))
+    return "\n\n".join(parts)
+
+
+def _indented_code(doc: str) -> str:
+    """A docstring whose indented lines are commands."""
+    return re.sub(r"(?m)^((?: {4}.*\n?)+)", lambda f: f"```bash\n{inspect.cleandoc(f[1])}\n```\n", doc)
+
+
+def modules(page: str) -> str:
+    """Every module of the package with the first sentence of its docstring, folder by folder."""
+    listed = runpy.run_path(str(ROOT / "docs/modules.py"))
+    parts, folder = [], None
+    for module in listed["modules"](*listed["PACKAGE"]):
+        if module.parent != folder:
+            folder = module.parent
+            parts += ["", f"## {folder}/", "", row("module", "what it is for"), "|---|---|"]
+        parts.append(row(f"`{module.name}`", listed["purpose"](ROOT / module)))
+    return "\n".join(parts)
+
+
+def sources(page: str) -> str:
+    """The code that a page names as `FILE`: `NAME`, once each, folded."""
+    named = dict.fromkeys(re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", page))
+    parts = []
+    for file, names in named:
+        for name in re.findall(r"`([\w.]+)`", names):
+            code = source(ROOT / file, name).replace("\n", "\n    ")
+            parts.append(f'??? quote "{file}: {name}"\n    ```python\n    {code}\n    ```')
+    return "\n\n".join(dict.fromkeys(parts))
+
+
+def source(file: Path, name: str) -> str:
+    """The text of a function, a class, a method or a constant of a module."""
+    text = file.read_text()
+    nodes: list[ast.stmt] = ast.parse(text).body
+    found: ast.stmt | None = None
+    for part in name.split("."):
+        found = next((node for node in nodes if part in _names(node)), None)
+        if found is None:
+            raise ValueError(f"{file} has no {name}")
+        nodes = getattr(found, "body", [])
+    assert found is not None
+    decorators = getattr(found, "decorator_list", [])
+    first = min([found.lineno, *(d.lineno for d in decorators)])
+    return inspect.cleandoc("\n" + "\n".join(text.splitlines()[first - 1 : found.end_lineno]))
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+GENERATED: Mapping[str, Callable[[str], str]] = {
+    made.__name__: made for made in (commands, presets, plan, cluster, examples, modules, sources)
+}
+"""What a page may ask for, by name. Each gets the text of the page."""
