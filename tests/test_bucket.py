@@ -16,12 +16,13 @@ from torch import nn
 
 from autopar import api
 from autopar.cluster.library import named_cluster
-from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Split
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.passes import LOWERINGS, Flow
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
+from autopar.passes.lower.bucketing.reductions import IN_FLIGHT
 from autopar.passes.lower.lowering import Target
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import Simulated, simulate_step
@@ -241,6 +242,24 @@ def test_data_parallel_gradients_are_one_collective() -> None:
     assert sum(i.collective is not None for i in found.backward) == 1
     sharded = planner.program(planner.plan(solver="fsdp"))
     assert Counter(i.collective for i in sharded.backward if i.collective) == {"all_gather": 1, "reduce_scatter": 1}
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fsdp"])
+@pytest.mark.parametrize("limit_bytes", [64, 4096, 2**20])
+def test_what_reductions_under_way_hold_is_bounded(preset: str, limit_bytes: int) -> None:
+    """A collective holds what it reads until it is waited for: with all waits at the end, all gradients would lie there
+    whole, however they are sharded."""
+    planner = captured().on({"dp": 4}, None)
+    plain = planner.writer.plain(planner.assignment(planner.plan(solver=preset)), 0)
+    found = bucket(plain, limit_bytes=limit_bytes)
+    under_way: dict[str, int] = {}
+    for instruction in found.backward:
+        if instruction.op == WAIT:
+            under_way.pop(instruction.inputs[0], None)
+        elif instruction.collective in ("all_reduce", "reduce_scatter"):
+            assert len(under_way) <= 2 or sum(under_way.values()) <= IN_FLIGHT * limit_bytes
+            under_way[instruction.outputs[0]] = found.metas[instruction.inputs[0]].bytes
+    assert not under_way
 
 
 def test_where_nothing_hides_gradients_travel_in_few_buckets() -> None:

@@ -351,7 +351,10 @@ def test_a_route_sends_what_it_is_priced_for(mesh: Shape) -> None:
         assert route.seconds == pytest.approx(sum(map(rates.step_seconds, route.steps)), rel=1e-12)
         links = sum(collective_seconds(s.kind, s.bytes, rates.links[s.axis]) for s in route.steps if s.kind != "slice")
         assert links <= route.seconds
-        assert sum(s.copied_bytes for s in route.steps) == copied_bytes_of(program)
+        copied = sum(s.copied_bytes for s in route.steps)
+        assert copied >= copied_bytes_of(program)
+        if all(s.kind != "slice" for s in route.steps):
+            assert copied == copied_bytes_of(program)
 
 
 def copied_bytes_of(program: Program) -> float:

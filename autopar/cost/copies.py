@@ -1,7 +1,8 @@
 """Copies: the bytes that the local operators around a collective read and write.
 
 A collective works along the first dim of what a rank holds. So `codegen.redistribution` cuts dims, brings parts to the
-front, and pads or drops padding. Where dims of size 1 alone lie before the part, that is a view, and costs nothing.
+front, and pads or drops padding. Where dims of size 1 alone lie before the part, that is a view, and costs nothing. But
+a slice is priced as a copy in any case: its view keeps the whole tensor alive.
 """
 
 import math
@@ -20,9 +21,10 @@ def copied_bytes(kind: str, axis: int, shape: Shape, itemsize: int, before: Layo
         local, copied = _resized(local, there.dim, ways * taken[there.dim])
         stride = _stride(after, mesh, axis, here)
         above = local[there.dim] // (n * stride)
-        if _lies_apart(local, there.dim, above):
-            # of a slice, only the part that is kept is read
-            copied += 2 * math.prod(local) // (n if kind == "slice" else 1)
+        if kind == "slice":  # only the part that is kept is read
+            copied += 2 * math.prod(local) // n
+        elif _lies_apart(local, there.dim, above):
+            copied += 2 * math.prod(local)
         local = (*local[: there.dim], above * stride, *local[there.dim + 1 :])
     if isinstance(here, Split):  # put together from parts of all ranks
         above = local[here.dim] // _stride(before, mesh, axis, there)

@@ -103,6 +103,8 @@ class Choice:
             if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in presets:
                 self.known.tell(name, bound, "at least")
                 continue
+            if own is None and limit is not None and self._is_far(other, limit):
+                continue
             if name in PRESETS and limit is not None:
                 presets.append(other.assignment)
                 if (within := self.rivals.preset_within(name, other, request, least, self.known)) is None:
@@ -111,6 +113,10 @@ class Choice:
             if all(other.assignment != one.result.assignment for one in found):
                 found.append(self._in_few(name, other, limit, least))
         return sorted(found, key=lambda one: one.seconds)
+
+    def _is_far(self, other: SearchResult, limit: float) -> bool:
+        """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
+        return self.steps.peaks_of(limit).estimate(other.assignment) > limit * (1 + self.effort.limit_near)
 
     def _in_few(self, name: str, result: SearchResult, limit: float | None, least: float) -> Estimated:
         """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""

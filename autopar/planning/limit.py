@@ -98,6 +98,10 @@ class Limit:
             pool.add(alone[0])
         excess, bound = self._generate(pool, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
+        if not kept:  # sums fit, and peaks do not: what needs the least memory, and what lies between
+            smallest = self.solve_at(self.effort.price_most * _unit(self.cheapest), pool.solutions[-1], purse)
+            if pool.add(smallest):
+                kept = self._mixed(pool, self._excess(smallest), self.descent.purse(self.effort.limit))
         least = min((solved.score.objective for solved in kept), default=math.inf)
         if alone is not None and alone[1].score.objective < least and not self._is_over(alone[1]):
             kept = [alone[1]]

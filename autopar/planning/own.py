@@ -19,16 +19,13 @@ class Own:
     """Applies the limits of searches whose peaks `steps` computes."""
 
     def __init__(self, steps: Steps) -> None:
-        self.steps, self.effort = steps, steps.effort
+        self.steps = steps
 
     def within(self, search: Search) -> tuple[SearchResult | None, DoesNotFit | None]:
-        """The best under the limit by estimated peaks, or why there is none. Raises that where nothing comes near the
-        limit, so that no preset keeps it either."""
+        """The best under the limit by estimated peaks, or why there is none."""
         try:
             return self._within(search), None
         except DoesNotFit as error:
-            if search.bytes_limit is None or error.smallest_bytes > search.bytes_limit * (1 + self.effort.limit_near):
-                raise
             logger.info("the search: %s", error)
             return None, error
 

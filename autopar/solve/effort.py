@@ -104,7 +104,7 @@ class Effort:
     limit_unsure: float = 0.03
     """A plan without a limit whose estimated peak is over by so much is not written."""
     limit_near: float = 0.1
-    """Where the least that the search needs is over the limit by no more, a preset may keep it."""
+    """Where the search finds nothing within the limit, presets that are over it by no more may keep it."""
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""

@@ -8,7 +8,8 @@ latency travels alone, without the copies that a bucket needs.
 There are four kinds of collectives:
 
 - *reductions*, in backward, that only gradients depend on: started as soon as a bucket is full,
-  finished at the end, or, where a second mesh axis follows, when the next bucket has been started;
+  finished at the end, or earlier: where a second mesh axis follows, when the next bucket has been started, and where
+  many are under way, since each holds what it reads;
 - *gathers* of parameters as they rest, in forward and again in backward: bucketed in the order of
   first use and started ahead of it, with at most `ahead_bytes` in flight that are not yet used; over two mesh
   axes, what was gathered on the first goes on while the bucket before it is computed with;

@@ -1,7 +1,7 @@
 """Reductions that only gradients depend on, in buckets in the order of production.
 
 A bucket starts as soon as it is full. It is finished at the end, or, where a second mesh axis follows, when the next
-bucket has been started.
+bucket has been started, or when too much is under way: what a collective reads lies in memory until then.
 """
 
 from collections import Counter
@@ -15,6 +15,9 @@ from .packing import Bucket, BucketWriter
 BUCKETS = 8
 
 SMALLER = 4
+
+IN_FLIGHT = 16
+"""Reductions under way hold as many times the bytes of a bucket, or are two."""
 
 SMALLEST_BYTES = 2**18
 """Where the reductions of an axis fill fewer buckets than `BUCKETS`, these are smaller, down to a part or to a size."""
@@ -131,6 +134,9 @@ class _Tail:
         self.started[level] = [b for b in before if b not in early] + [joint]
         for b in early:
             self.finish(b)
+        under_way = self.started[level]
+        while len(under_way) > 2 and sum(b.bytes for b in under_way) > IN_FLIGHT * self.writer.limit_bytes:
+            self.finish(under_way.pop(0))
 
     def goes_on(self, name: str) -> bool:
         return any(r.collective or self.goes_on(r.outputs[0]) for r in self.readers.get(name, ()))
