@@ -19,13 +19,19 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # in the place of this folder, where `models` is another file
 sys.path[0] = str(ROOT / "tests")
+
+
+def run(count: int, function: Callable[..., Any], *given: Any) -> list[Any]:
+    import ranks
+
+    return ranks.run(count, function, *given, timeout_seconds=3600)
 
 
 def off(found: Iterable[Any], expected: Iterable[Any]) -> float:
@@ -38,14 +44,13 @@ def off(found: Iterable[Any], expected: Iterable[Any]) -> float:
 
 def trainer_rows(folder: Path, steps: int) -> Iterable[tuple[str, float, float]]:
     import test_integrations as tests
-    from ranks import run
 
     def alone(name: str, *given: Any) -> Any:
-        return run(1, tests.trained_alone, folder / name, steps, *given, timeout_seconds=3600)[0][0]
+        return run(1, tests.trained_alone, folder / name, steps, *given)[0][0]
 
     def parallel(name: str, bf16: bool) -> Any:
         given = folder / name, steps, bf16, ("fsdp", "megatron")
-        found = run(2, tests.trained, *given, timeout_seconds=3600)[0]
+        found = run(2, tests.trained, *given)[0]
         return zip(("fsdp", "fsdp resumed", "megatron resumed from fsdp"), (one[0] for one in found), strict=True)
 
     exact = alone("alone", False)
@@ -66,7 +71,6 @@ def trainer_rows(folder: Path, steps: int) -> Iterable[tuple[str, float, float]]
 def rows(folder: Path, steps: int) -> Iterable[tuple[str, float, float]]:
     """What was compared, by how much it is off, and by how much it may be."""
     import test_integrations as tests
-    from ranks import run
 
     yield from trainer_rows(folder, steps)
     epochs = steps // 2  # of two steps each
