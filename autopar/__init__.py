@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.report.simulation import Simulation, simulate
     from autopar.runtime.attempts import init_process_group
     from autopar.runtime.clip import clip_grad_norm_
+    from autopar.runtime.metrics import Metrics
     from autopar.runtime.padding import Padding
     from autopar.solve import Solver, register_solver
 
@@ -40,6 +41,7 @@ MODULES = {
     "autopar.report.simulation": ("Simulation", "simulate"),
     "autopar.runtime.attempts": ("init_process_group",),
     "autopar.runtime.clip": ("clip_grad_norm_",),
+    "autopar.runtime.metrics": ("Metrics",),
     "autopar.runtime.padding": ("Padding",),
     "autopar.solve": ("Solver", "register_solver"),
 }
@@ -70,6 +72,7 @@ __all__ = [
     "Difference",
     "Level",
     "Lowering",
+    "Metrics",
     "Padding",
     "Plan",
     "Preset",

@@ -21,6 +21,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.reading import cluster_of, optimizer_of, refreshed
+from autopar.planning.reports import Once
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
@@ -246,6 +247,7 @@ def parallelize(
     follow_world_timeout(mesh)
     error: ValueError | None = None
     planner = padder = None
+    once = Once()
     try:
         request = Request(
             solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints, effort=effort
@@ -257,19 +259,20 @@ def parallelize(
         padder = None if padding is None else Padder(padding, model)
         if padder is not None:
             args, kwargs = padder.example(args, kwargs)
-        planner = Planner(
-            model,
-            mesh_of(mesh),
-            args,
-            kwargs,
-            loss_fn=loss_fn,
-            cluster=cluster,
-            optimizer=optimizer,
-            device_type=mesh.device_type,
-            profiles=profiles,
-        )
-        if plan is not None:
-            planner.check(plan)
+        with once.said():
+            planner = Planner(
+                model,
+                mesh_of(mesh),
+                args,
+                kwargs,
+                loss_fn=loss_fn,
+                cluster=cluster,
+                optimizer=optimizer,
+                device_type=mesh.device_type,
+                profiles=profiles,
+            )
+            if plan is not None:
+                planner.check(plan)
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
     except ValueError as raised:
@@ -291,7 +294,7 @@ def parallelize(
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     decided = Decided.of(planner.space, planner.assignment(plan))
-    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided)
+    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided, once=once)
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
         padder.captured(planner.captured)

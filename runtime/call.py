@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
+from .execute import clocked_by
 from .finite import finite
 from .held import State
 from .inputs import Inputs
@@ -128,7 +130,7 @@ class _Call:
         self.keys = state.keys()
         self.values += self.keys
         seen = [*self.values] if state.shared is None else []
-        with finite(state, self.finite, "forward", self.values) as made, compat.without_autocast(state.device.type):
+        with finite(state, self.finite, "forward", self.values) as made, quietly(state):
             results, saved = state.executable.forward(self.values)
             made += results
         if state.shared is None:
@@ -137,6 +139,13 @@ class _Call:
             results, saved = state.shared.apart(results, saved)
             state.write_back(results)
         return results, saved
+
+
+@contextmanager
+def quietly(state: State) -> Iterator[None]:
+    """How a half of a program runs: it casts by itself, and its waits are timed if somebody asks."""
+    with compat.without_autocast(state.device.type), clocked_by(state.observed.clock):
+        yield
 
 
 class ProgramStep(torch.autograd.Function):
@@ -199,7 +208,8 @@ class ProgramStep(torch.autograd.Function):
         held = arguments[given:] if look else []
         if form == "last":
             arguments += pending.sums.pop(state)
-        with finite(state, ctx.finite, "backward", arguments) as made, compat.without_autocast(state.device.type):
+        state.observed.passed(state)
+        with finite(state, ctx.finite, "backward", arguments) as made, quietly(state):
             computed = list(executable.backward(arguments))
             made += computed
         if look:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from autopar.ops.kernels import kernel_of
 from autopar.ops.strides import Preparation, contiguous
 
 from .agree import located
-from .collectives import COLLECTIVES, all_reduce_in_place, wait
+from .collectives import COLLECTIVES, Pending, all_reduce_in_place, wait
 
 EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
@@ -72,7 +72,10 @@ MARK = "mark"
 WATCH = "watch"
 """What a watched source calls after each instruction."""
 
-Source = Literal["plain", "marked", "watched"]
+CLOCK = "clock"
+"""What a clocked source calls in the place of `wait`."""
+
+Source = Literal["plain", "marked", "watched", "clocked"]
 Watcher = Callable[[Node, tuple[Any, ...]], None]
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -86,6 +89,27 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watcher.reset(token)
+
+
+class Clock(Protocol):
+    """Takes the time of waits for collectives."""
+
+    def begin(self) -> None: ...
+
+    def end(self, kind: str, axis: str) -> None: ...
+
+
+_clock: ContextVar[Clock | None] = ContextVar("clock", default=None)
+
+
+@contextmanager
+def clocked_by(clock: Clock | None) -> Iterator[None]:
+    """Within it, programs that this thread runs have this clock take the time of each wait."""
+    token = _clock.set(clock)
+    try:
+        yield
+    finally:
+        _clock.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +181,8 @@ class SourceWriter:
             return "\n".join(lines) + "\n"
 
         def functions(source: str) -> dict[str, Callable[[list[torch.Tensor]], Any]]:
-            scope = {**self.bound, MARK: record_function, WATCH: lambda n, *values: watch(self.lines[n], values)}
+            scope = {**self.bound, MARK: record_function, CLOCK: clocked}
+            scope[WATCH] = lambda n, *values: watch(self.lines[n], values)
             exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
             return {name: located(scope[name], program, self.groups, self.lines) for name in ("forward", "backward")}
 
@@ -165,6 +190,18 @@ class SourceWriter:
             watcher = _watcher.get()
             assert watcher is not None
             watcher(instruction, values)
+
+        all_of = (*program.forward, *program.backward)
+        begun = {name: node for node in all_of if node.collective for name in node.outputs}
+
+        def clocked(line: int, pending: Pending) -> torch.Tensor:
+            clock = _clock.get()
+            assert clock is not None
+            of = begun[self.lines[line].args[0].name]
+            clock.begin()
+            result = wait(pending)
+            clock.end(str(of.collective), program.axes[of.args[-1]])
+            return result
 
         source = written("plain")
         plain = functions(source)
@@ -177,7 +214,9 @@ class SourceWriter:
             def run(arguments: list[torch.Tensor]) -> Any:
                 if _watcher.get() is not None:
                     return others("watched")[name](arguments)
-                return others("marked")[name](arguments) if is_profiling() else function(arguments)
+                if is_profiling():
+                    return others("marked")[name](arguments)
+                return function(arguments) if _clock.get() is None else others("clocked")[name](arguments)
 
             return without_autograd(run)
 
@@ -199,7 +238,8 @@ class SourceWriter:
         style: Source,
     ) -> list[str]:
         """The lines of a function up to its return, of which the first is line `first` of the source. `marked` ones are
-        the same lines, with each call under its instruction's label; `watched` ones show what each call gave."""
+        the same lines, with each call under its instruction's label; `watched` ones show what each call gave; in
+        `clocked` ones a clock takes the time of each wait."""
         unused, steps = lifetimes(arguments, instructions, results)
         lines = [f"def {name}(arguments):"]
         if arguments:
@@ -213,7 +253,10 @@ class SourceWriter:
             mark = f"with {MARK}({step.instruction.label!r}): " if style == "marked" else ""
             shown = [str(line), *(self.local(name) for name in step.instruction.outputs if name)]
             watch = f"; {WATCH}({', '.join(shown)})" if style == "watched" else ""
-            lines.append(f"    {mark}{self.call(step.instruction, step.in_place)}{watch}")
+            call = self.call(step.instruction, step.in_place)
+            if style == "clocked" and step.instruction.op == WAIT:
+                call = call.replace("wait(", f"{CLOCK}({line}, ", 1)
+            lines.append(f"    {mark}{call}{watch}")
             dead = [self.local(name) for name in step.dead]
             dead += ["_"] if "" in step.instruction.outputs else []
             if dead:

@@ -34,7 +34,7 @@ from .agree import (
     together,
     watched,
 )
-from .execute import Executable, compile
+from .execute import Clock, Executable, compile
 from .handshake import Handshake
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 from .shared import Shared
@@ -98,6 +98,24 @@ class Pending:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
+@dataclass(eq=False)
+class Observed:
+    """What `autopar.Metrics` sees of all programs of a module, while it is asked to."""
+
+    clock: Clock | None = None
+    backwards: dict[State, int] = field(default_factory=dict)
+    """How often each program has gone backward."""
+    capture_seconds: float = 0.0
+    """What captures and plans after the first have taken."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observed:
+        return Observed()
+
+    def passed(self, state: State) -> None:
+        if self.clock is not None:
+            self.backwards[state] = self.backwards.get(state, 0) + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A program in parts (`passes.lower.accumulate`), compiled."""
@@ -149,7 +167,7 @@ class State:
         """Whether the caller gets split outputs gathered, as plain tensors."""
         self.overlapping: dict[Form, tuple[int, ...]] = {}
         """Gradients to be copied, once they have been looked at (`overlapping`)."""
-        self.pending = Pending()
+        self.pending, self.observed = Pending(), Observed()
         self.handshake = Handshake(mesh, program.digest) if handshake is None else handshake
         mutated = {o.target for _, o in self.mutations}
         held = ("buffer", "parameter")
@@ -182,7 +200,7 @@ class State:
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         state = State(captured, program, self.plan, self.mesh, self.handshake)
-        for one in ("at_rest", "whole_outputs", "shells", "owners", "aliases", "mirrors", "pending"):
+        for one in ("at_rest", "whole_outputs", "shells", "owners", "aliases", "mirrors", "pending", "observed"):
             setattr(state, one, getattr(self, one))
         return state
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat import Conversion, SafetensorsReader, Stored, local_tensor, make_dtensor, stored_names
-from autopar.files import json_of, text_of
+from autopar.files import cut, json_of, text_of
 from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
 
 from .agree import all_equal, digest, exchange, together
@@ -28,6 +28,7 @@ logger = logging.getLogger("autopar")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+AGAIN = "copy all of its files again, or give another directory"
 
 
 @dataclass(kw_only=True)
@@ -134,14 +135,15 @@ def opened(directory: str | Path) -> SafetensorsReader:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "is not there"
         raise ValueError(f"{folder} {what}: give a local directory of weights, such as save_pretrained writes")
+    files = weight_files(folder)
     try:
-        return SafetensorsReader(folder, weight_files(folder))
+        return SafetensorsReader(folder, files)
     except ImportError as error:
         raise ValueError("reading safetensors files needs the package safetensors: pip install safetensors") from error
-    except ValueError:
-        raise
     except Exception as error:  # the package has exceptions of its own, and torch's reader asserts
-        raise ValueError(f"{folder} holds files that cannot be read as safetensors ({error})") from error
+        raise ValueError(
+            f"{folder} holds files that cannot be read as safetensors ({cut(str(error))}); {AGAIN}"
+        ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -157,13 +159,13 @@ def weight_files(folder: Path) -> list[Path]:
             raise ValueError(f"{index}: weight_map is not a table from tensors to files of the directory; {give}")
         files = [folder / name for name in sorted(set(mapping.values()))]
         if lacking := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"{folder} lacks {_listed(lacking)}, which {INDEX} names: copy all of its files")
+            raise ValueError(f"{folder} lacks {_listed(lacking)}, which {INDEX} names: {AGAIN}")
         return files
     if files := sorted(folder.glob("*.safetensors")):
         return files
     others = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in folder.glob(pattern))
     hint = f" (it has {_listed(others)}: load and save them with transformers once)" if others else ""
-    raise ValueError(f"{folder} has no file {SINGLE}, {INDEX} or *.safetensors{hint}")
+    raise ValueError(f"{folder} has no file {SINGLE}, {INDEX} or *.safetensors{hint}: give a directory of weights")
 
 
 def empty_part(state: State, name: str) -> torch.Tensor:
@@ -200,10 +202,9 @@ def read_part(state: State, name: str, part: torch.Tensor, reader: SafetensorsRe
 def _read(reader: SafetensorsReader, name: str, parts: Sequence[tuple[Shape, Shape, torch.Tensor]]) -> None:
     try:
         reader.read(name, parts)
-    except ValueError:
-        raise
     except Exception as error:  # of safetensors, of the file system
-        raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from error
+        why = f"{type(error).__name__}: {cut(str(error))}"
+        raise ValueError(f"{cut(name)} cannot be read from {reader.folder} ({why}); {AGAIN}") from error
 
 
 def _is_meta(state: State, name: str) -> bool:

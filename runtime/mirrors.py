@@ -47,6 +47,9 @@ def refuse_moved(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) 
             ) from cause
 
 
+_MIRRORS: set[type[Any]] = set()
+
+
 @cache
 def _callable_alone(kind: type[Any]) -> type[Any]:
     """A class that passes for this one, whose calls gather the parameters, and which keeps its device and dtype."""
@@ -61,7 +64,13 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
 
     Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
     Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__
+    _MIRRORS.add(Submodule)
     return Submodule
+
+
+def is_mirror(kind: type[Any]) -> bool:
+    """Whether a class passes for that of a model, which is its base."""
+    return kind in _MIRRORS
 
 
 def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
@@ -107,8 +116,8 @@ class Standing(nn.Module):
         value = getattr(root, name)
         if inspect.ismethod(value) and value.__self__ is root:
             raise AttributeError(
-                f"{type(root).__name__}.{name} is a method of the model on one device; "
-                f"only the captured call runs in parallel"
+                f"{type(root).__name__}.{name} is a method of the model on one device; only the captured call runs in "
+                f"parallel: call it on gathered(), a copy with whole values"
             )
         return value
 

@@ -23,6 +23,7 @@ from autopar.passes.capture.fakes import skeleton
 from autopar.planning.at_rest import Decided
 from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner, captured_for_planning
+from autopar.planning.reports import Once
 
 from .agree import all_equal, on_first_rank, together
 from .inputs import Inputs
@@ -108,8 +109,10 @@ class Modes:
         loss_fn: Callable[[Any], torch.Tensor] | None,
         cluster: str | Cluster | None,
         decided: Decided | None = None,
+        once: Once | None = None,
     ) -> None:
-        """`decided` is where the plans for inputs of other forms begin."""
+        """`decided` is where the plans for inputs of other forms begin, and `once` knows what has been warned of."""
+        self.once = Once() if once is None else once
         self.form, self.decided = Inputs.captured(captured).form, decided
         self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
         self.loss_fn, self.cluster = loss_fn, cluster
@@ -135,7 +138,7 @@ class Modes:
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
         given = {path: gathered(tensor) for path, tensor in inputs.tensors.items()}
         planner = serving = program = None
-        with together(self.mesh):
+        with together(self.mesh), self.once.said():
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
@@ -154,8 +157,9 @@ class Modes:
             return captured, serving
         assert planner is not None
         near = None if inputs.form == self.form else self.decided
-        assignment = on_first_rank(partial(planner.assignment_at, self.at_rest, near), self.mesh)
-        with together(self.mesh, ValueError):
+        with self.once.said():
+            assignment = on_first_rank(partial(planner.assignment_at, self.at_rest, near), self.mesh)
+        with together(self.mesh, ValueError), self.once.said():
             program = planner.writer.written(assignment)
         assert program is not None
         return planner.captured, program

@@ -15,6 +15,7 @@ from .anew import anew_of, unsaved_buffers
 from .held import State, adopt
 from .load import empty_part, read_weights
 from .save import FILE_BYTES, write_weights
+from .whole import whole_model
 
 logger = logging.getLogger("autopar")
 
@@ -69,6 +70,18 @@ class Filled:
         """
         state, root = _parts_of(self)
         write_weights(state, root, directory, max_file_bytes)
+
+    def gathered(self) -> torch.nn.Module:
+        """The model on one device: a copy with whole values, on each rank, in the mode of this module. It shares
+        nothing with it. What the captured call does not do, it does, such as `generate` of Hugging Face's models:
+
+            alone = parallel.gathered().eval()
+            tokens = alone.generate(input_ids, max_new_tokens=20)
+
+        Each rank needs the memory of the whole model. Raises ValueError, on every rank, where a value is on meta.
+        """
+        state, root = _parts_of(self)
+        return whole_model(state, root)
 
     def to_empty(self, *, device: Any = None, recurse: bool = True) -> Any:
         """Give memory without values to what is on `meta`, on the mesh's device, for a checkpoint to be loaded into.

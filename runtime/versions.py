@@ -227,7 +227,9 @@ class Versions:
         else:
             state = self.base.with_program(captured, program)
         version = self._version(mode, form, captured, state)
-        self._report_captured(wanted, isinstance(program, int), time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self.base.observed.capture_seconds += seconds
+        self._report_captured(wanted, isinstance(program, int), seconds)
         self.versions.append(version)
         if len(self.versions) > PROGRAMS_MOST:
             self._drop(min(self.versions[:-1], key=lambda version: version.used))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import json
+import math
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import case
 from test_calibration import CLUSTER, measurements
 from test_profiling import PROGRAM, ROW
+from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
 from autopar.cluster.calibration import fit
 from autopar.cluster.library.read import read_cluster
 from autopar.cluster.library.write import cluster_toml
@@ -30,6 +34,9 @@ from autopar.planning.given import check_constraints
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.profile.database import TABLES, CollectiveRow, Profiles
+from autopar.report.simulation import HOST_MARKS, merged
+from autopar.runtime.load import INDEX, opened
+from autopar.runtime.load import _read as read_tensor
 
 COLLECTIVE = CollectiveRow(machine="one", links="l", kind="all_reduce", bytes=1024, seconds=1e-3, runs=3)
 
@@ -252,6 +259,68 @@ def test_exported_profiles(data: st.DataObject, tmp_path: Path) -> None:
         profiles.rows(table)
 
 
+@functools.cache
+def simulated() -> tuple[Any, Any]:
+    """A timeline, and a trace of its step as a profiler exports it."""
+    made = torch.nn.Linear(4, 4)
+    timeline = autopar.simulate(made, {"a": 2}, (torch.ones(2, 4),), loss_fn=torch.mean, solver="ddp").timeline
+    marks = [
+        {"ph": "X", "cat": HOST_MARKS, "name": event.label, "ts": 1e6 * event.start_seconds, "dur": 1.0}
+        for event in timeline.events
+    ]
+    return timeline, {"schemaVersion": 1, "traceEvents": [*marks, {"ph": "M", "name": "process_name", "pid": 1}]}
+
+
+@quickly
+@given(data=st.data())
+def test_traces(data: st.DataObject, tmp_path: Path) -> None:
+    timeline, good = simulated()
+    file = tmp_path / "trace.json"
+    text = edited(good, data.draw).encode()
+    file.write_bytes(text if data.draw(st.booleans()) else damaged(text, data.draw))
+    loads_or_says_why(lambda: json.dumps(merged(timeline, file)), file)
+
+
+@functools.cache
+def weights() -> dict[str, bytes]:
+    """Files of a directory of weights: two shards and their index."""
+    save = pytest.importorskip("safetensors.torch").save
+    tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.int64), "c": torch.tensor(1.5)}
+    shards = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b", "c"]}
+    files = {name: save({tensor: tensors[tensor] for tensor in held}) for name, held in shards.items()}
+    index = {"metadata": {"total_size": 68}, "weight_map": {t: name for name, held in shards.items() for t in held}}
+    return {**files, INDEX: json.dumps(index).encode()}
+
+
+@quickly
+@given(data=st.data())
+def test_weights(data: st.DataObject, tmp_path: Path) -> None:
+    for before in tmp_path.iterdir():
+        before.unlink()
+    files = dict(weights())
+    worse = data.draw(st.sampled_from([*files]))
+    if data.draw(st.booleans()):
+        files[worse] = damaged(files[worse], data.draw)
+    elif worse == INDEX:
+        files[worse] = edited(json.loads(files[worse]), data.draw).encode()
+    else:
+        length = int.from_bytes(files[worse][:8], "little")
+        header = edited(json.loads(files[worse][8 : 8 + length]), data.draw).encode()
+        files[worse] = len(header).to_bytes(8, "little") + header + files[worse][8 + length :]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    loads_or_says_why(lambda: read_all(tmp_path), tmp_path)
+
+
+def read_all(folder: Path) -> None:
+    reader = opened(folder)
+    for name, stored in reader.stored.items():
+        if stored.shape and math.prod(stored.shape) > 1000:
+            continue  # the model's shape is another, which is said before memory is taken
+        held = torch.empty(stored.shape, dtype=stored.dtype)
+        read_tensor(reader, name, [((0,) * held.dim(), tuple(held.shape), held)])
+
+
 @quickly
 @given(
     constraints=st.recursive(
@@ -276,13 +345,17 @@ def test_constraints(constraints: Any, planner: Planner) -> None:
 # --- what is no file to read
 
 
-@pytest.mark.parametrize("read", [Plan.load, read_cluster, Measurements.load, Profiles, autopar.Plan.load])
+def trace(path: Path) -> object:
+    return merged(simulated()[0], path)
+
+
+@pytest.mark.parametrize("read", [Plan.load, read_cluster, Measurements.load, Profiles, autopar.Plan.load, trace])
 def test_a_folder(read: Callable[[Path], object], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(str(tmp_path)) + r".*give"):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("read", [Plan.load, read_cluster, Measurements.load])
+@pytest.mark.parametrize("read", [Plan.load, read_cluster, Measurements.load, trace])
 @pytest.mark.parametrize(
     "content", [b"[" * 100_000, b"a = " + b"[" * 100_000, b"\xff\xfe\x00"], ids=("json", "toml", "bytes")
 )
@@ -292,3 +365,32 @@ def test_nests_and_bytes(read: Callable[[Path], object], content: bytes, tmp_pat
     loads_or_says_why(lambda: read(file), file)
     with pytest.raises(ValueError):
         read(file)
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["calibrate", "--read", "FOLDER", "--out", "FOLDER/new.toml"], "cannot be read (Is a directory)"),
+        (["calibrate", "--read", "deep.json", "--save", "FOLDER/new.json"], "its JSON is nested too deep"),
+        (["calibrate", "--read", "good.json", "--out", "FOLDER"], "--out is FOLDER, a folder: give the path of a file"),
+        (["calibrate", "--read", "good.json", "--save", "FOLDER"], "--save is FOLDER, a folder: give the path of a"),
+        (["calibrate", "--read", "good.json", "--out", "no/x.toml"], "there is no folder no: create it"),
+        (["profiles", "export", "FOLDER", "--profiles", "db"], "FILE is FOLDER, a folder: give the path of a file"),
+        (["profiles", "import", "FOLDER", "--profiles", "db"], "FOLDER: cannot be read (Is a directory); give"),
+        (["profiles", "import", "bytes", "--profiles", "db"], "bytes: is no text in UTF-8"),
+        (["plan", "hf:LlamaConfig", "--mesh", "a=2", "--set", "x=" + "[" * 100_000], "--set x is a JSON value that"),
+    ],
+)
+def test_commands(command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FOLDER").mkdir()
+    Path("deep.json").write_text("[" * 100_000)
+    Path("good.json").write_text(json.dumps(good_measurements()))
+    Path("bytes").write_bytes(b"\xff\xfe\x00")
+    Profiles(Path("db")).add([ROW])
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 2 and message in " ".join(ended.stderr.split()), ended.stderr
+    assert not [*Path("FOLDER").iterdir()]

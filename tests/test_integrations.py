@@ -48,14 +48,19 @@ def examples(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row.where(torch.arange(8) >= i % 5, -100)} for i, row in enumerate(ids)]
 
 
-def arguments(folder: Path, steps: int, bf16: bool) -> Any:
+TRAINED, EVALUATED = 38, 7
+"""Examples: of the last batch, there are 2 in training and 3 in evaluation, not 4."""
+
+
+def arguments(folder: Path, steps: int, bf16: bool, rows: int = 4) -> Any:
+    """`rows` of a micro-batch, of which as many make a step as 16 examples need."""
     from transformers import TrainingArguments
 
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=steps, bf16=bf16,
-        gradient_accumulation_steps=4, learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2,
-        eval_strategy="steps", eval_steps=steps // 2, save_steps=steps // 2, logging_steps=1, use_cpu=True,
-        report_to=[], disable_tqdm=True, log_level="error",
+        output_dir=str(folder), per_device_train_batch_size=rows, per_device_eval_batch_size=4, max_steps=steps,
+        bf16=bf16, gradient_accumulation_steps=16 // rows, learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.5,
+        warmup_steps=2, eval_strategy="steps", eval_steps=steps // 2, save_steps=steps // 2, logging_steps=1,
+        use_cpu=True, report_to=[], disable_tqdm=True, log_level="error",
     )  # fmt: skip
 
 
@@ -78,12 +83,13 @@ def history(trainer: Any) -> list[dict[str, float]]:
     return [{name: float(entry[name]) for name in kept if name in entry} for entry in trainer.state.log_history]
 
 
-def trained_alone(folder: Path, steps: int = 6, bf16: bool = True) -> Trained:
+def trained_alone(folder: Path, steps: int = 6, bf16: bool = True, rows: int = 4) -> Trained:
     as_torchrun(False)
     from transformers import Trainer
 
-    args: Any = arguments(folder, steps, bf16)
-    trainer = Trainer(llama(), args, train_dataset=examples(40), eval_dataset=examples(8))  # type: ignore[arg-type]
+    args: Any = arguments(folder, steps, bf16, rows)
+    data: Any = {"train_dataset": examples(TRAINED), "eval_dataset": examples(EVALUATED)}
+    trainer = Trainer(llama(), args, **data)
     trainer.train()
     return history(trainer), {name: p.detach() for name, p in trainer.model.named_parameters()}
 
@@ -95,7 +101,7 @@ def trained(folder: Path, steps: int = 6, bf16: bool = True, others: tuple[str, 
 
     said: list[str] = []
     logging.getLogger("autopar").addFilter(lambda record: said.append(record.getMessage()) or True)
-    batch = examples(40)[:4]
+    batch = examples(TRAINED)[:4]
     example = {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
     example["num_items_in_batch"] = torch.tensor(1.0)
     found = []
@@ -104,7 +110,7 @@ def trained(folder: Path, steps: int = 6, bf16: bool = True, others: tuple[str, 
         args = arguments(folder / (f"resumed with {solver}" if resume else "whole"), steps, bf16)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             model = autopar.parallelize(llama(), mesh_of((2,)), kwargs=example, solver=solver)
-        trainer = Trainer(model, args, train_dataset=examples(40), eval_dataset=examples(8))
+        trainer = Trainer(model, args, train_dataset=examples(TRAINED), eval_dataset=examples(EVALUATED))
         trainer.train(resume_from_checkpoint=resume)
         found.append((history(trainer), {name: whole(p.detach()) for name, p in model.named_parameters()}))
     assert not any("captured and planned again" in line for line in said)
@@ -155,17 +161,21 @@ def network() -> nn.Module:
 
 
 def looped(accelerator: Any, model: nn.Module, folder: Path, epochs: range) -> list[float]:
-    """A loop as Accelerate's pages have it. The state is saved after the first epoch, and loaded where that is past."""
-    data = torch.utils.data.TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)))
+    """A loop as Accelerate's pages have it, with a smaller last batch and an evaluation each epoch. The state is saved
+    after the first epoch, and loaded where that is past."""
+    data = torch.utils.data.TensorDataset(torch.randn(22, 6, generator=torch.Generator().manual_seed(1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    evaluated: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data.tensors[0][:7]), batch_size=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    evaluated = accelerator.prepare(evaluated)
     if epochs.start:
         accelerator.load_state(folder)
     found = []
     for epoch in epochs:
         loader.set_epoch(epoch)
+        model.train()
         for (x,) in loader:
             with accelerator.accumulate(model):
                 loss = accelerator.gather(model(x)).square().mean()
@@ -176,22 +186,36 @@ def looped(accelerator: Any, model: nn.Module, folder: Path, epochs: range) -> l
                 scheduler.step()
                 optimizer.zero_grad()
             found.append(float(accelerator.gather_for_metrics(loss.detach().reshape(1)).mean()))
+        model.eval()
+        losses = []
+        for (x,) in evaluated:  # a batch's mean counts for each of its samples
+            with torch.no_grad():
+                loss = accelerator.gather(model(x)).square().mean()
+            losses.append(accelerator.gather_for_metrics(loss.repeat(4)))
+            assert accelerator.gather_for_metrics([*x.tolist()]) == x.tolist()
+        found.append(float(torch.cat(losses).mean()))
+        assert len(torch.cat(losses)) == 7
         if epoch == 0:
             accelerator.save_state(folder)
     return found
 
 
-def accelerated_alone(folder: Path, epochs: int = 3) -> list[float]:
+def precision(bf16: bool) -> Any:
+    return {"mixed_precision": "bf16" if bf16 else "no", "gradient_accumulation_steps": 4, "cpu": True}
+
+
+def accelerated_alone(folder: Path, epochs: int = 3, bf16: bool = False) -> list[float]:
     as_torchrun(False)
-    return looped(accelerate.Accelerator(gradient_accumulation_steps=3, cpu=True), network(), folder, range(epochs))
+    return looped(accelerate.Accelerator(**precision(bf16)), network(), folder, range(epochs))
 
 
-def accelerated(folder: Path, mesh: tuple[int, ...], solver: str, epochs: range) -> list[float]:
+def accelerated(folder: Path, mesh: tuple[int, ...], solver: str, epochs: range, bf16: bool = False) -> list[float]:
     as_torchrun(True)
     from autopar.integrations.accelerate import Accelerator
 
-    accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True)
-    model = autopar.parallelize(network(), mesh_of(mesh), (torch.zeros(4, 6),), solver=solver)
+    accelerator = Accelerator(**precision(bf16))
+    with accelerator.autocast():
+        model = autopar.parallelize(network(), mesh_of(mesh), (torch.zeros(4, 6),), solver=solver)
     return looped(accelerator, model, folder, epochs)
 
 
@@ -206,15 +230,20 @@ def test_accelerate(tmp_path: Path) -> None:
 # -- Lightning
 
 
-def fitted(folder: Path, ranks: int, epochs: int, resume: str | None = None) -> tuple[dict[str, float], Any, str]:
+Fitted = tuple[dict[str, float], dict[str, torch.Tensor], str]
+
+
+def fitted(folder: Path, ranks: int, epochs: int, resume: str | None = None, bf16: bool = False) -> Fitted:
     as_torchrun(ranks > 1)
     import train_lightning
 
-    model, trainer = train_lightning.Classifier("fsdp"), train_lightning.trainer(folder, ranks, epochs)
+    precision = "bf16-mixed" if bf16 else "32-true"
+    model, trainer = train_lightning.Classifier("fsdp"), train_lightning.trainer(folder, ranks, epochs, precision)
     trainer.fit(model, train_lightning.loader(8), train_lightning.loader(2), ckpt_path=resume)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     values = {name: whole(p.detach()) for name, p in model.network.named_parameters()}
-    return metrics, values, trainer.checkpoint_callback.best_model_path
+    checkpoints: Any = trainer.checkpoint_callback
+    return metrics, values, checkpoints.best_model_path
 
 
 def test_lightning(tmp_path: Path) -> None:
@@ -225,3 +254,20 @@ def test_lightning(tmp_path: Path) -> None:
     assert metrics == pytest.approx(expected[0], rel=1e-5)
     for name, value in expected[1].items():
         torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
+
+
+def gradients_after_each_backward(folder: Path) -> list[bool]:
+    as_torchrun(True)
+    import train_lightning
+
+    model, trainer = train_lightning.Classifier("fsdp"), train_lightning.trainer(folder, 2, 1)
+    found: list[bool] = []
+    model.on_after_backward = lambda: found.append(any(p.grad is not None for p in model.parameters()))  # type: ignore[method-assign]
+    trainer.fit(model, train_lightning.loader(8))
+    return found
+
+
+def test_lightning_reduces_once_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    found = run(2, gradients_after_each_backward, tmp_path)
+    assert found == [[False, False, False, True] * 2] * 2

@@ -218,3 +218,46 @@ def test_padded_batches_are_as_they_are_on_one_device() -> None:
 def test_what_is_no_padding(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         autopar.Padding(**options)
+
+
+class Lacking(nn.Module):
+    """Has a parameter without a gradient, an operator without a rule, and an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, HIDDEN, sparse=True)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return x.square().mean() + torch.linalg.eigvalsh(torch.einsum("bth,btk->hk", x, x)).sum()
+
+
+def warned_once() -> list[list[str]]:
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+
+    logging.getLogger("autopar").addHandler(Kept())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    found = []
+    for _ in range(2):
+        said.clear()
+        module = autopar.parallelize(Lacking(), mesh, (batch(8, 4)["ids"],), solver="ddp")
+        for rows in (8, 6, 4):
+            module(batch(rows, 4)["ids"]).backward()
+        with torch.no_grad():
+            module.eval()(batch(8, 4)["ids"])
+        found.append([*said])
+    return found
+
+
+def test_what_a_model_lacks_is_said_once() -> None:
+    for found in run(2, warned_once):
+        for said in found:
+            for what in ("get no gradient", "no rule", "sparse=True"):
+                assert len([line for line in said if what in line]) == 1, (what, said)

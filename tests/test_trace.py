@@ -83,7 +83,7 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
     model, args, loss_fn = build()
     found = autopar.simulate(model, MESH, args, loss_fn=loss_fn, solver="ddp").timeline
     path = tmp_path / "real.json"
-    with pytest.raises(ValueError, match=r"cannot be read .* give what export_chrome_trace wrote"):
+    with pytest.raises(ValueError, match=r"is no trace: cannot be read .* give what export_chrome_trace wrote"):
         merged(found, path)
     path.write_text("no trace")
     with pytest.raises(ValueError, match="is no trace: it is not JSON"):

@@ -279,6 +279,10 @@ def parsed(settings: Sequence[str]) -> dict[str, Any]:
             values[key] = json.loads(value)
         except json.JSONDecodeError:
             values[key] = value
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets in brackets
+            raise ValueError(
+                f"--set {key} is a JSON value that cannot be read ({error}): write a simpler one"
+            ) from error
     return values
 
 

@@ -26,7 +26,7 @@ from autopar.planning.plan import bytes_text, seconds_text
 from autopar.runtime.measure import measured_here
 from autopar.runtime.measure.operators import matmul_flops_per_second
 
-from .common import integers, out, progress, reports_bad_input
+from .common import integers, out, progress, reports_bad_input, writable
 from .telling import notes
 
 SMALL_BYTES = 1 << 18
@@ -142,6 +142,8 @@ def calibrate_command(
     """
     if out_file is None and check_file is None and save is None:
         raise ValueError("nothing to do: give --out FILE, --check FILE or --save FILE")
+    writable(out_file, "--out")
+    writable(save, "--save")
     checked = named_cluster(check_file) if check_file is not None else None
     measured = _measured(levels, rounds, device, read)
     if measured is None:
@@ -168,10 +170,7 @@ def _formulas(cluster: Cluster) -> Cluster:
 def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -> Measurements | None:
     """On the first rank, or read from a file; None on other ranks."""
     if read is not None:
-        try:
-            return Measurements.from_json(json.loads(read.read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{read} is not what calibrate --save wrote: {type(error).__name__} {error}") from error
+        return Measurements.load(read)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     sizes = None if levels is None else integers(levels, "--levels")

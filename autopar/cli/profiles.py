@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from autopar.files import text_of
 from autopar.planning.plan import bytes_text, seconds_text
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
@@ -132,6 +133,7 @@ def export_command(
     file: Annotated[Path, typer.Argument(help="The JSON file to write.")], profiles: File = None
 ) -> None:
     """Write everything as JSON."""
+    common.writable(file, "FILE")
     file.write_text(_opened(profiles).export() + "\n")
     notes().print(f"wrote {file}")
 
@@ -141,10 +143,7 @@ def import_command(
     file: Annotated[Path, typer.Argument(help="What export wrote, maybe on another machine.")], profiles: File = None
 ) -> None:
     """Add what export wrote."""
-    try:
-        text = file.read_text()
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}; give the path of a file that profiles export wrote") from error
+    text = text_of(file, str(file), "give the path of a file that profiles export wrote")
     notes().print(f"read {Database(profiles).read(text)} rows")
 
 

@@ -36,6 +36,7 @@ class SafetensorsReader:
             def ls(self, path: Any) -> list[str]:
                 return [str(file) for file in files]
 
+        self.folder = folder
         self._reader = HuggingFaceStorageReader(str(folder))
         self._reader.fs = Listed()
         self._metadata = self._reader.read_metadata()

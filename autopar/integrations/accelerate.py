@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import accelerate.accelerator
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from autopar.compat import patched
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
 
@@ -60,7 +62,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return whole(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        return whole(input_data)
+        """What a loader's last batch is filled up with is cut off, as on one process."""
+        with patched(accelerate.accelerator, "gather_object", whole):  # objects are those of all ranks
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         return whole(tensor)

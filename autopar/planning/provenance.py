@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.machine import Cluster
-from autopar.ir.graph import JointGraph
+from autopar.ir.graph import JointGraph, TensorMeta
 from autopar.ops import rule_of
 from autopar.ops.rule import call_of
 from autopar.passes.capture.captured import Captured
@@ -98,13 +98,13 @@ class ModelFacts:
     @cached_property
     def flops(self) -> Mapping[torch.dtype, float]:
         """The arithmetic of a step of the whole model, by dtype."""
-        return _flops(self.captured.graph)
+        return flops_of(self.captured.graph)
 
     def provenance(self, cluster: Cluster, ranks: int) -> Provenance:
         graph = self.captured.graph
-        metas = {leaf.path: leaf.meta for leaf in self.captured.input_leaves if leaf.meta is not None}
+        metas = input_metas(self.captured)
         sizes = [graph.metas[value] for value in graph.parameters.values()]
-        unit, items = _work({name: (meta.shape, meta.dtype) for name, meta in metas.items()})
+        unit, items = work_of(self.captured)
         peak = cluster.device.peak_flops
         return Provenance(
             dtype=_most([(str(meta.dtype).removeprefix("torch."), meta.numel) for meta in sizes]),
@@ -140,8 +140,9 @@ def kind_of(model: nn.Module, parameter: str) -> str:
     return "experts" if "Experts" in cls and dims == 3 else ""
 
 
-def _flops(graph: JointGraph) -> dict[torch.dtype, float]:
-    """By dtype. An op that computes nothing once is bound by memory (`OpRule.flops`), and is not looked at again."""
+def flops_of(graph: JointGraph) -> dict[torch.dtype, float]:
+    """The arithmetic of a step, by dtype. An op that computes nothing once is bound by memory (`OpRule.flops`), and is
+    not looked at again."""
     flops: dict[torch.dtype, float] = {}
     idle: set[str] = set()
     for node in graph.nodes:
@@ -156,12 +157,18 @@ def _flops(graph: JointGraph) -> dict[torch.dtype, float]:
     return flops
 
 
-def _work(inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[str, int]:
-    """What a step computes: tokens, or samples."""
-    for name, (shape, dtype) in inputs.items():
-        if name.rpartition(".")[2] in TOKENS and not dtype.is_floating_point and len(shape) == 2:
-            return "tokens", shape[0] * shape[1]
-    return "samples", next((shape[0] for shape, _ in inputs.values() if shape), 1)
+def input_metas(captured: Captured) -> dict[str, TensorMeta]:
+    """Path of each tensor among the inputs -> its shape and dtype."""
+    return {leaf.path: leaf.meta for leaf in captured.input_leaves if leaf.meta is not None}
+
+
+def work_of(captured: Captured) -> tuple[str, int]:
+    """What a step computes: so many tokens, or samples."""
+    metas = input_metas(captured)
+    for name, meta in metas.items():
+        if name.rpartition(".")[2] in TOKENS and not meta.dtype.is_floating_point and len(meta.shape) == 2:
+            return "tokens", meta.shape[0] * meta.shape[1]
+    return "samples", next((meta.shape[0] for meta in metas.values() if meta.shape), 1)
 
 
 def _most(weighed: Sequence[tuple[str, int]]) -> str:

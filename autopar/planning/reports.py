@@ -1,11 +1,52 @@
-"""Warnings of what a model is captured without."""
+"""Warnings of what a model is captured without, and what has been said once."""
+
+from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from autopar.passes.capture.captured import Captured
 from autopar.passes.space.space import Space
 
 logger = logging.getLogger("autopar")
+
+
+class Once(logging.Filter):
+    """Within `said()`, a warning of autopar's loggers that it has let pass before does not pass again: a model is
+    captured many times, and what it lacks stays. A warning `about` some things passes where one of them is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[object] = set()
+
+    @contextmanager
+    def said(self) -> Iterator[None]:
+        below = [
+            each
+            for name, each in logging.root.manager.loggerDict.items()
+            if name.startswith(f"{logger.name}.") and isinstance(each, logging.Logger)
+        ]
+        for each in (logger, *below):
+            each.addFilter(self)
+        try:
+            yield
+        finally:
+            for each in (logger, *below):
+                each.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        about: frozenset[object] = getattr(record, "about", frozenset({record.getMessage()}))
+        is_new = not about <= self.known
+        self.known |= about
+        return is_new
+
+
+def about(what: str, things: Iterable[str]) -> dict[str, object]:
+    """`extra=` of a warning, for `Once`."""
+    return {"about": frozenset((what, thing) for thing in things)}
 
 
 def report_captured(captured: Captured) -> None:
@@ -16,6 +57,7 @@ def report_captured(captured: Captured) -> None:
             "%d trainable parameters get no gradient, since nothing that is differentiated depends on them: %s",
             len(names),
             shown,
+            extra=about("no gradient", names),
         )
     if captured.pinned:
         logger.warning(
@@ -32,4 +74,4 @@ def report_without_rule(space: Space) -> None:
             f"{count} x {op} in {', '.join(path or 'the model' for path in modules[op])}"
             for op, count in space.without_rule.items()
         )
-        logger.warning("replicated, since the op has no rule: %s", ops)
+        logger.warning("replicated, since the op has no rule: %s", ops, extra=about("no rule", space.without_rule))

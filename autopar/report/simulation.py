@@ -1,6 +1,5 @@
 """The verb `simulate`: a plan of a model on a cluster, run in time by one rank's events."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.timeline import COMPUTE, Timeline
+from autopar.files import MOST, is_number, json_of, text_of
 from autopar.ir.program import COLLECTIVES
 from autopar.planning.constraints import Constraints
 from autopar.planning.plan import Plan, bytes_text, seconds_text, table
@@ -148,17 +148,17 @@ def _named(real: str | Path | Mapping[str, Any]) -> str:
 
 
 def _read(real: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
-    if not isinstance(real, Mapping):
-        try:
-            real = json.loads(Path(real).read_text())
-        except OSError as error:
-            why = f"{real} cannot be read ({error.strerror}): give what export_chrome_trace wrote"
-            raise ValueError(why) from error
-        except ValueError as error:
-            raise ValueError(f"{real} is no trace: it is not JSON ({error})") from error
-    events = real.get("traceEvents") if isinstance(real, Mapping) else None
+    what, give = f"{_named(real)} is no trace", "give what export_chrome_trace wrote"
+    held = real if isinstance(real, Mapping) else json_of(text_of(real, what, give), what, give)
+    events = held.get("traceEvents") if isinstance(held, Mapping) else None
     if not isinstance(events, list):
-        raise ValueError(f"{_named(real)} is no trace: it has no traceEvents; give what export_chrome_trace wrote")
+        raise ValueError(f"{what}: it has no traceEvents; {give}")
+    for number, event in enumerate(events):
+        if not isinstance(event, Mapping) or not isinstance(event.get("name", ""), str):
+            raise ValueError(f"{what}: traceEvents[{number}] is no event; {give}")
+        for key in ("ts", "dur") if event.get("ph") == "X" else ():
+            if not is_number(event.get(key)) or not abs(event[key]) <= MOST:
+                raise ValueError(f"{what}: {key} of traceEvents[{number}] is no number of microseconds; {give}")
     return events
 
 

@@ -1,0 +1,42 @@
+"""The model on one device again: a copy of a parallel module's model that holds whole values on each rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.passes.capture.fakes import skeleton
+
+from .agree import raise_together
+from .held import State
+from .mirrors import is_mirror
+
+
+def whole_model(state: State, root: nn.Module) -> nn.Module:
+    """All ranks at once. One value after the other is gathered."""
+    on_meta = next((name for name in state.aliases if state.value(name).device.type == "meta"), None)
+    missing = ValueError(f"{on_meta} is on meta, and has no value: call materialize or load_pretrained first")
+    raise_together(missing if on_meta is not None else None, state.mesh)
+    model = skeleton(root)
+    for module in model.modules():
+        if is_mirror(type(module)):
+            module.__class__ = type(module).__mro__[1]
+    registries = {
+        f"{prefix}.{key}" if prefix else key: (registry, key)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for registry in (module._parameters, module._buffers)
+        for key, tensor in registry.items()
+        if tensor is not None
+    }
+    with torch.no_grad():
+        for name, aliases in state.aliases.items():
+            value = state.value(name)
+            held = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+            whole = held.clone(memory_format=torch.contiguous_format)
+            if isinstance(value, nn.Parameter):
+                whole = nn.Parameter(whole, requires_grad=value.requires_grad)
+            for alias in aliases:
+                registry, key = registries[alias]
+                registry[key] = whole
+    return model
