@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.planning.presets import Preset, register_preset
     from autopar.report.comparison import Comparison
     from autopar.report.difference import Difference, difference
+    from autopar.report.fit import Fit, fit
     from autopar.report.simulation import Simulation, simulate
     from autopar.runtime.attempts import init_process_group
     from autopar.runtime.clip import clip_grad_norm_
@@ -37,6 +38,7 @@ MODULES = {
     "autopar.planning.presets": ("Preset", "register_preset"),
     "autopar.report.comparison": ("Comparison",),
     "autopar.report.difference": ("Difference", "difference"),
+    "autopar.report.fit": ("Fit", "fit"),
     "autopar.report.simulation": ("Simulation", "simulate"),
     "autopar.runtime.attempts": ("init_process_group",),
     "autopar.runtime.clip": ("clip_grad_norm_",),
@@ -68,6 +70,7 @@ __all__ = [
     "CostMode",
     "Device",
     "Difference",
+    "Fit",
     "Level",
     "Lowering",
     "Padding",
@@ -79,6 +82,7 @@ __all__ = [
     "clip_grad_norm_",
     "compare",
     "difference",
+    "fit",
     "init_process_group",
     "parallelize",
     "plan",

@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, Command] = {
     "explain": Command("questions", PLANS, "Why something is planned as it is, and what else it could be."),
     "diff": Command("questions", PLANS, "What changes from one saved plan to another."),
     "what-if": Command("questions", PLANS, "Plan again with something changed, and show what that changes."),
+    "fit": Command("fitting", PLANS, "Which numbers of devices, meshes and strategies fit a model, ranked."),
     "compare": Command("plans", PLANS, "Plans of several solvers, presets, meshes and clusters side by side."),
     "simulate": Command("plans", PLANS, "Show how long a step takes, when everything runs, and what overlap hides."),
     "check": Command("plans", PLANS, "Run a model's plan on simulated ranks, and compare it with PyTorch."),
