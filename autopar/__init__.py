@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.report.comparison import Comparison
     from autopar.report.difference import Difference, difference
     from autopar.report.fit import Fit, fit
+    from autopar.report.html import save_report
     from autopar.report.simulation import Simulation, simulate
     from autopar.runtime.attempts import init_process_group
     from autopar.runtime.clip import clip_grad_norm_
@@ -39,6 +40,7 @@ MODULES = {
     "autopar.report.comparison": ("Comparison",),
     "autopar.report.difference": ("Difference", "difference"),
     "autopar.report.fit": ("Fit", "fit"),
+    "autopar.report.html": ("save_report",),
     "autopar.report.simulation": ("Simulation", "simulate"),
     "autopar.runtime.attempts": ("init_process_group",),
     "autopar.runtime.clip": ("clip_grad_norm_",),
@@ -94,5 +96,6 @@ __all__ = [
     "register_preset",
     "register_rule",
     "register_solver",
+    "save_report",
     "simulate",
 ]

@@ -33,6 +33,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "plan": Command("plans", PLANS, "Plan a model on a mesh, without devices."),
     "show": Command("plans", PLANS, "Print a saved plan."),
+    "report": Command("reporting", PLANS, "Write a saved plan as one HTML page, to look at, search and hand on."),
     "explain": Command("questions", PLANS, "Why something is planned as it is, and what else it could be."),
     "diff": Command("questions", PLANS, "What changes from one saved plan to another."),
     "what-if": Command("questions", PLANS, "Plan again with something changed, and show what that changes."),

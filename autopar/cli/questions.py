@@ -56,7 +56,7 @@ def explain_command(
     Example: autopar explain plan.json lm_head.weight --replan 3
     """
     plan = Plan.load(path)
-    source = _source(plan, model, settings, batch, sequence, dtype)
+    source = source_given(plan, model, settings, batch, sequence, dtype)
     with working():
         explanation = reopened(plan, source).explain(name, replan=replan)
     typer.echo(json.dumps(explanation.to_json()) if as_json else explanation.text(page_width()))
@@ -92,7 +92,7 @@ def what_if_command(
     common.writable(save, "--out")
     Plan.check_path(save)
     before = Plan.load(path)
-    source = changed(_source(before, model, None, None, None, None), before, settings, batch, sequence, dtype)
+    source = changed(source_given(before, model, None, None, None, None), before, settings, batch, sequence, dtype)
     asked = request_of(before)
     limit = common.byte_count(memory_limit)
     with working():
@@ -140,7 +140,7 @@ def _show(told: Difference, as_json: bool) -> None:
     typer.echo(json.dumps(told.to_json()) if as_json else told.text(page_width()))
 
 
-def _source(
+def source_given(
     plan: Plan,
     model: str | None,
     settings: list[str] | None,

@@ -21,7 +21,8 @@ from autopar.ir.graph import JointGraph
 from autopar.passes.lower.bucket import LIMIT_BYTES
 
 from .explain.answer import Answers, Explanation
-from .page import full_text, page, page_html, page_text, page_width
+from .page import full_text, page, page_text, page_width
+from .page.html import notebook_html
 from .record import LimitFrom, ParameterPlan, Record, Run, Segment
 from .texts import bytes_text, seconds_text, table
 
@@ -55,12 +56,20 @@ class Plan(Record):
         operator, as in `decisions`, or a collective on a mesh axis ("all_gather tp"). Raises ValueError for a name that
         the plan does not have, and for a plan without its model: `autopar.read_plan` reads a file with it.
         """
+        return self._opened().explain(self, name, replan=replan)
+
+    def anatomy(self) -> Any:
+        """The plan's timeline, its memory over the step, segments, blocks and links (`explain.anatomy.Anatomy`),
+        computed again from the model. Raises ValueError for a plan without its model, as `explain`."""
+        return self._opened().anatomy(self)
+
+    def _opened(self) -> Answers:
         if self._answers is None:
             raise ValueError(
                 "this plan was read without its model, which questions need: read it with "
                 "autopar.read_plan(path, model, kwargs=batch)"
             )
-        return self._answers.explain(self, name, replan=replan)
+        return self._answers
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "answers"}
@@ -136,7 +145,7 @@ class Plan(Record):
         )
 
     def _repr_html_(self) -> str:
-        return page_html(self)
+        return notebook_html(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from page(self, options.max_width)

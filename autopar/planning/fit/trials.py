@@ -60,12 +60,12 @@ def _duration(seconds: float) -> str:
 
 
 def hand_mesh(cluster: Cluster, devices: int) -> dict[str, int]:
-    """The mesh that people write by hand: an axis for the devices of a machine, and one for the machines."""
+    """The mesh that people write by hand: data parallel between machines, tensor parallel within one. (Presets take
+    their axes by these names.)"""
     inner = cluster.levels[-1].size
-    if devices <= inner or devices % inner:
+    if devices <= inner or devices % inner or inner == 1:
         return {AXES[0]: devices}
-    sizes = [devices // inner, inner] if inner > 1 else [devices]
-    return dict(zip(AXES, sizes, strict=False))
+    return {"dp": devices // inner, "tp": inner}
 
 
 class Trials:
@@ -118,9 +118,9 @@ class Trials:
         finalists = self.planner.effort.mesh_finalists
         total = sum(
             SCAN * len(scan) * bool(self.searches)
-            + SEARCH * len(self.searches) * min(len(scan), finalists + 1)
+            + SEARCH * len(self.searches) * (min(len(scan), finalists) + (self._by_hand(size) not in scan))
             + PRESET * (len(self.strategies) - len(self.searches))
-            for scan in scans.values()
+            for size, scan in scans.items()
         )
         self.progress.total = max(total, SCAN)
         for size, candidates in scans.items():
@@ -132,11 +132,14 @@ class Trials:
         """How many answers were known from before."""
         return self.progress.was_kept
 
+    def _by_hand(self, size: int) -> dict[str, int]:
+        return hand_mesh(self.planner.cluster, size)
+
     def _meshes(self, size: int) -> list[dict[str, int]]:
         return meshes(size, self.axes)
 
     def _size(self, size: int, candidates: list[dict[str, int]], finalists: int) -> Iterator[Trial]:
-        by_hand = hand_mesh(self.planner.cluster, size)
+        by_hand = self._by_hand(size)
         best: list[dict[str, int]] = []
         if self.searches:
             estimates: list[tuple[float, dict[str, int]]] = []
@@ -147,7 +150,7 @@ class Trials:
             best = [mesh for _, mesh in sorted(estimates, key=lambda entry: entry[0])[:finalists]]
         for strategy in self.strategies:
             on = best if strategy in self.searches else []
-            for mesh in ([*on, by_hand] if by_hand not in on else on)[: finalists + 1]:
+            for mesh in [*on, by_hand] if by_hand not in on else on:
                 yield self._planned(mesh, strategy)
 
     def _scanned(self, mesh: Mapping[str, int], count: int, below: float) -> float:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -30,15 +29,6 @@ LABEL = 9
 def page_text(plan: Record, width: int) -> str:
     """The page as plain text of at most so many columns."""
     return rendered(page(plan, width), width)
-
-
-def page_html(plan: Record) -> str:
-    """The page for a notebook."""
-    console = Console(file=io.StringIO(), width=100, record=True, highlight=False, force_jupyter=False)
-    for part in page(plan, 100):
-        console.print(part)
-    style = "font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace;line-height:1.25;white-space:pre"
-    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
 
 def page(plan: Record, width: int) -> Iterator[RenderableType]:
@@ -137,4 +127,4 @@ def _two_columns(rows: list[tuple[str, str]], width: int) -> Table:
     return grid
 
 
-__all__ = ["full_text", "page", "page_html", "page_text", "page_width"]
+__all__ = ["full_text", "page", "page_text", "page_width"]
