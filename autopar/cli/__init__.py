@@ -5,6 +5,7 @@ What is here does not import PyTorch: a command's module is imported when the co
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .telling import Ticker
+from .configured import FILE, configured
+from .telling import Ticker, notes
 
 PLANS, MACHINES, PROFILED = "Plans", "Machines", "Profiled costs"
 
@@ -74,7 +76,20 @@ class Commands(TyperGroup):
             module = import_module(f".{COMMANDS[name].module}", __name__)
         every = typer.Typer()
         module.add(every)
-        return name, typer.main.get_group(every).commands[name], rest
+        command = typer.main.get_group(every).commands[name]
+        if is_help:
+            return name, command, rest
+        options = {text.lstrip("-"): parameter for parameter in command.params for text in parameter.opts}
+        try:
+            found = configured(name, options, rest)
+        except ValueError as error:
+            notes().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+        FROM_FILE[:] = found.words
+        if found.words:
+            notes().print(f"{FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)
+        ctx.default_map = {name: dict(found.defaults)}
+        return name, command, [*found.arguments, *rest]
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -97,6 +112,9 @@ def root(
 
 TYPED: list[str] = []
 """The words of the command line as a person typed them; none where the library runs a command."""
+
+FROM_FILE: list[str] = []
+"""What `autopar.toml` adds to them."""
 
 
 def main() -> None:

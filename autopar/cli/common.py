@@ -25,13 +25,15 @@ from torch import nn
 
 from autopar.cost.optimizers import OPTIMIZERS
 from autopar.extensions import nearest
+from autopar.files import json_of, text_of
 from autopar.planning.costs import COSTS
 from autopar.planning.plan import Plan
 from autopar.planning.presets import PRESETS
 from autopar.planning.provenance import Source
 from autopar.solve import SOLVERS
 
-from . import TYPED
+from . import FROM_FILE, TYPED
+from .configured import FILE
 from .telling import Ticker, notes
 
 P = ParamSpec("P")
@@ -96,7 +98,12 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
 UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}
 
-Model = Annotated[str, typer.Argument(help="module:callable, or hf:ConfigClass such as hf:LlamaConfig.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="module:callable, hf:ConfigClass such as hf:LlamaConfig, or a config.json of Hugging Face or its folder."
+    ),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE of the configuration, or of the callable. Repeatable.")
 ]
@@ -199,6 +206,11 @@ HEADS = (
 """A configuration of Hugging Face gets the first of these heads that it has: masked before causal, since encoders have
 both."""
 
+CONFIG = "config.json"
+
+NOT_OF_THE_MODEL = ("architectures", "auto_map", "dtype", "torch_dtype", "model_type", "transformers_version")
+"""What a configuration file says beside the model's fields."""
+
 IMAGE_SIZE = 224
 """The size that ImageNet's images are cut to, for models that take any."""
 
@@ -225,6 +237,8 @@ def with_source(plan: Plan, source: Source) -> Plan:
     if plan.provenance is None:
         return plan
     command = shlex.join(["autopar", *TYPED]) if TYPED else ""
+    if FROM_FILE:
+        command = f"{command}  # {FILE}: {shlex.join(FROM_FILE)}"
     return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
 
 
@@ -253,12 +267,18 @@ def load(
 
     Raises ValueError if it names nothing, or nothing that builds a model."""
     module, colon, name = spec.partition(":")
-    if not colon or not module or not name:
-        raise ValueError(f"model {spec!r}: write module:callable, such as train:build, or hf:LlamaConfig")
+    file = _config_file(spec)
+    if file is None and (not colon or not module or not name):
+        raise ValueError(
+            f"model {spec!r}: write module:callable, such as train:build, or hf:LlamaConfig, or give the path of a "
+            f"config.json of Hugging Face, or of its folder"
+        )
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         close = nearest(dtype, ("float32", "bfloat16", "float16", "float64"))
         raise ValueError(f"--dtype is {dtype!r}{close}: give float32, bfloat16, float16 or float64")
+    if file is not None:
+        return _from_file(file, settings, batch, sequence, kind, device)
     if module == "hf":
         return _hugging_face(name, settings, batch, sequence, kind, device)
     return _called(module, name, settings, batch, sequence, kind)
@@ -278,6 +298,35 @@ def parsed(settings: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def _config_file(spec: str) -> Path | None:
+    """The file, if the model is given as one of Hugging Face's configuration, or as its folder."""
+    path = Path(spec)
+    if path.is_dir() and (path / CONFIG).is_file():
+        return path / CONFIG
+    return path if path.is_file() and path.suffix == ".json" else None
+
+
+def _from_file(
+    file: Path, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype, device: str
+) -> Loaded:
+    """The model of a configuration file; nothing is downloaded, and no code of the folder is run."""
+    what, give = f"configuration {file}", "give a config.json of Hugging Face"
+    values = json_of(text_of(file, what, give), what, give)
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError(f"{what}: it has no model_type; {give}")
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise ValueError(f"{file} needs transformers: pip install 'autopar[hf]'") from error
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"{what}: transformers has no model_type {kind!r}{nearest(kind, CONFIG_MAPPING)}")
+    make = CONFIG_MAPPING[kind]
+    given = make.from_dict({key: value for key, value in values.items() if key not in NOT_OF_THE_MODEL}).to_dict()
+    kept = {key: value for key, value in given.items() if key not in NOT_OF_THE_MODEL}
+    return _configured(make, kept, settings, batch, sequence, dtype, device)
+
+
 def _hugging_face(
     name: str, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype, device: str
 ) -> Loaded:
@@ -289,7 +338,23 @@ def _hugging_face(
     if not inspect.isclass(make) or not issubclass(make, transformers.PretrainedConfig):
         close = nearest(name, [known for known in dir(transformers) if known.endswith("Config")])
         raise ValueError(f"transformers has no configuration {name!r}{close}: give its class, such as hf:LlamaConfig")
-    config = make(**{"use_cache": False, **settings})
+    return _configured(make, {}, settings, batch, sequence, dtype, device)
+
+
+def _configured(
+    make: Any,
+    values: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype,
+    device: str,
+) -> Loaded:
+    """The model with a loss of a class of configurations, with `settings` over `values`."""
+    import transformers
+
+    name = make.__name__
+    config = make(**{**values, "use_cache": False, **settings})
     unknown = [key for key in settings if not hasattr(make(), key)]
     if unknown:
         close = nearest(unknown[0], [key for key in vars(make()) if not key.startswith("_")])
