@@ -29,6 +29,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
+from autopar.solve import AUTO
 
 
 def plan(
@@ -38,7 +39,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
@@ -53,8 +54,9 @@ def plan(
     values are read only where forward's Python reads them); the model may be on meta. `cluster` is a name or a
     `Cluster`.
 
-    `solver` is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel),
-    "fsdp", "megatron", "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`).
+    `solver` is "auto" (the default: what "dp" finds, or a preset's plan where its step is shorter), "dp" (dynamic
+    programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp", "megatron",
+    "megatron_sp", "atp", "par4d", "meshslice" (see `autopar.planning.presets`).
 
     `cost` is one of
     - "serial": the cheapest plan as if nothing overlapped;
@@ -141,13 +143,13 @@ def compare(
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
     captured once.
 
-    Arguments as for `plan`; `solvers` are "dp" and all presets if not given. A solver without a plan (no plan keeps the
-    limit, a preset does not fit the batch) has its error in the place of a plan. `report` gets the part that is done,
-    and what is next.
+    Arguments as for `plan`; `solvers` are "auto" and all presets if not given. A solver without a plan (no plan keeps
+    the limit, a preset does not fit the batch) has its error in the place of a plan. `report` gets the part that is
+    done, and what is next.
     """
-    solvers = ("dp", *PRESETS) if solvers is None else solvers
+    solvers = (AUTO, *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
-        raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['dp', 'fsdp']")
+        raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['auto', 'fsdp']")
     requests = [
         Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
         for solver in solvers
@@ -189,7 +191,7 @@ def parallelize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,

@@ -14,6 +14,7 @@ from autopar.api import plan as planned
 from autopar.planning.plan import Plan
 from autopar.report.figure import draw, draw_timeline
 from autopar.report.simulation import merged, simulate
+from autopar.solve import AUTO
 from autopar.testing import check
 
 from . import common
@@ -43,7 +44,7 @@ def plan_command(
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     cost: common.Cost = "analytical",
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
@@ -89,7 +90,7 @@ def compare_command(
     dtype: common.Dtype = "float32",
     cluster: Annotated[list[str] | None, typer.Option(help="Of the library, or a TOML file. Repeatable.")] = None,
     solver: Annotated[
-        list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; dp and presets if not given.")
+        list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; auto and presets if not given.")
     ] = None,
     cost: common.Cost = "analytical",
     memory_limit: common.Limit = None,
@@ -137,7 +138,7 @@ def simulate_command(
     dtype: common.Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file; the plan's with --plan.")] = None,
     plan: Annotated[Path | None, typer.Option(help="What plan --out wrote, for the same model.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
@@ -210,7 +211,7 @@ def check_command(
     sequence: common.Length = 16,
     settings: common.Settings = None,
     dtype: Annotated[str, typer.Option(help="In which everything is computed.")] = "float64",
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     plans: Annotated[int, typer.Option(min=0, help="Random plans beside it.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Of SGD.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the random plans and dropout.")] = 0,

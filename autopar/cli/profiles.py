@@ -17,6 +17,7 @@ from autopar.profile.database import Profiles as Database
 from autopar.profile.database import ProgramRow, default_path
 from autopar.runtime.profiled import profiled
 from autopar.runtime.profiler import ranks_here
+from autopar.solve import AUTO
 
 from . import common
 from .telling import notes
@@ -47,7 +48,7 @@ def profile_command(
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file: what orders the search.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,

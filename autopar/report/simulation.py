@@ -16,6 +16,7 @@ from autopar.ir.program import COLLECTIVES
 from autopar.planning.constraints import Constraints
 from autopar.planning.plan import Plan, bytes_text, seconds_text, table
 from autopar.planning.planner import Planner
+from autopar.solve import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def simulate(
     *,
     plan: Plan | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",

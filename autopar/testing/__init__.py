@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar.planning.given import check_mesh, check_solver
 from autopar.planning.plan import table
+from autopar.solve import AUTO
 
 from .locate import Difference
 from .plans import random_assignment
@@ -100,7 +101,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     plans: int = 0,
     seed: int = 0,
     dtype: torch.dtype | None = torch.float64,
