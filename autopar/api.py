@@ -23,6 +23,7 @@ from autopar.planning.presets import PRESETS
 from autopar.planning.reading import cluster_of, optimizer_of, refreshed
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
+from autopar.report.telling import Ticker
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
 from autopar.runtime.modes import Modes
 from autopar.runtime.module import ParallelModule
@@ -166,7 +167,7 @@ def compare(
     for mesh, machine in cases:
         check_mesh(mesh)
         named_cluster(machine)
-    report(0.0, "capture")
+    report(0.0, "reading the model")
     planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer)
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
@@ -268,7 +269,7 @@ def parallelize(
     if plan is None and cost == "profiled":
         plan, _ = profiled(planner, mesh, request)
     elif plan is None:
-        plan = on_first_rank(partial(planner.planned, request), mesh)
+        plan = on_first_rank(partial(_planned_aloud, planner, request), mesh)
     program = None
     try:
         program = planner.program(plan)
@@ -286,6 +287,12 @@ def parallelize(
         model, planner.captured, program, plan, mesh, again,
         whole_outputs=whole_outputs, verifier=verifier, padder=padder,
     )  # fmt: skip
+
+
+def _planned_aloud(planner: Planner, request: Request) -> Plan:
+    """The plan; on standard error it says that it is planning, if that takes a while."""
+    with Ticker("autopar: planning"):
+        return planner.planned(request)
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]

@@ -14,7 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import COMMANDS, app, telling
+from autopar.cli import COMMANDS, app
+from autopar.report import telling
 
 
 def autopar_(*arguments: str) -> Any:

@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from autopar.report.telling import Ticker, notes
+
 from .configured import FILE, configured
-from .telling import Ticker, notes
 
 PLANS, MACHINES, PROFILED = "Plans", "Machines", "Profiled costs"
 

@@ -30,11 +30,12 @@ from autopar.planning.costs import COSTS
 from autopar.planning.plan import Plan
 from autopar.planning.presets import PRESETS
 from autopar.planning.provenance import Source
+from autopar.planning.rendering import page_width
+from autopar.report.telling import Ticker, notes
 from autopar.solve import SOLVERS
 
 from . import FROM_FILE, TYPED
 from .configured import FILE
-from .telling import Ticker, notes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,9 +44,8 @@ BAD_INPUT = 2
 
 
 def out() -> Console:
-    """Standard output, 200 columns wide unless it is a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    """Standard output, as wide as the pages that are printed."""
+    return Console(highlight=False, width=page_width())
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:

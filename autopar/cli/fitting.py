@@ -11,9 +11,9 @@ import typer
 from autopar.planning.fit.kept import default_path
 from autopar.planning.rendering import page_width
 from autopar.report.fit import fit
+from autopar.report.telling import notes
 
 from . import common
-from .telling import notes
 
 
 def add(app: typer.Typer) -> None:

@@ -23,11 +23,11 @@ from autopar.cluster.links import KINDS, interpolated
 from autopar.cluster.machine import Cluster, Device
 from autopar.cluster.measurements import Measurements
 from autopar.planning.plan import bytes_text, seconds_text
+from autopar.report.telling import notes
 from autopar.runtime.measure import measured_here
 from autopar.runtime.measure.operators import matmul_flops_per_second
 
 from .common import integers, out, progress, reports_bad_input
-from .telling import notes
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20

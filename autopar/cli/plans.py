@@ -12,6 +12,7 @@ import typer
 from autopar.api import compare
 from autopar.api import plan as planned
 from autopar.planning.plan import Plan
+from autopar.planning.rendering import page_width
 from autopar.report.figure import draw, draw_timeline
 from autopar.report.simulation import merged, simulate
 from autopar.solve import AUTO
@@ -101,9 +102,10 @@ def compare_command(
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
     common.drawable(figure)
-    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
     meshes, limit = [common.mesh_shape(text) for text in mesh], common.byte_count(memory_limit)
     with common.progress() as tell:
+        tell(0.0, "reading the model")
+        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
         comparison = compare(
             loaded.model,
             meshes,
@@ -123,7 +125,8 @@ def compare_command(
     if as_json:
         typer.echo(json.dumps(comparison.to_json()))
     else:
-        typer.echo(f"{comparison}\n\n{comparison.collectives()}")
+        width = page_width()
+        typer.echo(f"{comparison.text(width)}\n\n{comparison.collectives(width)}")
     if not any(isinstance(result, Plan) for result in comparison.results.values()):
         raise typer.Exit(1)
 
@@ -182,7 +185,7 @@ def simulate_command(
     if figure is not None:
         used = simulation.plan
         draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
-    typer.echo(json.dumps(simulation.to_json()) if as_json else simulation)
+    typer.echo(json.dumps(simulation.to_json()) if as_json else simulation.text(page_width()))
 
 
 @common.reports_bad_input
@@ -239,6 +242,6 @@ def check_command(
             dtype=getattr(torch, dtype),
             steps=steps,
         )
-    typer.echo(json.dumps(report.to_json()) if as_json else report)
+    typer.echo(json.dumps(report.to_json()) if as_json else report.text(page_width()))
     if not report.equal:
         raise typer.Exit(1)

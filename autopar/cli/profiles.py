@@ -15,12 +15,12 @@ from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.profile.database import Profiles as Database
 from autopar.profile.database import ProgramRow, default_path
+from autopar.report.telling import notes
 from autopar.runtime.profiled import profiled
 from autopar.runtime.profiler import ranks_here
 from autopar.solve import AUTO
 
 from . import common
-from .telling import notes
 
 File = Annotated[Path | None, typer.Option("--profiles", help="The database; the user's own if not given.")]
 

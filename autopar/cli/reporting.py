@@ -9,10 +9,10 @@ import typer
 
 from autopar.planning.plan import Plan
 from autopar.report.html import save_report
+from autopar.report.telling import notes
 
 from . import common
 from .questions import PLAN, BatchAgain, DtypeAgain, LengthAgain, ModelAgain, SettingsAgain, reopened, source_given
-from .telling import notes
 from .working import working
 
 

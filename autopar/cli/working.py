@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS
-
-from .telling import Ticker
+from autopar.report.telling import Ticker
 
 READING, SEARCHING = "reading the model", "searching"
 

@@ -132,7 +132,8 @@ class Plan(Record):
 
     def text(self, *, full: bool = False, width: int | None = None) -> str:
         """The plan on one page of so many columns (those of the terminal if not given), or all that it says."""
-        return full_text(self) if full else page_text(self, page_width() if width is None else width)
+        width = page_width() if width is None else width
+        return full_text(self, width) if full else page_text(self, width)
 
     def __str__(self) -> str:
         return self.text()

@@ -46,7 +46,7 @@ def tables(
     """The table, or where it is wider than that, several with some of its columns each; all begin with the first
     `keys` columns."""
     widths = [max(map(len, (head, *(row[i] for row in rows)))) + 2 for i, head in enumerate(heads)]
-    fixed = sum(widths[:keys])
+    fixed = min(sum(widths[:keys]), width // 2)
     groups: list[list[int]] = [[]]
     for i in range(keys, len(heads)):
         if groups[-1] and fixed + sum(widths[j] for j in groups[-1]) + widths[i] - 2 > width:

@@ -187,7 +187,8 @@ def _origin(plan: Plan) -> str:
 
 
 def page_data(plan: Plan, about: Anatomy) -> dict[str, Any]:
-    """What the script draws: events and moments, in nanoseconds and bytes. Words are numbers into lists of them."""
+    """What the script draws: events and moments, in nanoseconds and bytes. Words are numbers into lists of them. The
+    time and the bytes of a moment are those that it has more than the one before; zeros at its end are left out."""
     step, words = about.timeline, _Words()
     streams = [COMPUTE, *(axis for axis in step.axes if any(event.stream == axis for event in step.events))]
     number = {stream: k for k, stream in enumerate(streams)}
@@ -209,11 +210,21 @@ def page_data(plan: Plan, about: Anatomy) -> dict[str, Any]:
         "stalls": [
             [round(s.start_seconds * NANO), round(s.seconds * NANO), number.get(s.stream, 0)] for s in step.stalls
         ],
-        "moments": [
-            [round(m.seconds * NANO), words(m.phase), words(m.op), words(m.module), *m.parts] for m in about.moments
-        ],
+        "moments": list(_moments(about, words)),
         "words": words.list,
     }  # fmt: skip
+
+
+def _moments(about: Anatomy, words: _Words) -> Iterator[list[int]]:
+    time, parts = 0, (0,) * len(KINDS)
+    for moment in about.moments:
+        now = round(moment.seconds * NANO)
+        more = [after - before for before, after in zip(parts, moment.parts, strict=True)]
+        row = [now - time, words(moment.phase), words(moment.op), words(moment.module), *more]
+        while not row[-1] and len(row) > 4:
+            row.pop()
+        yield row
+        time, parts = now, moment.parts
 
 
 class _Words:

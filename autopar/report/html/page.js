@@ -25,7 +25,12 @@
   streams.style.height = TOP + ROW * data.streams.length + AXIS + "px";
   const byStream = data.streams.map((_, k) => data.events.filter(e => e[0] === k).sort((a, b) => a[1] - b[1]));
   const stalls = data.stalls.slice().sort((a, b) => a[0] - b[0]);
-  const moments = data.moments;
+  const before = [0, ...data.kinds.map(() => 0)]; // each row says what it has more than the one before
+  const moments = data.moments.map(row => {
+    before[0] += row[0];
+    data.kinds.forEach((_, i) => { before[1 + i] += row[4 + i] || 0; });
+    return [before[0], row[1], row[2], row[3], ...before.slice(1)];
+  });
   const heldAt = m => m.slice(4).reduce((a, b) => a + b, 0);
   const most = Math.max(...moments.map(heldAt), 1);
   const top = data.limit && data.limit < 4 * most ? Math.max(data.limit, most) : most;
