@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 import autopar
 from autopar.cli import app
-from autopar.cli.common import byte_count, constraints, load, mesh_shape, parsed
+from autopar.cli.common import byte_count, constraints, mesh_shape, parsed
+from autopar.cli.loading import load
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 

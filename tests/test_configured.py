@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import autopar.cli
 from autopar.cli import app
-from autopar.cli.common import load
+from autopar.cli.loading import load
 from autopar.planning.plan import Plan
 
 FILE = """

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from autopar.report.telling import Ticker, notes
+from autopar.report.telling import notes
 
 from .configured import FILE, configured
 
@@ -73,8 +73,7 @@ class Commands(TyperGroup):
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
             ctx.fail(f"No such command {name!r}: {hint}")
         is_help = "--help" in rest
-        with Ticker("loading PyTorch", enabled="torch" not in sys.modules and not is_help):
-            module = import_module(f".{COMMANDS[name].module}", __name__)
+        module = import_module(f".{COMMANDS[name].module}", __name__)
         every = typer.Typer()
         module.add(every)
         command = typer.main.get_group(every).commands[name]

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.planning.fit.kept import default_path
 from autopar.planning.rendering import page_width
-from autopar.report.fit import fit
 from autopar.report.telling import notes
 
 from . import common
+from .later import Later
+
+if TYPE_CHECKING:
+    from autopar.report import fit as fits
+
+    from . import loading
+else:
+    fits = Later("autopar.report.fit")
+    loading = Later("autopar.cli.loading")
 
 
 def add(app: typer.Typer) -> None:
@@ -51,8 +59,8 @@ def fit_command(
     path = keep or default_path()
     with common.progress() as tell:
         tell(0.0, "reading the model")
-        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        result = fit(
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        result = fits.fit(
             loaded.model,
             sizes,
             loaded.args,

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from autopar.api import compare
-from autopar.api import plan as planned
-from autopar.planning.plan import Plan
 from autopar.planning.rendering import page_width
-from autopar.report.figure import draw, draw_timeline
-from autopar.report.simulation import merged, simulate
-from autopar.solve import AUTO
-from autopar.testing import check
 
 from . import common
+from .later import Later
+from .names import AUTO
 from .questions import reopened
 from .working import working
+
+if TYPE_CHECKING:
+    import torch
+
+    from autopar import api, testing
+    from autopar.planning import plan as planning
+    from autopar.report import figure as figures
+    from autopar.report import simulation as simulations
+
+    from . import loading
+else:
+    torch = Later("torch")
+    api = Later("autopar.api")
+    testing = Later("autopar.testing")
+    planning = Later("autopar.planning.plan")
+    figures = Later("autopar.report.figure")
+    simulations = Later("autopar.report.simulation")
+    loading = Later("autopar.cli.loading")
 
 
 def add(app: typer.Typer) -> None:
@@ -59,10 +71,10 @@ def plan_command(
     Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
     """
     common.writable(save, "--out")
-    Plan.check_path(save)
+    planning.Plan.check_path(save)
     with working():
-        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        plan = planned(
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        plan = api.plan(
             loaded.model,
             "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh),
             loaded.args,
@@ -75,7 +87,7 @@ def plan_command(
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
         )
-    plan = common.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
+    plan = loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
         plan.save(save)
     _print(plan, as_json, full)
@@ -105,8 +117,8 @@ def compare_command(
     meshes, limit = [common.mesh_shape(text) for text in mesh], common.byte_count(memory_limit)
     with common.progress() as tell:
         tell(0.0, "reading the model")
-        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        comparison = compare(
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        comparison = api.compare(
             loaded.model,
             meshes,
             loaded.args,
@@ -121,13 +133,13 @@ def compare_command(
             report=tell,
         )
     if figure is not None:
-        draw(comparison, figure)
+        figures.draw(comparison, figure)
     if as_json:
         typer.echo(json.dumps(comparison.to_json()))
     else:
         width = page_width()
         typer.echo(f"{comparison.text(width)}\n\n{comparison.collectives(width)}")
-    if not any(isinstance(result, Plan) for result in comparison.results.values()):
+    if not any(isinstance(result, planning.Plan) for result in comparison.results.values()):
         raise typer.Exit(1)
 
 
@@ -157,7 +169,7 @@ def simulate_command(
 
     Example: autopar simulate hf:LlamaConfig --mesh dp=8,tp=8 --cluster dgx-h100 --dtype bfloat16 --trace step.json
     """
-    given = None if plan is None else Plan.load(plan)
+    given = None if plan is None else planning.Plan.load(plan)
     if given is None and mesh is None:
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
     if real is not None and trace is None:
@@ -165,8 +177,8 @@ def simulate_command(
     common.drawable(figure)
     common.writable(trace, "--trace")
     with working():
-        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        simulation = simulate(
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        simulation = simulations.simulate(
             loaded.model,
             dict(given.mesh) if mesh is None and given is not None else common.mesh_shape(mesh or ""),
             loaded.args,
@@ -181,10 +193,10 @@ def simulate_command(
         )
     if trace is not None:
         timeline = simulation.timeline
-        trace.write_text(json.dumps(timeline.to_chrome() if real is None else merged(timeline, real)))
+        trace.write_text(json.dumps(timeline.to_chrome() if real is None else simulations.merged(timeline, real)))
     if figure is not None:
         used = simulation.plan
-        draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
+        figures.draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
     typer.echo(json.dumps(simulation.to_json()) if as_json else simulation.text(page_width()))
 
 
@@ -195,14 +207,14 @@ def show_command(
     as_json: common.AsJson = False,
 ) -> None:
     """Print a saved plan; the figures of one that was edited are computed again, if it says how its model is built."""
-    plan = Plan.load(path)
+    plan = planning.Plan.load(path)
     if plan.is_edited and plan.provenance is not None and plan.provenance.source is not None:
         with working():
             plan = reopened(plan)
     _print(plan, as_json, full)
 
 
-def _print(plan: Plan, as_json: bool, full: bool) -> None:
+def _print(plan: planning.Plan, as_json: bool, full: bool) -> None:
     typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
 
 
@@ -226,11 +238,11 @@ def check_command(
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        loaded = common.load(
+        loaded = loading.load(
             model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu"
         )
     with working("checking"):
-        report = check(
+        report = testing.check(
             loaded.model,
             common.mesh_shape(mesh),
             loaded.args,

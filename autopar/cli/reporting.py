@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.planning.plan import Plan
-from autopar.report.html import save_report
 from autopar.report.telling import notes
 
 from . import common
+from .later import Later
 from .questions import PLAN, BatchAgain, DtypeAgain, LengthAgain, ModelAgain, SettingsAgain, reopened, source_given
 from .working import working
+
+if TYPE_CHECKING:
+    from autopar.planning import plan as planning
+    from autopar.report import html
+else:
+    planning = Later("autopar.planning.plan")
+    html = Later("autopar.report.html")
 
 
 def add(app: typer.Typer) -> None:
@@ -37,8 +43,8 @@ def report_command(
     common.writable(save, "--out")
     if save.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--out is {save}: give the path of a page, which ends in .html")
-    plan = Plan.load(path)
+    plan = planning.Plan.load(path)
     source = source_given(plan, model, settings, batch, sequence, dtype)
     with working():
-        save_report(reopened(plan, source), save)
+        html.save_report(reopened(plan, source), save)
     notes().print(f"wrote {save}", soft_wrap=True, markup=False)

@@ -95,13 +95,13 @@ def _placed(every: Sequence[Held], step: Timeline) -> Iterator[Moment]:
 
 def _blocks(planner: Planner, blocks: Blocks) -> Iterator[BlockFacts]:
     """Those whose names and modules differ in numbers alone count as one."""
-    graph, told = planner.captured.graph, dict[tuple[object, ...], int]()
+    graph = planner.captured.graph
+    alike: dict[tuple[tuple[str, ...], int, tuple[str, ...]], int] = {}
     for block in blocks.blocks:
         modules = tuple(dict.fromkeys(_pattern(graph.nodes[node].module) for node in block.contractions))
         key = (modules, len(block.nodes), tuple(map(str, block.dims)))
-        told[key] = told.get(key, 0) + 1
-    for (modules, operators, splits), count in told.items():
-        assert isinstance(modules, tuple) and isinstance(operators, int) and isinstance(splits, tuple)
+        alike[key] = alike.get(key, 0) + 1
+    for (modules, operators, splits), count in alike.items():
         named = next((module for module in modules if module), "the model")
         yield BlockFacts(name=named, modules=modules, operators=operators, splits=splits, count=count)
 

@@ -47,16 +47,19 @@ def report_html(plan: Plan) -> str:
     data = json.dumps(page_data(plan, about), separators=(",", ":"), allow_nan=False)
     for char, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):  # no text ends the script
         data = data.replace(char, code)
-    asset = lambda name: (files(__name__) / name).read_text(encoding="utf-8")  # noqa: E731
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" {POLICY}>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(sections.title(plan))}</title><style>{STYLE}{asset('page.css')}</style></head>"
+        f"<title>{escape(sections.title(plan))}</title><style>{STYLE}{_asset('page.css')}</style></head>"
         f'<body><div class="autopar">{"".join(_body(plan, about))}</div>'
         f'<div id="tip" hidden></div><script type="application/json" id="data">{data}</script>'
-        f"<script>{asset('page.js')}</script></body></html>\n"
+        f"<script>{_asset('page.js')}</script></body></html>\n"
     )
+
+
+def _asset(name: str) -> str:
+    return (files(__name__) / name).read_text(encoding="utf-8")
 
 
 def save_report(plan: Plan, path: str | Path) -> None:
@@ -122,7 +125,7 @@ def _candidates(plan: Plan) -> str:
     origin = plan.provenance
     if origin is None:
         return ""
-    rows = [(f"{origin.winner} (chosen)", plan.seconds, "", plan.bytes)]
+    rows: list[tuple[str, float, str, float | None]] = [(f"{origin.winner} (chosen)", plan.seconds, "", plan.bytes)]
     rows += [(c.name, c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes) for c in origin.candidates]
     longest = max(seconds for _, seconds, _, _ in rows) or 1.0
     body = "".join(
