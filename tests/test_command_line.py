@@ -47,6 +47,7 @@ def test_help_and_version_do_not_import_pytorch(arguments: list[str]) -> None:
 
 
 def test_the_names_in_help_are_those_of_the_tables() -> None:
+    import_module("autopar.api")  # which registers the modes that measure
     assert tuple(SOLVERS.own) == names.SOLVERS and names.AUTO == AUTO
     assert tuple(PRESETS.own) == names.PRESETS
     assert {*COSTS.own, "hybrid", "profiled"} == {*names.COSTS} and {*names.COSTS} <= {*COSTS}
