@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from autopar.files import json_of, record, text_of
+from autopar.files.schema import schema
 from autopar.ir.graph import JointGraph
 from autopar.passes.lower.bucket import LIMIT_BYTES
 
@@ -115,6 +116,13 @@ class Plan(Record):
         except ValueError as error:
             raise ValueError(f"{source} is no plan: {error}; correct it there, or save the plan again") from error
         return plan
+
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """JSON Schema of the file that `save` writes."""
+        whole = schema(Plan)
+        more = {"format": {"const": FORMAT}, "headroom_bytes": {"anyOf": [{"type": "number"}, {"type": "null"}]}}
+        return {**whole, "properties": {**more, **whole["properties"]}, "required": ["format", *whole["required"]]}
 
     def _check(self) -> None:
         """Raises ValueError for what types do not say."""

@@ -122,18 +122,30 @@ def modules_html(plan: Record) -> str:
 
 
 def _module(module: Module, plan: Record, depth: int) -> str:
+    """A module that folds. Modules of parameters alone, such as linear layers, are rows of the one that they are in."""
     count = f" <b>× {module.count}</b>" if module.count > 1 else ""
     size = f'<span class="dim"> {sections.count_text(module.elements)} parameters</span>'
-    body = "".join(_parameter(module.path, name, plan) for name, _ in module.parameters)
-    body = f"<table>{body}</table>" if body else ""
-    body += "".join(_module(inner, plan, depth + 1) for inner in module.modules)
+    body = [_table(_parameter(module.path, name, name, plan) for name, _ in module.parameters)]
+    rows: list[str] = []
+    for inner in module.modules:
+        if inner.modules or inner.count > 1:
+            body += [_table(rows), _module(inner, plan, depth + 1)]
+            rows = []
+        else:
+            rows += (_parameter(inner.path, name, f"{inner.name}.{name}", plan) for name, _ in inner.parameters)
+    body.append(_table(rows))
     return (
-        f'<details class="module" data-name="{escape(module.path)}"{" open" if depth < 3 else ""}><summary>'
-        f"<code>{escape(module.name)}</code>{count}{size}</summary>{body}</details>"
+        f'<details class="module" data-name="{escape(module.path)}"{" open" if depth < 4 else ""}><summary>'
+        f"<code>{escape(module.name)}</code>{count}{size}</summary>{''.join(body)}</details>"
     )
 
 
-def _parameter(path: str, name: str, plan: Record) -> str:
+def _table(rows: Iterable[str]) -> str:
+    text = "".join(rows)
+    return f'<table class="tensors">{text}</table>' if text else ""
+
+
+def _parameter(path: str, name: str, shown: str, plan: Record) -> str:
     full = f"{path}.{name}" if path else name
     parameter = plan.parameters[full]
     use = parameter.in_use[0] if parameter.in_use else parameter.at_rest
@@ -141,7 +153,7 @@ def _parameter(path: str, name: str, plan: Record) -> str:
     shape = " × ".join(f"{length:,}" for length in parameter.shape)
     uses = list(dict.fromkeys(" ".join(layout) for layout in parameter.in_use)) or ["nowhere"]
     return (
-        f'<tr class="parameter" data-name="{escape(full)}"><td><code>{escape(name)}</code><br>'
+        f'<tr class="parameter" data-name="{escape(full)}"><td><code>{escape(shown)}</code><br>'
         f'<span class="dim">{shape}</span></td>'
         f"<td>{tensor_svg(parameter.shape, parameter.at_rest, plan.mesh)}</td>"
         f'<td class="dim">at rest<br><code>{escape(" ".join(parameter.at_rest))}</code></td>'
