@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from autopar.planning.presets import Preset, register_preset
     from autopar.report.comparison import Comparison
     from autopar.report.difference import Difference, difference
+    from autopar.report.fit import Fit, fit
+    from autopar.report.html import save_report
     from autopar.report.simulation import Simulation, simulate
     from autopar.runtime.attempts import init_process_group
     from autopar.runtime.clip import clip_grad_norm_
@@ -38,6 +40,8 @@ MODULES = {
     "autopar.planning.presets": ("Preset", "register_preset"),
     "autopar.report.comparison": ("Comparison",),
     "autopar.report.difference": ("Difference", "difference"),
+    "autopar.report.fit": ("Fit", "fit"),
+    "autopar.report.html": ("save_report",),
     "autopar.report.simulation": ("Simulation", "simulate"),
     "autopar.runtime.attempts": ("init_process_group",),
     "autopar.runtime.clip": ("clip_grad_norm_",),
@@ -70,6 +74,7 @@ __all__ = [
     "CostMode",
     "Device",
     "Difference",
+    "Fit",
     "Level",
     "Lowering",
     "Metrics",
@@ -82,6 +87,7 @@ __all__ = [
     "clip_grad_norm_",
     "compare",
     "difference",
+    "fit",
     "init_process_group",
     "parallelize",
     "plan",
@@ -93,5 +99,6 @@ __all__ = [
     "register_preset",
     "register_rule",
     "register_solver",
+    "save_report",
     "simulate",
 ]

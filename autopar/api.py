@@ -24,12 +24,14 @@ from autopar.planning.reading import cluster_of, optimizer_of, refreshed
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
 from autopar.report.comparison import Comparison
+from autopar.report.telling import Ticker
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
 from autopar.runtime.modes import Modes
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
+from autopar.solve import AUTO
 
 
 def plan(
@@ -39,7 +41,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
@@ -57,9 +59,10 @@ def plan(
     the output's `.loss`, or a scalar output, is the loss. `cluster` is a name, the path of a file, or a `Cluster`. If
     it is None, plans are for "local", and `parallelize` on a CUDA mesh plans for "dgx-h100".
 
-    `solver` is "dp" (dynamic programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel),
-    "fsdp", "megatron", "megatron_sp", or those of papers, "atp" (ATP 3.2), "par4d" (Par4D III), "meshslice" (MeshSlice
-    2.3; see `autopar.planning.presets`).
+    `solver` is "auto" (the default: what "dp" finds, or a preset's plan where its step is shorter), "dp" (dynamic
+    programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp", "megatron",
+    "megatron_sp", or those of papers, "atp" (ATP 3.2), "par4d" (Par4D III), "meshslice" (MeshSlice 2.3; see
+    `autopar.planning.presets`).
 
     `cost` is one of
 
@@ -154,13 +157,13 @@ def compare(
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
     captured once.
 
-    Arguments as for `plan`; `solvers` are "dp" and all presets if not given. A solver without a plan (no plan keeps the
-    limit, a preset does not fit the batch) has its error in the place of a plan. `report` gets the part that is done,
-    from 0 to 1, and what is next. Raises ValueError for arguments that no plan could take.
+    Arguments as for `plan`; `solvers` are "auto" and all presets if not given. A solver without a plan (no plan keeps
+    the limit, a preset does not fit the batch) has its error in the place of a plan. `report` gets the part that is
+    done, from 0 to 1, and what is next. Raises ValueError for arguments that no plan could take.
     """
-    solvers = ("dp", *PRESETS) if solvers is None else solvers
+    solvers = (AUTO, *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
-        raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['dp', 'fsdp']")
+        raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['auto', 'fsdp']")
     requests = [
         Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
         for solver in solvers
@@ -177,7 +180,7 @@ def compare(
     for mesh, machine in cases:
         check_mesh(mesh)
         named_cluster(machine)
-    report(0.0, "capture")
+    report(0.0, "reading the model")
     planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer)
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
@@ -202,7 +205,7 @@ def parallelize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
@@ -284,7 +287,7 @@ def parallelize(
     if plan is None and cost == "profiled":
         plan, _ = profiled(planner, mesh, request)
     elif plan is None:
-        plan = on_first_rank(partial(planner.planned, request), mesh)
+        plan = on_first_rank(partial(_planned_aloud, planner, request), mesh)
     program = None
     try:
         program = planner.program(plan)
@@ -302,6 +305,12 @@ def parallelize(
         model, planner.captured, program, plan, mesh, again,
         whole_outputs=whole_outputs, verifier=verifier, padder=padder,
     )  # fmt: skip
+
+
+def _planned_aloud(planner: Planner, request: Request) -> Plan:
+    """The plan; on standard error it says that it is planning, if that takes a while."""
+    with Ticker("autopar: planning"):
+        return planner.planned(request)
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]

@@ -25,7 +25,7 @@ GAIN = 1e-3
 
 
 def planner_of(layers: int) -> Any:
-    from autopar.cli.common import load
+    from autopar.cli.loading import load
     from autopar.planning.planner import Planner
 
     model = load("hf:LlamaConfig", {"num_hidden_layers": layers}, batch=64, sequence=4096, dtype="bfloat16")

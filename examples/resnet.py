@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="height and width of an image")
     parser.add_argument("--width", type=int, default=32, help="channels of the first stage")
     parser.add_argument("--blocks", type=int, nargs="+", default=[2, 2, 2], help="basic blocks of each stage")
-    parser.add_argument("--solver", default="dp", help="dp, ilp, or a preset: ddp, fsdp, megatron, megatron_sp")
+    parser.add_argument("--solver", default="auto", help="auto, dp, ilp, or a preset: ddp, fsdp, megatron, megatron_sp")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = ResNet(options.blocks, options.width)

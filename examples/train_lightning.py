@@ -26,7 +26,7 @@ FEATURES, CLASSES, BATCH = 16, 5, 8
 class Classifier(lightning.LightningModule):
     """`configure_model` is where Lightning has a mesh, and so where the module is made parallel."""
 
-    def __init__(self, solver: str = "dp") -> None:
+    def __init__(self, solver: str = "auto") -> None:
         super().__init__()
         self.solver = solver
         self.network: Any = None

@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="at least 2")
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
     parser.add_argument("--sequence", type=int, default=128, help="bytes in a sequence")
-    parser.add_argument("--solver", default="dp", help="dp, ilp, or a preset: ddp, fsdp, megatron, megatron_sp")
+    parser.add_argument("--solver", default="auto", help="auto, dp, ilp, or a preset: ddp, fsdp, megatron, megatron_sp")
     options = parser.parse_args()
     if options.steps < 2:
         parser.error(f"--steps {options.steps}: give at least 2")

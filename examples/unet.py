@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--down", choices=["conv", "pool"], default="conv", help="strided convolution, or max pool")
     up = "transposed convolution, or upsample"
     parser.add_argument("--up", choices=["conv", "nearest", "bilinear"], default="conv", help=up)
-    parser.add_argument("--solver", default="dp", help="dp, ilp, or a preset: ddp, fsdp, megatron, megatron_sp")
+    parser.add_argument("--solver", default="auto", help="auto, dp, ilp, or a preset: ddp, fsdp, megatron, megatron_sp")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = UNet(options.channels, options.norm, options.down, options.up)

@@ -30,7 +30,7 @@ sys.path[:0] = [path for path in (str(ROOT / "tests"), str(ROOT / "examples")) i
 
 from golden_text import differences, group_lines, plan_lines, program_lines  # noqa: E402
 
-from autopar.cli.common import Loaded, load  # noqa: E402
+from autopar.cli.loading import Loaded, load  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
 
 CLUSTER = "dgx-h100"

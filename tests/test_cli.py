@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 import autopar
 from autopar.cli import app
-from autopar.cli.common import byte_count, constraints, load, mesh_shape, parsed
+from autopar.cli.common import byte_count, constraints, mesh_shape, parsed
+from autopar.cli.loading import load
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 
@@ -141,7 +142,7 @@ def test_compare_takes_meshes_and_clusters(tmp_path: Path) -> None:
         assert (plan["solver"], plan["cluster"], plan["mesh"]) == (solver, cluster, {"a": int(mesh[2:])})
     text = autopar_(*arguments).stdout
     assert text.count("all_reduce") >= 4  # the gradients of data parallel plans
-    assert text.splitlines()[0].split()[:3] == ["solver", "step", "compute"]
+    assert text.splitlines()[0].split()[:3] == ["solver", "step", "peak"]
 
 
 def test_compare_on_another_mesh_is_what_a_planner_for_it_finds() -> None:
@@ -248,7 +249,7 @@ def test_check_compares_a_model_with_pytorch() -> None:
     arguments = ["check", "test_cli:build", "--set", "width=8", "--mesh", "dp=2", "--plans", "1", "--steps", "2"]
     assert "random 0" in autopar_(*arguments).stdout
     found = json.loads(autopar_(*arguments, "--json").stdout)
-    assert found["equal"] and found["rows"][0]["plan"] == "dp" and found["rows"][0]["errors"]["loss"] <= 1e-12
+    assert found["equal"] and found["rows"][0]["plan"] == "auto" and found["rows"][0]["errors"]["loss"] <= 1e-12
 
 
 def test_check_fails_where_something_differs_or_is_refused() -> None:

@@ -14,7 +14,14 @@ import typer
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import COMMANDS, app, telling
+from autopar.cli import COMMANDS, app, names
+from autopar.cli.working import STEPS_OF_READING
+from autopar.cost.optimizers import OPTIMIZERS
+from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS
+from autopar.planning.costs import COSTS
+from autopar.planning.presets import PRESETS
+from autopar.report import telling
+from autopar.solve import AUTO, SOLVERS
 
 
 def autopar_(*arguments: str) -> Any:
@@ -24,17 +31,28 @@ def autopar_(*arguments: str) -> Any:
 # --- without PyTorch
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_do_not_import_pytorch(argument: str) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["profiles", "list", "--help"]]
+)
+def test_help_and_version_do_not_import_pytorch(arguments: list[str]) -> None:
     """PyTorch takes seconds to import; `--help` takes 0.2 s."""
     code = (
         "import sys\nfrom autopar.cli import main\n"
-        f"sys.argv = ['autopar', {argument!r}]\n"
-        "try:\n    main()\nfinally:\n    print(sorted({'torch', 'autopar.planning'} & {*sys.modules}), file=sys.stderr)"
+        f"sys.argv = {['autopar', *arguments]}\n"
+        "try:\n    main()\nfinally:\n    print(sorted({'torch', 'autopar.api'} & {*sys.modules}), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr.splitlines()[-1] == "[]"
     assert "autopar" in done.stdout
+
+
+def test_the_names_in_help_are_those_of_the_tables() -> None:
+    import_module("autopar.api")  # which registers the modes that measure
+    assert tuple(SOLVERS.own) == names.SOLVERS and names.AUTO == AUTO
+    assert tuple(PRESETS.own) == names.PRESETS
+    assert {*COSTS.own, "hybrid", "profiled"} == {*names.COSTS} and {*names.COSTS} <= {*COSTS}
+    assert tuple(OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(f"{step.name}:" for step in (CAPTURE, SEEDS, ROUTING, MASKS)) == STEPS_OF_READING
 
 
 def test_autopar_is_a_module_that_runs() -> None:

@@ -81,7 +81,7 @@ def test_repr_is_one_line_and_notebooks_get_the_page() -> None:
     made = plan("megatron")
     assert "\n" not in repr(made) and "Deep" in repr(made) and "megatron" in repr(made)
     html = made._repr_html_()
-    assert html.startswith("<pre") and "where the step goes" in html
+    assert html.startswith('<div class="autopar">') and "where the step goes" in html
 
 
 # --- its figures

@@ -68,7 +68,7 @@ def test_two_steps_with_random_numbers_buffers_and_a_checkpoint_are_equal() -> N
     model = Block()
     found = check(model, MESH, (torch.randn(5, 6),), plans=2, steps=2)
     assert found.equal, str(found)
-    assert found.rows[0].plan == "dp" and len(found.rows) == 3
+    assert found.rows[0].plan == "auto" and len(found.rows) == 3
     assert {"loss", "gradients", "buffers", "parameters"} <= found.rows[0].errors.keys()
     assert all(row.errors["buffers"] <= 1e-12 for row in found.rows)
 

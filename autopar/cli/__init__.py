@@ -5,6 +5,7 @@ What is here does not import PyTorch: a command's module is imported when the co
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .telling import Ticker
+from autopar.report.telling import notes
+
+from .configured import FILE, configured
 
 PLANS, MACHINES, PROFILED = "Plans", "Machines", "Profiled costs"
 
@@ -33,9 +36,11 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "plan": Command("plans", PLANS, "Plan a model on a mesh, without devices."),
     "show": Command("plans", PLANS, "Print a saved plan."),
+    "report": Command("reporting", PLANS, "Write a saved plan as one HTML page, to look at, search and hand on."),
     "explain": Command("questions", PLANS, "Why something is planned as it is, and what else it could be."),
     "diff": Command("questions", PLANS, "What changes from one saved plan to another."),
     "what-if": Command("questions", PLANS, "Plan again with something changed, and show what that changes."),
+    "fit": Command("fitting", PLANS, "Which numbers of devices, meshes and strategies fit a model, ranked."),
     "compare": Command("plans", PLANS, "Plans of several solvers, presets, meshes and clusters side by side."),
     "simulate": Command("plans", PLANS, "Show how long a step takes, when everything runs, and what overlap hides."),
     "check": Command("plans", PLANS, "Run a model's plan on simulated ranks, and compare it with PyTorch."),
@@ -68,11 +73,23 @@ class Commands(TyperGroup):
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
             ctx.fail(f"No such command {name!r}: {hint}")
         is_help = "--help" in rest
-        with Ticker("loading PyTorch", enabled="torch" not in sys.modules and not is_help):
-            module = import_module(f".{COMMANDS[name].module}", __name__)
+        module = import_module(f".{COMMANDS[name].module}", __name__)
         every = typer.Typer()
         module.add(every)
-        return name, typer.main.get_group(every).commands[name], rest
+        command = typer.main.get_group(every).commands[name]
+        if is_help:
+            return name, command, rest
+        options = {text.lstrip("-"): parameter for parameter in command.params for text in parameter.opts}
+        try:
+            found = configured(name, options, rest)
+        except ValueError as error:
+            notes().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+        FROM_FILE[:] = found.words
+        if found.words:
+            notes().print(f"{FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)
+        ctx.default_map = {name: dict(found.defaults)}
+        return name, command, [*found.arguments, *rest]
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -95,6 +112,9 @@ def root(
 
 TYPED: list[str] = []
 """The words of the command line as a person typed them; none where the library runs a command."""
+
+FROM_FILE: list[str] = []
+"""What `autopar.toml` adds to them."""
 
 
 def main() -> None:

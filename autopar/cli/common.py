@@ -1,38 +1,26 @@
-"""What commands share: their options, their output, and the model that an argument names (module:callable, or
-hf:ConfigClass)."""
+"""What commands share: their options and their output."""
 
 import functools
 import importlib
 import importlib.util
-import inspect
 import json
 import math
 import os
 import re
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import nn
 
-from autopar.cost.optimizers import OPTIMIZERS
-from autopar.extensions import nearest
-from autopar.planning.costs import COSTS
-from autopar.planning.plan import Plan
-from autopar.planning.presets import PRESETS
-from autopar.planning.provenance import Source
-from autopar.solve import SOLVERS
+from autopar.planning.rendering import page_width
+from autopar.report.telling import Ticker, notes
 
-from . import TYPED
-from .telling import Ticker, notes
+from .names import COSTS, OPTIMIZERS, PRESETS, SOLVERS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,9 +29,8 @@ BAD_INPUT = 2
 
 
 def out() -> Console:
-    """Standard output, 200 columns wide unless it is a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    """Standard output, as wide as the pages that are printed."""
+    return Console(highlight=False, width=page_width())
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
@@ -51,6 +38,8 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(command)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with Ticker("loading PyTorch", enabled="torch" not in sys.modules):
+            importlib.import_module("autopar.api")
         try:
             return command(*args, **kwargs)
         except ValueError as error:
@@ -96,7 +85,12 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
 UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}
 
-Model = Annotated[str, typer.Argument(help="module:callable, or hf:ConfigClass such as hf:LlamaConfig.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="module:callable, hf:ConfigClass such as hf:LlamaConfig, or a config.json of Hugging Face or its folder."
+    ),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE of the configuration, or of the callable. Repeatable.")
 ]
@@ -194,80 +188,6 @@ def optimizer_of(text: str) -> str | float:
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
 
 
-HEADS = (
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_MASKED_LM_MAPPING",
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
-)
-"""A configuration of Hugging Face gets the first of these heads that it has: masked before causal, since encoders have
-both."""
-
-IMAGE_SIZE = 224
-"""The size that ImageNet's images are cut to, for models that take any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A model and its global example inputs."""
-
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any]
-    loss_fn: Callable[[Any], torch.Tensor] | None = None
-
-
-def recorded(plan: Plan, model: str, settings: Sequence[str], *, batch: int, sequence: int, dtype: str) -> Plan:
-    """The plan with the command that made it, and what builds its model again."""
-    values = dict(setting.split("=", 1) for setting in settings)
-    source = Source(model=model, settings=values, batch=batch, sequence=sequence, dtype=dtype)
-    return with_source(plan, source)
-
-
-def with_source(plan: Plan, source: Source) -> Plan:
-    """The plan with what builds its model, and the command as it was typed."""
-    if plan.provenance is None:
-        return plan
-    command = shlex.join(["autopar", *TYPED]) if TYPED else ""
-    return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
-
-
-def source_of(plan: Plan, source: Source | None = None) -> Source:
-    """What builds a plan's model: another `source`, or that of the plan. Raises ValueError if neither says it."""
-    source = source or (plan.provenance.source if plan.provenance is not None else None)
-    if source is None:
-        raise ValueError(
-            f"the plan does not say how to build its model {plan.model}: give --model, and --set, --batch, --seq and "
-            f"--dtype as autopar plan takes them (plans that it writes say it themselves)"
-        )
-    return source
-
-
-def built(plan: Plan, source: Source | None = None) -> Loaded:
-    """The model of a plan, built as it was for it, or from another `source`. Raises ValueError if neither says how."""
-    source = source_of(plan, source)
-    settings = parsed([f"{key}={value}" for key, value in source.settings.items()])
-    return load(source.model, settings, batch=source.batch, sequence=source.sequence, dtype=source.dtype)
-
-
-def load(
-    spec: str, settings: Mapping[str, Any], *, batch: int, sequence: int, dtype: str, device: str = "meta"
-) -> Loaded:
-    """The model that `spec` names; one of Hugging Face is built on `device`.
-
-    Raises ValueError if it names nothing, or nothing that builds a model."""
-    module, colon, name = spec.partition(":")
-    if not colon or not module or not name:
-        raise ValueError(f"model {spec!r}: write module:callable, such as train:build, or hf:LlamaConfig")
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        close = nearest(dtype, ("float32", "bfloat16", "float16", "float64"))
-        raise ValueError(f"--dtype is {dtype!r}{close}: give float32, bfloat16, float16 or float64")
-    if module == "hf":
-        return _hugging_face(name, settings, batch, sequence, kind, device)
-    return _called(module, name, settings, batch, sequence, kind)
-
-
 def parsed(settings: Sequence[str]) -> dict[str, Any]:
     """Parses KEY=VALUE texts; a value is JSON, or else a text."""
     values: dict[str, Any] = {}
@@ -284,71 +204,3 @@ def parsed(settings: Sequence[str]) -> dict[str, Any]:
                 f"--set {key} is a JSON value that cannot be read ({error}): write a simpler one"
             ) from error
     return values
-
-
-def _hugging_face(
-    name: str, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype, device: str
-) -> Loaded:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(f"hf:{name} needs transformers: pip install 'autopar[hf]'") from error
-    make = getattr(transformers, name, None)
-    if not inspect.isclass(make) or not issubclass(make, transformers.PretrainedConfig):
-        close = nearest(name, [known for known in dir(transformers) if known.endswith("Config")])
-        raise ValueError(f"transformers has no configuration {name!r}{close}: give its class, such as hf:LlamaConfig")
-    config = make(**{"use_cache": False, **settings})
-    unknown = [key for key in settings if not hasattr(make(), key)]
-    if unknown:
-        close = nearest(unknown[0], [key for key in vars(make()) if not key.startswith("_")])
-        raise ValueError(f"{name} has no {', '.join(unknown)}{close}: see its documentation for what --set may name")
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0
-    heads = [mapping[make] for head in HEADS if make in (mapping := getattr(transformers, head))]
-    if not heads:
-        raise ValueError(
-            f"transformers has no model with a loss for {name}: write a callable, and give module:callable"
-        )
-    head = heads[0][0] if isinstance(heads[0], tuple) else heads[0]
-    with torch.device(device):
-        model = head(config).to(dtype)
-        if "pixel_values" in inspect.signature(model.forward).parameters:
-            size = getattr(config, "image_size", IMAGE_SIZE)
-            size = size if isinstance(size, list | tuple) else (size, size)
-            pixels = torch.zeros(batch, config.num_channels, *size, dtype=dtype)
-            return Loaded(model=model, kwargs={"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)})
-    # real tokens, since routers send them to experts by their values when programs are measured
-    tokens = torch.randint(
-        config.get_text_config().vocab_size, (batch, sequence), generator=torch.Generator().manual_seed(0)
-    )
-    return Loaded(model=model, kwargs={"input_ids": tokens, "labels": tokens})
-
-
-def _called(
-    module: str, name: str, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype
-) -> Loaded:
-    sys.path.insert(0, "")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {module}:{name}: {error}") from error
-    finally:
-        sys.path.remove("")
-    taken = inspect.signature(make).parameters
-    offered = {"batch": batch, "sequence": sequence, "dtype": dtype}
-    given = {key: value for key, value in offered.items() if key in taken} | dict(settings)
-    try:
-        inspect.signature(make).bind(**given)
-    except TypeError as error:
-        raise ValueError(f"{module}:{name}{inspect.signature(make)}: {error}; give arguments with --set") from error
-    result = make(**given)
-    parts = result if isinstance(result, tuple) else (result,)
-    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
-        raise ValueError(
-            f"{module}:{name} returned {type(result).__name__}: return (model, inputs) or (model, inputs, loss_fn), "
-            "where inputs are the global example inputs, a tuple of positional or a dict of named ones"
-        )
-    model, inputs, loss_fn = (*parts, None)[:3]
-    if isinstance(inputs, Mapping):
-        return Loaded(model=model, kwargs=inputs, loss_fn=loss_fn)
-    return Loaded(model=model, args=tuple(inputs), kwargs={}, loss_fn=loss_fn)

@@ -9,25 +9,36 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.table import Table
 
-from autopar import lab
-from autopar.cluster.calibration import Prediction, check, compute_check, fit
-from autopar.cluster.library import CLUSTERS, named_cluster, read_cluster
-from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import KINDS, interpolated
-from autopar.cluster.machine import Cluster, Device
-from autopar.cluster.measurements import Measurements
-from autopar.planning.plan import bytes_text, seconds_text
-from autopar.runtime.measure import measured_here
-from autopar.runtime.measure.operators import matmul_flops_per_second
+from autopar.planning.texts import bytes_text, seconds_text
+from autopar.report.telling import notes
 
 from .common import integers, out, progress, reports_bad_input, writable
-from .telling import notes
+from .later import Later
+
+if TYPE_CHECKING:
+    import torch
+
+    from autopar import lab
+    from autopar.cluster import calibration, library, measurements
+    from autopar.cluster.library import write
+    from autopar.cluster.machine import Cluster, Device
+    from autopar.runtime import measure
+    from autopar.runtime.measure import operators
+else:
+    torch = Later("torch")
+    lab = Later("autopar.lab")
+    calibration = Later("autopar.cluster.calibration")
+    library = Later("autopar.cluster.library")
+    measurements = Later("autopar.cluster.measurements")
+    write = Later("autopar.cluster.library.write")
+    measure = Later("autopar.runtime.measure")
+    operators = Later("autopar.runtime.measure.operators")
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
@@ -92,7 +103,7 @@ def _shape(nodes: int, ranks: int, inter: str, intra: str, levels: str | None) -
 
 
 def _emulated(name: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
-    cluster = named_cluster(name)
+    cluster = library.named_cluster(name)
     if sizes is not None:
         parts = integers(sizes, "--sizes")
     elif cluster.devices <= 8:
@@ -104,7 +115,7 @@ def _emulated(name: str, sizes: str | None, scale: str, dtype: str, threads: int
         return lab.part_of(cluster, parts, _number(scale, "--scale"))
     lab.check_part(cluster, parts)
     flat = lab.flat(math.prod(parts), "10gbit")
-    here = statistics.median(lab.run(flat, matmul_flops_per_second, threads=threads, timeout_seconds=120.0))
+    here = statistics.median(lab.run(flat, operators.matmul_flops_per_second, threads=threads, timeout_seconds=120.0))
     divisor = lab.divisor(cluster, here, dtype)
     notes().print(f"{here / 1e9:.3g} GFLOP/s a rank here: rates divided by {divisor:.4g}")
     return lab.part_of(cluster, parts, divisor)
@@ -144,20 +155,20 @@ def calibrate_command(
         raise ValueError("nothing to do: give --out FILE, --check FILE or --save FILE")
     writable(out_file, "--out")
     writable(save, "--save")
-    checked = named_cluster(check_file) if check_file is not None else None
+    checked = library.named_cluster(check_file) if check_file is not None else None
     measured = _measured(levels, rounds, device, read)
     if measured is None:
         return
     if save is not None:
         save.write_text(json.dumps(measured.to_json(), indent=1))
-    cluster = checked or fit(measured, name or (out_file.stem if out_file is not None else "calibrated"))
+    cluster = checked or calibration.fit(measured, name or (out_file.stem if out_file is not None else "calibrated"))
     if checked is None and out_file is not None:
         when = datetime.datetime.now(datetime.UTC).date().isoformat()
         ranks = math.prod(measured.levels)
         source = f"autopar calibrate, {when}: {ranks} ranks, {measured.backend}, torch {torch.__version__}"
-        summary = _summary(check(measured, _formulas(cluster)))
+        summary = _summary(calibration.check(measured, _formulas(cluster)))
         heading = f"Made by autopar calibrate, {when}; medians of {measured.rounds} rounds. By the levels alone:"
-        out_file.write_text(cluster_toml(cluster, source, f"{heading}\n{summary}"))
+        out_file.write_text(write.cluster_toml(cluster, source, f"{heading}\n{summary}"))
         notes().print(f"wrote {out_file}")
     _print_check(measured, cluster if checked is not None else _formulas(cluster))
 
@@ -167,22 +178,22 @@ def _formulas(cluster: Cluster) -> Cluster:
     return replace(cluster, groups=())
 
 
-def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -> Measurements | None:
+def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -> measurements.Measurements | None:
     """On the first rank, or read from a file; None on other ranks."""
     if read is not None:
-        return Measurements.load(read)
+        return measurements.Measurements.load(read)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     sizes = None if levels is None else integers(levels, "--levels")
     with progress() as tell:
-        rank, measured = measured_here(
+        rank, measured = measure.measured_here(
             sizes, rounds=rounds, device_type=device, report=lambda rank: tell if rank == 0 else lambda part, what: None
         )
     return measured if rank == 0 else None
 
 
-def _print_check(measured: Measurements, cluster: Cluster) -> None:
-    rows = check(measured, cluster)
+def _print_check(measured: measurements.Measurements, cluster: Cluster) -> None:
+    rows = calibration.check(measured, cluster)
     sizes = sorted({row.bytes for row in rows})
     table = Table("collective", "axis", *(bytes_text(size) for size in sizes), title="predicted / measured, ms")
     for (kind, axis), same in itertools.groupby(rows, key=lambda row: (row.kind, row.axis)):
@@ -190,18 +201,18 @@ def _print_check(measured: Measurements, cluster: Cluster) -> None:
         table.add_row(kind, axis, *(_cell(by_size[size]) for size in sizes))
     out().print(table)
     products = Table("product", "dtype", "predicted", "measured", "error")
-    for dtype, shape, predicted, seconds in compute_check(measured, cluster):
+    for dtype, shape, predicted, seconds in calibration.compute_check(measured, cluster):
         error = f"{predicted / seconds - 1:+.0%}"
         products.add_row(shape, dtype, seconds_text(predicted), seconds_text(seconds), error)
     out().print(products)
     out().print(_summary(rows))
 
 
-def _cell(row: Prediction) -> str:
+def _cell(row: calibration.Prediction) -> str:
     return f"{row.predicted_seconds * 1e3:.3g} / {row.measured_seconds * 1e3:.3g} {row.error:+.0%}"
 
 
-def _summary(rows: list[Prediction]) -> str:
+def _summary(rows: list[calibration.Prediction]) -> str:
     """The errors of predictions, by axes and sizes."""
     lines = []
     for fitted, small in itertools.product((True, False), (True, False)):
@@ -225,7 +236,7 @@ def clusters_command(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """The library of clusters, or one of them."""
-    clusters = dict(sorted(CLUSTERS.items())) if name is None else {name: _cluster(name)}
+    clusters = dict(sorted(library.CLUSTERS.items())) if name is None else {name: _cluster(name)}
     if as_json:
         out().print_json(json.dumps({key: _facts(cluster) for key, cluster in clusters.items()}))
         return
@@ -280,7 +291,7 @@ def _memory(device: Device) -> str:
 
 
 def _cluster(name: str) -> Cluster:
-    return read_cluster(name) if Path(name).is_file() else named_cluster(name)
+    return library.read_cluster(name) if Path(name).is_file() else library.named_cluster(name)
 
 
 def _facts(cluster: Cluster) -> dict[str, object]:

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from autopar.api import compare
-from autopar.api import plan as planned
-from autopar.planning.plan import Plan
-from autopar.report.figure import draw, draw_timeline
-from autopar.report.simulation import merged, simulate
-from autopar.testing import check
+from autopar.planning.rendering import page_width
 
 from . import common
+from .later import Later
+from .names import AUTO
 from .questions import reopened
 from .working import working
+
+if TYPE_CHECKING:
+    import torch
+
+    from autopar import api, testing
+    from autopar.planning import plan as planning
+    from autopar.report import figure as figures
+    from autopar.report import simulation as simulations
+
+    from . import loading
+else:
+    torch = Later("torch")
+    api = Later("autopar.api")
+    testing = Later("autopar.testing")
+    planning = Later("autopar.planning.plan")
+    figures = Later("autopar.report.figure")
+    simulations = Later("autopar.report.simulation")
+    loading = Later("autopar.cli.loading")
 
 
 def add(app: typer.Typer) -> None:
@@ -43,7 +57,7 @@ def plan_command(
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     cost: common.Cost = "analytical",
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
@@ -58,10 +72,10 @@ def plan_command(
     Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
     """
     common.writable(save, "--out")
-    Plan.check_path(save)
+    planning.Plan.check_path(save)
     with working():
-        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        plan = planned(
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        plan = api.plan(
             loaded.model,
             "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh),
             loaded.args,
@@ -75,7 +89,7 @@ def plan_command(
             constraints=common.constraints(pin or []),
             effort=effort,
         )
-    plan = common.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
+    plan = loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
         plan.save(save)
     _print(plan, as_json, full)
@@ -91,7 +105,7 @@ def compare_command(
     dtype: common.Dtype = "float32",
     cluster: Annotated[list[str] | None, typer.Option(help="Of the library, or a TOML file. Repeatable.")] = None,
     solver: Annotated[
-        list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; dp and presets if not given.")
+        list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; auto and presets if not given.")
     ] = None,
     cost: common.Cost = "analytical",
     memory_limit: common.Limit = None,
@@ -102,10 +116,11 @@ def compare_command(
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
     common.drawable(figure)
-    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
     meshes, limit = [common.mesh_shape(text) for text in mesh], common.byte_count(memory_limit)
     with common.progress() as tell:
-        comparison = compare(
+        tell(0.0, "reading the model")
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        comparison = api.compare(
             loaded.model,
             meshes,
             loaded.args,
@@ -120,12 +135,13 @@ def compare_command(
             report=tell,
         )
     if figure is not None:
-        draw(comparison, figure)
+        figures.draw(comparison, figure)
     if as_json:
         typer.echo(json.dumps(comparison.to_json()))
     else:
-        typer.echo(f"{comparison}\n\n{comparison.collectives()}")
-    if not any(isinstance(result, Plan) for result in comparison.results.values()):
+        width = page_width()
+        typer.echo(f"{comparison.text(width)}\n\n{comparison.collectives(width)}")
+    if not any(isinstance(result, planning.Plan) for result in comparison.results.values()):
         raise typer.Exit(1)
 
 
@@ -139,7 +155,7 @@ def simulate_command(
     dtype: common.Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file; the plan's with --plan.")] = None,
     plan: Annotated[Path | None, typer.Option(help="What plan --out wrote, for the same model.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
@@ -155,7 +171,7 @@ def simulate_command(
 
     Example: autopar simulate hf:LlamaConfig --mesh dp=8,tp=8 --cluster dgx-h100 --dtype bfloat16 --trace step.json
     """
-    given = None if plan is None else Plan.load(plan)
+    given = None if plan is None else planning.Plan.load(plan)
     if given is None and mesh is None:
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
     if real is not None and trace is None:
@@ -163,8 +179,8 @@ def simulate_command(
     common.drawable(figure)
     common.writable(trace, "--trace")
     with working():
-        loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        simulation = simulate(
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        simulation = simulations.simulate(
             loaded.model,
             dict(given.mesh) if mesh is None and given is not None else common.mesh_shape(mesh or ""),
             loaded.args,
@@ -179,11 +195,11 @@ def simulate_command(
         )
     if trace is not None:
         timeline = simulation.timeline
-        trace.write_text(json.dumps(timeline.to_chrome() if real is None else merged(timeline, real)))
+        trace.write_text(json.dumps(timeline.to_chrome() if real is None else simulations.merged(timeline, real)))
     if figure is not None:
         used = simulation.plan
-        draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
-    typer.echo(json.dumps(simulation.to_json()) if as_json else simulation)
+        figures.draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
+    typer.echo(json.dumps(simulation.to_json()) if as_json else simulation.text(page_width()))
 
 
 @common.reports_bad_input
@@ -193,14 +209,14 @@ def show_command(
     as_json: common.AsJson = False,
 ) -> None:
     """Print a saved plan; the figures of one that was edited are computed again, if it says how its model is built."""
-    plan = Plan.load(path)
+    plan = planning.Plan.load(path)
     if plan.is_edited and plan.provenance is not None and plan.provenance.source is not None:
         with working():
             plan = reopened(plan)
     _print(plan, as_json, full)
 
 
-def _print(plan: Plan, as_json: bool, full: bool) -> None:
+def _print(plan: planning.Plan, as_json: bool, full: bool) -> None:
     typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
 
 
@@ -212,7 +228,7 @@ def check_command(
     sequence: common.Length = 16,
     settings: common.Settings = None,
     dtype: Annotated[str, typer.Option(help="In which everything is computed.")] = "float64",
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     plans: Annotated[int, typer.Option(min=0, help="Random plans beside it.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Of SGD.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the random plans and dropout.")] = 0,
@@ -224,11 +240,11 @@ def check_command(
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        loaded = common.load(
+        loaded = loading.load(
             model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu"
         )
     with working("checking"):
-        report = check(
+        report = testing.check(
             loaded.model,
             common.mesh_shape(mesh),
             loaded.args,
@@ -240,6 +256,6 @@ def check_command(
             dtype=getattr(torch, dtype),
             steps=steps,
         )
-    typer.echo(json.dumps(report.to_json()) if as_json else report)
+    typer.echo(json.dumps(report.to_json()) if as_json else report.text(page_width()))
     if not report.equal:
         raise typer.Exit(1)

@@ -5,22 +5,33 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from autopar.files import text_of
-from autopar.planning.plan import bytes_text, seconds_text
-from autopar.planning.planner import Planner
-from autopar.planning.request import Request
-from autopar.profile.database import Profiles as Database
-from autopar.profile.database import ProgramRow, default_path
-from autopar.runtime.profiled import profiled
-from autopar.runtime.profiler import ranks_here
+from autopar.planning.texts import bytes_text, seconds_text
+from autopar.report.telling import notes
 
 from . import common
-from .telling import notes
+from .later import Later
+from .names import AUTO
+
+if TYPE_CHECKING:
+    from autopar.planning import planner as planners
+    from autopar.planning import request as requests
+    from autopar.profile import database as databases
+    from autopar.runtime import profiled, profiler
+
+    from . import loading
+else:
+    planners = Later("autopar.planning.planner")
+    requests = Later("autopar.planning.request")
+    databases = Later("autopar.profile.database")
+    profiled = Later("autopar.runtime.profiled")
+    profiler = Later("autopar.runtime.profiler")
+    loading = Later("autopar.cli.loading")
 
 File = Annotated[Path | None, typer.Option("--profiles", help="The database; the user's own if not given.")]
 
@@ -48,7 +59,7 @@ def profile_command(
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
     cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file: what orders the search.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = "dp",
+    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
@@ -64,8 +75,8 @@ def profile_command(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     shape, limit, pins = common.mesh_shape(mesh), common.byte_count(memory_limit), common.constraints(pin or [])
-    loaded = common.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-    planner = Planner(
+    loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+    planner = planners.Planner(
         loaded.model,
         shape,
         loaded.args,
@@ -76,10 +87,10 @@ def profile_command(
         device_type=device,
         profiles=profiles,
     )
-    request = Request(solver=solver, memory_limit_bytes=limit, constraints=pins)
+    request = requests.Request(solver=solver, memory_limit_bytes=limit, constraints=pins)
     rank = int(os.environ.get("RANK", 0))
-    with common.progress(rank == 0) as tell, ranks_here(shape, device) as ranks:
-        plan, summary = profiled(planner, ranks, request, report=tell)
+    with common.progress(rank == 0) as tell, profiler.ranks_here(shape, device) as ranks:
+        plan, summary = profiled.profiled(planner, ranks, request, report=tell)
     if rank == 0:
         if save is not None:
             plan.save(save)
@@ -109,7 +120,9 @@ def show_command(
 ) -> None:
     """One segment program, and the slowest operators of its machine."""
     database = _opened(profiles)
-    matches: list[ProgramRow] = [row for row in database.rows("programs") if row.structure.startswith(program)]
+    matches: list[databases.ProgramRow] = [
+        row for row in database.rows("programs") if row.structure.startswith(program)
+    ]
     if not matches:
         raise ValueError(f"no program {program!r} in {database.path}: see autopar profiles list")
     for row in matches:
@@ -144,7 +157,7 @@ def import_command(
 ) -> None:
     """Add what export wrote."""
     text = text_of(file, str(file), "give the path of a file that profiles export wrote")
-    notes().print(f"read {Database(profiles).read(text)} rows")
+    notes().print(f"read {databases.Profiles(profiles).read(text)} rows")
 
 
 @common.reports_bad_input
@@ -160,8 +173,8 @@ def prune_command(
     notes().print(f"removed {_opened(profiles).prune(machine=machine, older_than_days=older_than)} rows")
 
 
-def _opened(path: Path | None) -> Database:
-    path = path or default_path()
+def _opened(path: Path | None) -> databases.Profiles:
+    path = path or databases.default_path()
     if not path.exists():
         raise ValueError(f"{path}: no profile database there; autopar profile creates one, or give --profiles FILE")
-    return Database(path)
+    return databases.Profiles(path)

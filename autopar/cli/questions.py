@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.api import plan as planned
-from autopar.api import read_plan
-from autopar.planning.explain.engine import request_of
-from autopar.planning.page import page_width
-from autopar.planning.plan import Plan
-from autopar.planning.provenance import Source
-from autopar.planning.reading import cluster_of, optimizer_of
-from autopar.report.difference import Difference, difference
+from autopar.planning.rendering import page_width
 
 from . import common
+from .later import Later
 from .working import working
+
+if TYPE_CHECKING:
+    from autopar import api
+    from autopar.planning import plan as planning
+    from autopar.planning import provenance, reading
+    from autopar.planning.explain import engine
+    from autopar.report import difference as differences
+
+    from . import loading
+else:
+    api = Later("autopar.api")
+    provenance = Later("autopar.planning.provenance")
+    reading = Later("autopar.planning.reading")
+    engine = Later("autopar.planning.explain.engine")
+    planning = Later("autopar.planning.plan")
+    differences = Later("autopar.report.difference")
+    loading = Later("autopar.cli.loading")
 
 PLAN = typer.Argument(help="What plan --out wrote.")
 
@@ -55,8 +66,8 @@ def explain_command(
 
     Example: autopar explain plan.json lm_head.weight --replan 3
     """
-    plan = Plan.load(path)
-    source = _source(plan, model, settings, batch, sequence, dtype)
+    plan = planning.Plan.load(path)
+    source = source_given(plan, model, settings, batch, sequence, dtype)
     with working():
         explanation = reopened(plan, source).explain(name, replan=replan)
     typer.echo(json.dumps(explanation.to_json()) if as_json else explanation.text(page_width()))
@@ -65,7 +76,7 @@ def explain_command(
 @common.reports_bad_input
 def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as_json: common.AsJson = False) -> None:
     """What changes from one saved plan to another: the step, the memory, what travels, and what moved."""
-    _show(difference(Plan.load(before), Plan.load(after)), as_json)
+    _show(differences.difference(planning.Plan.load(before), planning.Plan.load(after)), as_json)
 
 
 @common.reports_bad_input
@@ -90,14 +101,14 @@ def what_if_command(
     Example: autopar what-if plan.json --memory-limit 20GiB
     """
     common.writable(save, "--out")
-    Plan.check_path(save)
-    before = Plan.load(path)
-    source = changed(_source(before, model, None, None, None, None), before, settings, batch, sequence, dtype)
-    asked = request_of(before)
+    planning.Plan.check_path(save)
+    before = planning.Plan.load(path)
+    source = changed(source_given(before, model, None, None, None, None), before, settings, batch, sequence, dtype)
+    asked = engine.request_of(before)
     limit = common.byte_count(memory_limit)
     with working():
-        loaded = common.built(before, source)
-        after = planned(
+        loaded = loading.built(before, source)
+        after = api.plan(
             loaded.model,
             dict(before.mesh) if mesh is None else common.mesh_shape(mesh),
             loaded.args,
@@ -105,29 +116,29 @@ def what_if_command(
             loss_fn=loaded.loss_fn,
             solver=solver or asked.solver,
             cost=asked.cost,
-            cluster=cluster_of(before) if cluster is None else cluster,
+            cluster=reading.cluster_of(before) if cluster is None else cluster,
             memory_limit_bytes=asked.memory_limit_bytes if limit is None else limit,
-            optimizer=optimizer_of(before) if optimizer is None else common.optimizer_of(optimizer),
+            optimizer=reading.optimizer_of(before) if optimizer is None else common.optimizer_of(optimizer),
             constraints={**(asked.constraints or {}), **common.constraints(pin or [])},
         )
-    after = common.with_source(after, source)
+    after = loading.with_source(after, source)
     if save is not None:
         after.save(save)
-    _show(difference(before, after), as_json)
+    _show(differences.difference(before, after), as_json)
 
 
 def changed(
-    source: Source | None,
-    plan: Plan,
+    source: provenance.Source | None,
+    plan: planning.Plan,
     settings: list[str] | None,
     batch: int | None,
     sequence: int | None,
     dtype: str | None,
-) -> Source:
+) -> provenance.Source:
     """How the model is built, with what is given instead. Raises ValueError if nothing says how."""
-    source = common.source_of(plan, source)
+    source = loading.source_of(plan, source)
     values = {**source.settings, **dict(setting.partition("=")[::2] for setting in settings or [])}
-    return Source(
+    return provenance.Source(
         model=source.model,
         settings=values,
         batch=batch or source.batch,
@@ -136,27 +147,29 @@ def changed(
     )
 
 
-def _show(told: Difference, as_json: bool) -> None:
+def _show(told: differences.Difference, as_json: bool) -> None:
     typer.echo(json.dumps(told.to_json()) if as_json else told.text(page_width()))
 
 
-def _source(
-    plan: Plan,
+def source_given(
+    plan: planning.Plan,
     model: str | None,
     settings: list[str] | None,
     batch: int | None,
     sequence: int | None,
     dtype: str | None,
-) -> Source | None:
+) -> provenance.Source | None:
     """How to build the plan's model: as the plan says, or as given."""
     known = plan.provenance.source if plan.provenance is not None else None
     if model is None:
         return known
     values = dict(setting.partition("=")[::2] for setting in settings or [])
-    return Source(model=model, settings=values, batch=batch or 8, sequence=sequence or 128, dtype=dtype or "float32")
+    return provenance.Source(
+        model=model, settings=values, batch=batch or 8, sequence=sequence or 128, dtype=dtype or "float32"
+    )
 
 
-def reopened(plan: Plan, source: Source | None = None) -> Plan:
+def reopened(plan: planning.Plan, source: provenance.Source | None = None) -> planning.Plan:
     """A saved plan with its model. Raises ValueError if nothing says how to build it."""
-    loaded = common.built(plan, source)
-    return read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)
+    loaded = loading.built(plan, source)
+    return api.read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)

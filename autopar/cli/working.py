@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS
-
-from .telling import Ticker
+from autopar.report.telling import Ticker
 
 READING, SEARCHING = "reading the model", "searching"
 
-STEPS_OF_READING = tuple(f"{step.name}:" for step in (CAPTURE, SEEDS, ROUTING, MASKS))
+STEPS_OF_READING = ("capture:", "seeds:", "routing:", "masks:")
+"""How lines of the log begin before anything is searched (`autopar.passes.FLOW`)."""
 
 
 @contextmanager

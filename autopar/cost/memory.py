@@ -277,6 +277,34 @@ class _Phases(_TrainingStep):
             self.phases[name] = Phase(peak=Peak(**held, at=name), weight_bytes=size)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds while an instruction runs, or at the end of a step: the bytes of each of `KINDS`."""
+
+    phase: str
+    instruction: Node | None
+    parts: tuple[int, ...]
+
+
+def held(
+    program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache | None = None
+) -> tuple[Held, ...]:
+    """All moments that `peak` looks at, in their order, with what their bytes are."""
+    step = _Parts(program, optimizer, device_type, Memory(cache=cache or PlacementCache()))
+    step.peak()
+    return tuple(step.held)
+
+
+@dataclass(eq=False)
+class _Parts(_TrainingStep):
+    held: list[Held] = field(default_factory=list)
+
+    def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
+        super()._look(phase, inside, instruction)
+        parts = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
+        self.held.append(Held(phase, instruction, tuple(parts[kind] for kind in KINDS)))
+
+
 Metas = tuple[TensorMeta, ...]
 
 

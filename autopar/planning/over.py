@@ -54,26 +54,7 @@ def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], reques
         return plan.seconds if mode.by_timeline or mode.plan is not None else plan.objective_seconds, plan
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
-        on = planners[tuple(mesh.items())]
-        if on.effort.is_over and math.isfinite(below):
-            return math.inf
-        share, limit = min(1.0, on.effort.meshes_work / len(candidates)), on.limit(request)
-
-        def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
-            asked = replace(request, solver="dp", memory_limit_bytes=math.inf if limit is None else limit)
-            return on.search(asked, share=share).run(bounded=False, thorough=False, below=below, start=start)
-
-        start = None
-        if request.memory_limit_bytes is None:
-            free = descent(None)
-            matters = limit is not None and free.score.objective < below
-            if limit is None or not matters or on.steps.peaks_of(limit).estimate(free.assignment) <= limit:
-                return free.score.objective
-            start = free.assignment
-        try:
-            return descent(limit, start).score.objective
-        except Infeasible:
-            return math.inf
+        return quick_seconds(planners[tuple(mesh.items())], request, len(candidates), below)
 
     def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
         try:
@@ -85,3 +66,28 @@ def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], reques
     return best_mesh(
         candidates, first, planned, logger.info, planner.effort.mesh_finalists, lambda: planner.effort.is_over
     )
+
+
+def quick_seconds(on: OnMeshes, request: Request, meshes: int, below: float) -> float:
+    """The seconds of what one descent ends with on a planner's mesh, or infinity if nothing fits: what is looked at
+    on each of so many `meshes`, before the best are searched thoroughly. The descent ends early where the seconds are
+    clearly not `below`, and none begins that has no seconds left."""
+    if on.effort.is_over and math.isfinite(below):
+        return math.inf
+    share, limit = min(1.0, on.effort.meshes_work / meshes), on.limit(request)
+
+    def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
+        asked = replace(request, solver="dp", memory_limit_bytes=math.inf if limit is None else limit)
+        return on.search(asked, share=share).run(bounded=False, thorough=False, below=below, start=start)
+
+    start = None
+    if request.memory_limit_bytes is None:
+        free = descent(None)
+        matters = limit is not None and free.score.objective < below
+        if limit is None or not matters or on.steps.peaks_of(limit).estimate(free.assignment) <= limit:
+            return free.score.objective
+        start = free.assignment
+    try:
+        return descent(limit, start).score.objective
+    except Infeasible:
+        return math.inf

@@ -17,11 +17,13 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from autopar.files import json_of, record, text_of
+from autopar.files.schema import schema
 from autopar.ir.graph import JointGraph
 from autopar.passes.lower.bucket import LIMIT_BYTES
 
 from .explain.answer import Answers, Explanation
-from .page import full_text, page, page_html, page_text, page_width
+from .page import full_text, page, page_text, page_width
+from .page.html import notebook_html
 from .record import LimitFrom, ParameterPlan, Record, Run, Segment
 from .texts import bytes_text, seconds_text, table
 
@@ -61,12 +63,20 @@ class Plan(Record):
         operator, as in `decisions`, or a collective on a mesh axis ("all_gather tp"). Raises ValueError for a name that
         the plan does not have, and for a plan without its model: `autopar.read_plan` reads a file with it.
         """
+        return self._opened().explain(self, name, replan=replan)
+
+    def anatomy(self) -> Any:
+        """The plan's timeline, its memory over the step, segments, blocks and links (`explain.anatomy.Anatomy`),
+        computed again from the model. Raises ValueError for a plan without its model, as `explain`."""
+        return self._opened().anatomy(self)
+
+    def _opened(self) -> Answers:
         if self._answers is None:
             raise ValueError(
                 "this plan was read without its model, which questions need: read it with "
                 "autopar.read_plan(path, model, kwargs=batch)"
             )
-        return self._answers.explain(self, name, replan=replan)
+        return self._answers
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "answers"}
@@ -117,6 +127,13 @@ class Plan(Record):
             raise ValueError(f"{source} is no plan: {error}; correct it there, or save the plan again") from error
         return plan
 
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """JSON Schema of the file that `save` writes."""
+        whole = schema(Plan)
+        more = {"format": {"const": FORMAT}, "headroom_bytes": {"anyOf": [{"type": "number"}, {"type": "null"}]}}
+        return {**whole, "properties": {**more, **whole["properties"]}, "required": ["format", *whole["required"]]}
+
     def _check(self) -> None:
         """Raises ValueError for what types do not say."""
         for axis, size in self.mesh.items():
@@ -133,7 +150,8 @@ class Plan(Record):
 
     def text(self, *, full: bool = False, width: int | None = None) -> str:
         """The plan on one page of so many columns (those of the terminal if not given), or all that it says."""
-        return full_text(self) if full else page_text(self, page_width() if width is None else width)
+        width = page_width() if width is None else width
+        return full_text(self, width) if full else page_text(self, width)
 
     def __str__(self) -> str:
         return self.text()
@@ -146,7 +164,7 @@ class Plan(Record):
         )
 
     def _repr_html_(self) -> str:
-        return page_html(self)
+        return notebook_html(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from page(self, options.max_width)

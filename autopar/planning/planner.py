@@ -31,6 +31,7 @@ from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
+from autopar.solve import AUTO
 from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Infeasible
 
@@ -192,7 +193,7 @@ class Planner:
     def plan(
         self,
         *,
-        solver: str = "dp",
+        solver: str = AUTO,
         cost: str = "analytical",
         memory_limit_bytes: float | None = None,
         constraints: Constraints | None = None,

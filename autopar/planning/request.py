@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.solve import SOLVERS
+from autopar.solve import AUTO, SOLVERS
 
 from .constraints import Constraints
 from .costs import COSTS
@@ -23,7 +23,7 @@ class Request:
     Raises ValueError for an invalid option. `constraints.pins` checks the names in constraints.
     """
 
-    solver: str = "dp"
+    solver: str = AUTO
     cost: str = "analytical"
     memory_limit_bytes: float | None = None
     constraints: Constraints | None = None
@@ -55,8 +55,8 @@ class Request:
 
     @property
     def exact_solver(self) -> str:
-        """The solver of the request's problems; the dynamic program for a preset's."""
-        return self.solver if self.solver in SOLVERS else "dp"
+        """The solver of the request's problems; the dynamic program by default, and for a preset's."""
+        return self.solver if self.solver in SOLVERS and self.solver != AUTO else "dp"
 
     @property
     def pinned(self) -> Mapping[str, Mapping[str, str]]:

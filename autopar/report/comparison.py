@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.planning.plan import Plan, bytes_text, seconds_text, table
+from rich.console import RenderableType
+from rich.text import Text
+
+from autopar.planning.plan import Plan
+from autopar.planning.rendering import rendered, tables
+from autopar.planning.texts import short_bytes, short_seconds
 
 
 @dataclass(frozen=True)
@@ -28,30 +33,48 @@ class Comparison:
         return {name: p.to_json() if isinstance(p, Plan) else {"error": p} for name, p in self.results.items()}
 
     def __str__(self) -> str:
-        plans = sorted(
-            ((name, p) for name, p in self.results.items() if isinstance(p, Plan)), key=lambda r: r[1].seconds
-        )
-        heads = "solver, step, compute, communication, exposed, copies, optimizer, peak memory, sent, solve, gap"
-        rows = [tuple(heads.split(", "))]
-        for name, p in plans:
-            a = p.account
-            sent = sum(c.bytes for c in a.collectives)
-            communication = (a.communication_seconds, p.exposed_seconds)
-            parts = (p.seconds, a.compute_seconds, *communication, a.copy_seconds, a.optimizer_seconds)
-            gap = "-" if p.gap is None else f"{p.gap:.1%}"
-            sizes = bytes_text(p.bytes), bytes_text(sent)
-            rows.append((name, *map(seconds_text, parts), *sizes, f"{p.solve_seconds:.2f} s", gap))
-        lines = table(rows)
-        lines += [f"{name}: no plan: {p}" for name, p in self.results.items() if isinstance(p, str)]
-        return "\n".join(lines)
+        return self.text()
 
-    def collectives(self) -> str:
+    def text(self, width: int = 80) -> str:
+        """The table in at most so many columns; where it is wider, its columns follow in a second one."""
+        plans = [(name, p) for name, p in self.results.items() if isinstance(p, Plan)]
+        rows = [_row(name, plan) for name, plan in sorted(plans, key=lambda row: row[1].seconds)]
+        parts: list[RenderableType] = []
+        for grid in tables(HEADS, rows, width, keys=1, right=range(1, len(HEADS))) if rows else []:
+            parts += [Text(""), grid] if parts else [grid]
+        parts += [Text(f"{name}: no plan: {p}") for name, p in self.results.items() if isinstance(p, str)]
+        return rendered(parts, width)
+
+    def collectives(self, width: int = 80) -> str:
         """Bytes and seconds of each plan's collectives, by kind and mesh axis, as a table."""
-        rows: list[tuple[str, ...]] = [("solver", "collective", "axis", "count", "bytes", "seconds")]
-        for name, p in self.results.items():
-            if isinstance(p, Plan):
-                rows += [
-                    (name, c.kind, c.axis, str(c.count), bytes_text(c.bytes), seconds_text(c.seconds))
-                    for c in p.account.collectives
-                ]
-        return "\n".join(table(rows))
+        rows = [
+            (name, c.kind, c.axis, f"{c.count:,}", short_bytes(c.bytes), short_seconds(c.seconds))
+            for name, p in self.results.items()
+            if isinstance(p, Plan)
+            for c in p.account.collectives
+        ]
+        heads = ("solver", "collective", "axis", "count", "bytes", "seconds")
+        return rendered(tables(heads, rows, width, keys=3, right=range(3, 6)), width)
+
+
+HEADS = (
+    "solver", "step", "peak memory", "compute", "communication", "exposed",
+    "copies", "optimizer", "sent", "solve", "gap",
+)  # fmt: skip
+
+
+def _row(name: str, plan: Plan) -> tuple[str, ...]:
+    account = plan.account
+    return (
+        name,
+        short_seconds(plan.seconds),
+        short_bytes(plan.bytes),
+        short_seconds(account.compute_seconds),
+        short_seconds(account.communication_seconds),
+        short_seconds(plan.exposed_seconds),
+        short_seconds(account.copy_seconds),
+        short_seconds(account.optimizer_seconds),
+        short_bytes(sum(collective.bytes for collective in account.collectives)),
+        f"{plan.solve_seconds:.2f} s",
+        "-" if plan.gap is None else f"{plan.gap:.1%}",
+    )

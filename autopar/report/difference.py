@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +15,7 @@ from autopar.planning.page.placements import input_rows, joined, parameter_rows
 from autopar.planning.page.sections import memory_parts
 from autopar.planning.page.words import legend
 from autopar.planning.plan import Plan
+from autopar.planning.rendering import rendered
 from autopar.planning.texts import digits, short_bytes, short_seconds
 
 ALIKE = 5e-4
@@ -70,11 +69,7 @@ class Difference:
 
     def text(self, width: int = 80) -> str:
         """The difference in at most so many columns."""
-        console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
-        with console.capture() as capture:
-            for part in self._parts():
-                console.print(part)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+        return rendered(self._parts(), width)
 
     def _parts(self) -> Iterator[Text | Table | Padding]:
         for heading, changes in (("asked", self.asked), ("figures", self.figures), ("traffic", self.collectives)):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.text import Text
 from torch import nn
 
 from autopar.cluster.machine import Cluster
@@ -14,8 +15,11 @@ from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.files import MOST, is_number, json_of, text_of
 from autopar.ir.program import COLLECTIVES
 from autopar.planning.constraints import Constraints
-from autopar.planning.plan import Plan, bytes_text, seconds_text, table
+from autopar.planning.plan import Plan, seconds_text
 from autopar.planning.planner import Planner
+from autopar.planning.rendering import rendered, tables
+from autopar.planning.texts import short_bytes, short_seconds
+from autopar.solve import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +54,13 @@ class Simulation:
         }
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 80) -> str:
+        """The step and its collectives in at most so many columns."""
         timeline, plan = self.timeline, self.plan
         mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
         facts = self.to_json()
-        rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds", "exposed", "hidden")]
-        rows += [
-            (
-                row.kind, row.axis, str(row.count), bytes_text(row.bytes), seconds_text(row.seconds),
-                seconds_text(row.exposed_seconds), seconds_text(row.hidden_seconds),
-            )
-            for row in timeline.communication
-        ]  # fmt: skip
         lines = [
             f"{plan.model} on mesh {mesh} of {plan.cluster}, by {plan.solver}",
             f"step {seconds_text(self.seconds)}: forward and backward {seconds_text(timeline.seconds)}, "
@@ -70,7 +70,16 @@ class Simulation:
             f"communication {seconds_text(timeline.communication_seconds)}, of which exposed "
             f"{seconds_text(timeline.exposed_seconds)}",
         ]
-        return "\n".join([*lines, *(["", *table(rows)] if timeline.communication else [])])
+        rows = [
+            (
+                row.kind, row.axis, f"{row.count:,}", short_bytes(row.bytes), short_seconds(row.seconds),
+                short_seconds(row.exposed_seconds), short_seconds(row.hidden_seconds),
+            )
+            for row in timeline.communication
+        ]  # fmt: skip
+        heads = ("collective", "axis", "count", "bytes", "seconds", "exposed", "hidden")
+        grids = tables(heads, rows, width, keys=2, right=range(2, 7)) if rows else []
+        return rendered([*map(Text, lines), *(part for grid in grids for part in (Text(""), grid))], width)
 
 
 def simulate(
@@ -81,7 +90,7 @@ def simulate(
     *,
     plan: Plan | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",

@@ -35,10 +35,14 @@ class Solver:
             raise ValueError(f"solver {self.name!r} takes {', '.join(unknown)}: give some of {', '.join(TAKES)}")
 
 
+AUTO = "auto"
+"""The default by name: the dynamic program, and whatever else may be as good. What a plan says of who chose it."""
+
 SOLVERS: Table[Solver] = Table(
     "solver",
     Solver,
     (
+        Solver(name=AUTO, run=solve_dp, exact=True, takes=("bounded", "meter")),
         Solver(name="dp", run=solve_dp, exact=True, takes=("bounded", "meter")),
         Solver(name="ilp", run=solve_ilp, exact=True, takes=("meter",)),
         Solver(name="exhaustive", run=solve_exhaustive, exact=True),
@@ -77,4 +81,4 @@ def solve(
     return replace(solution, solver=solver, seconds_to_solve=time.perf_counter() - began)
 
 
-__all__ = ["SOLVERS", "Solver", "TooWide", "register_solver", "solve"]
+__all__ = ["AUTO", "SOLVERS", "Solver", "TooWide", "register_solver", "solve"]

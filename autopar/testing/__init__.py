@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import RenderableType
+from rich.text import Text
 from torch import nn
 
 from autopar.planning.given import check_mesh, check_solver
-from autopar.planning.plan import table
+from autopar.planning.rendering import rendered, tables
+from autopar.solve import AUTO
 
 from .locate import Difference
 from .plans import random_assignment
@@ -65,32 +68,32 @@ class Check:
         }
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 80) -> str:
+        """The table in at most so many columns, and below it what differs."""
         kinds = [kind for kind in KINDS if any(kind in row.errors for row in self.rows)]
-        lines = table(
-            [
-                ("plan", *kinds, ""),
-                *(
-                    (
-                        row.plan,
-                        *(f"{row.errors[kind]:.1e}" if kind in row.errors else "-" for kind in kinds),
-                        "equal" if row.equal else "differs" if not row.failure else "failed",
-                    )
-                    for row in self.rows
-                ),
-            ]
-        )
+        rows = [
+            (
+                row.plan,
+                *(f"{row.errors[kind]:.1e}" if kind in row.errors else "-" for kind in kinds),
+                "equal" if row.equal else "differs" if not row.failure else "failed",
+            )
+            for row in self.rows
+        ]
         shape = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         heading = f"{self.steps} step{'s' * (self.steps > 1)} on {shape}, largest relative errors beside eager"
-        lines = [f"{heading} (equal up to {self.tolerance:g}):", *lines]
+        lines: list[RenderableType] = [Text(f"{heading} (equal up to {self.tolerance:g}):")]
+        lines += tables(("plan", *kinds, ""), rows, width, keys=1)
         for row in self.rows:
             if row.failure:
-                lines.append(f"{row.plan}: {row.failure}")
+                lines.append(Text(f"{row.plan}: {row.failure}"))
             if not row.equal and row.step is not None:
                 wrong = [f"{kind} {row.worst[kind]}" for kind in kinds if not row.errors.get(kind, 0) <= row.tolerance]
-                lines.append(f"{row.plan}, step {row.step + 1}: {', '.join(wrong)}")
+                lines.append(Text(f"{row.plan}, step {row.step + 1}: {', '.join(wrong)}"))
             if row.first is not None:
-                lines.append(f"{row.plan}: first {row.first}")
-        return "\n".join(lines)
+                lines.append(Text(f"{row.plan}: first {row.first}"))
+        return rendered(lines, width)
 
 
 def check(
@@ -100,7 +103,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = "dp",
+    solver: str = AUTO,
     plans: int = 0,
     seed: int = 0,
     dtype: torch.dtype | None = torch.float64,

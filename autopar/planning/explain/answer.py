@@ -24,6 +24,8 @@ class Answers(Protocol):
 
     def explain(self, plan: Any, name: str, *, replan: int) -> Explanation: ...
 
+    def anatomy(self, plan: Any) -> Any: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replanned:

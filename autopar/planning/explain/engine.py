@@ -20,6 +20,7 @@ from ..plan import Plan
 from ..planner import Planner
 from ..request import Request
 from ..texts import short_bytes, short_seconds
+from .anatomy import Anatomy, anatomy
 from .answer import Alternative, Explanation, Replanned, of_plan
 from .named import Named, Place, named, places
 from .telling import changes, choice_words, moved, placement_texts, verdict
@@ -60,6 +61,10 @@ class Explainer:
         if of.kind == "module":
             return self._module(plan, of, assignment)
         return self._site(plan, of, assignment, replan)
+
+    def anatomy(self, plan: Plan) -> Anatomy:
+        """As `Plan.anatomy`."""
+        return anatomy(self.planner, plan)
 
     # ---- one site
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import re
-import shutil
 from collections.abc import Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..record import Record
+from ..rendering import page_width, rendered
 from ..texts import short_bytes
 from . import sections
 from .full import full_text
-
-WIDTH_LEAST, WIDTH_MOST = 60, 120
 
 SHADES = "█▓▒░▞·"
 """One for each part of the bar of memory, in its order."""
@@ -29,27 +26,9 @@ LABEL = 9
 """Columns of the labels on the left."""
 
 
-def page_width() -> int:
-    """That of the terminal, within limits; 80 where there is none."""
-    return max(WIDTH_LEAST, min(WIDTH_MOST, shutil.get_terminal_size((80, 24)).columns))
-
-
 def page_text(plan: Record, width: int) -> str:
     """The page as plain text of at most so many columns."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
-    with console.capture() as capture:
-        for part in page(plan, width):
-            console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
-
-
-def page_html(plan: Record) -> str:
-    """The page for a notebook."""
-    console = Console(file=io.StringIO(), width=100, record=True, highlight=False, force_jupyter=False)
-    for part in page(plan, 100):
-        console.print(part)
-    style = "font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace;line-height:1.25;white-space:pre"
-    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+    return rendered(page(plan, width), width)
 
 
 def page(plan: Record, width: int) -> Iterator[RenderableType]:
@@ -148,4 +127,4 @@ def _two_columns(rows: list[tuple[str, str]], width: int) -> Table:
     return grid
 
 
-__all__ = ["full_text", "page", "page_html", "page_text", "page_width"]
+__all__ = ["full_text", "page", "page_text", "page_width"]

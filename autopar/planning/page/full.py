@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 
+from rich.console import RenderableType
+from rich.text import Text
+
 from ..record import LIMIT_WORDS, ParameterPlan, Record
-from ..texts import bytes_text, seconds_text, table
+from ..rendering import rendered, tables
+from ..texts import bytes_text, seconds_text
 
 
-def full_text(plan: Record) -> str:
+def full_text(plan: Record, width: int) -> str:
     account, peak, axes = plan.account, plan.peak, list(plan.mesh)
     mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     gap = "" if plan.gap is None else f", gap {plan.gap:.1%}"
@@ -33,19 +37,26 @@ def full_text(plan: Record) -> str:
     ]
     rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]
     rows += [(c.kind, c.axis, str(c.count), bytes_text(c.bytes), seconds_text(c.seconds)) for c in account.collectives]
-    lines += [*table(rows), ""]
+    parts = [*map(Text, lines), *_spaced(rows, width, keys=2, right=range(2, 5))]
     placements = [("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")]
     for names, p in _grouped(plan.parameters):
         use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
         gathered = any(layout != p.at_rest for layout in p.in_use)
         placements.append((names, *p.at_rest, *use, p.gather if gathered else ""))
-    lines += table(placements)
-    lines += ["", *table([("input", *axes), *((name, *p) for name, p in plan.inputs.items())])]
-    lines += _candidates(plan)
+    parts += _spaced(placements, width, keys=1)
+    parts += _spaced([("input", *axes), *((name, *p) for name, p in plan.inputs.items())], width, keys=1)
+    if candidates := _candidates(plan):
+        parts += _spaced(candidates, width, keys=1)
     if plan.without_rule:
         ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
-        lines += ["", f"replicated, since the op has no rule: {ops}"]
-    return "\n".join([*lines, *_made(plan)])
+        parts.append(Text(f"replicated, since the op has no rule: {ops}\n"))
+    return rendered([*parts, *map(Text, _made(plan))], width)
+
+
+def _spaced(rows: list[tuple[str, ...]], width: int, *, keys: int, right: Collection[int] = ()) -> list[RenderableType]:
+    """A table of rows with heads, and an empty line after each part of it."""
+    heads, *body = rows
+    return [part for grid in tables(heads, body, width, keys=keys, right=right) for part in (grid, Text(""))]
 
 
 def recomputed(plan: Record) -> list[str]:
@@ -87,7 +98,7 @@ def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, Paramet
     ]
 
 
-def _candidates(plan: Record) -> list[str]:
+def _candidates(plan: Record) -> list[tuple[str, ...]]:
     origin = plan.provenance
     if origin is None or not origin.candidates:
         return []
@@ -97,7 +108,7 @@ def _candidates(plan: Record) -> list[str]:
         (c.name, seconds_text(c.seconds), "-" if c.bytes is None else bytes_text(c.bytes), c.precision)
         for c in origin.candidates
     ]
-    return ["", *table(rows)]
+    return rows
 
 
 def _made(plan: Record) -> list[str]:
@@ -113,4 +124,4 @@ def _made(plan: Record) -> list[str]:
         f"versions: {versions}",
         *([f"command: {origin.command}"] if origin.command else []),
     ]
-    return ["", *lines]
+    return lines

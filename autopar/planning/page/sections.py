@@ -39,7 +39,7 @@ class Bar:
 def title(plan: Record) -> str:
     mesh = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     origin = plan.provenance
-    about = "" if origin is None else f" ({_count(origin.parameter_count)} parameters, {origin.dtype})"
+    about = "" if origin is None else f" ({count_text(origin.parameter_count)} parameters, {origin.dtype})"
     return f"{plan.model}{about} on {mesh} of {plan.cluster}"
 
 
@@ -238,7 +238,7 @@ def notes(plan: Record) -> list[str]:
     return recomputed(plan)
 
 
-def _count(number: int) -> str:
+def count_text(number: int) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{digits(number / size)}{unit}"

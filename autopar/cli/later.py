@@ -1,0 +1,16 @@
+"""Modules that are imported when a command runs: `--help` does not wait for PyTorch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class Later:
+    """A module that is imported when something of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self.__name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self.__name), attribute)

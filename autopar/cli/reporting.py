@@ -1,0 +1,50 @@
+"""The command report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.report.telling import notes
+
+from . import common
+from .later import Later
+from .questions import PLAN, BatchAgain, DtypeAgain, LengthAgain, ModelAgain, SettingsAgain, reopened, source_given
+from .working import working
+
+if TYPE_CHECKING:
+    from autopar.planning import plan as planning
+    from autopar.report import html
+else:
+    planning = Later("autopar.planning.plan")
+    html = Later("autopar.report.html")
+
+
+def add(app: typer.Typer) -> None:
+    app.command("report", rich_help_panel="Plans")(report_command)
+
+
+@common.reports_bad_input
+def report_command(
+    path: Annotated[Path, PLAN],
+    save: Annotated[Path, typer.Option("--out", "-o", help="Where to write the page, such as plan.html.")],
+    model: ModelAgain = None,
+    settings: SettingsAgain = None,
+    batch: BatchAgain = None,
+    sequence: LengthAgain = None,
+    dtype: DtypeAgain = None,
+) -> None:
+    """Write a saved plan as one HTML page that needs no network.
+
+    Example: autopar report plan.json -o plan.html
+    """
+    common.writable(save, "--out")
+    if save.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--out is {save}: give the path of a page, which ends in .html")
+    plan = planning.Plan.load(path)
+    source = source_given(plan, model, settings, batch, sequence, dtype)
+    with working():
+        html.save_report(reopened(plan, source), save)
+    notes().print(f"wrote {save}", soft_wrap=True, markup=False)

@@ -1,0 +1,247 @@
+"""A plan as one HTML page that needs no network: everything that it says, with its timeline and its memory over the
+step, to search, fold and zoom.
+
+The drawings are inline SVG, and canvases that 200 lines of JavaScript draw. No chart library draws shards, groups of
+ranks or a timeline of tens of thousands of events that one zooms into; for the remaining area chart, plotly alone would
+add 4 MB to every page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.memory import KINDS
+from autopar.cost.timeline import COMPUTE
+from autopar.planning.explain.anatomy import Anatomy
+from autopar.planning.page import sections
+from autopar.planning.page.html import COLOURS, STYLE, bar_row, heading, modules_html, overview, rows_html
+from autopar.planning.plan import Plan
+from autopar.planning.texts import short_bytes, short_seconds
+
+from .mesh import mesh_svg
+
+NANO = 1e9
+
+KIND_COLOURS = {
+    **{kind: COLOURS[kind] for kind in ("parameters", "gradients", "optimizer", "temporaries")},
+    "inputs": COLOURS["inputs and outputs"],
+    "outputs": "#6b7280",
+    "activations": COLOURS["kept for backward"],
+}
+
+KIND_WORDS = {"activations": "kept for backward"}
+
+POLICY = "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\""
+"""What the page may load: nothing."""
+
+
+def report_html(plan: Plan) -> str:
+    """The page. Raises ValueError for a plan without its model (`autopar.read_plan` reads one with it)."""
+    about = plan.anatomy()
+    assert isinstance(about, Anatomy)
+    data = json.dumps(page_data(plan, about), separators=(",", ":"), allow_nan=False)
+    for char, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):  # no text ends the script
+        data = data.replace(char, code)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" {POLICY}>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(sections.title(plan))}</title><style>{STYLE}{_asset('page.css')}</style></head>"
+        f'<body><div class="autopar">{"".join(_body(plan, about))}</div>'
+        f'<div id="tip" hidden></div><script type="application/json" id="data">{data}</script>'
+        f"<script>{_asset('page.js')}</script></body></html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return (files(__name__) / name).read_text(encoding="utf-8")
+
+
+def save_report(plan: Plan, path: str | Path) -> None:
+    """Writes the page. Raises ValueError as `report_html`, and if the file cannot be written."""
+    text = report_html(plan)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}): give the path of a file") from error
+
+
+SECTIONS = {
+    "timeline": "one step of a rank",
+    "modules": "the model",
+    "mesh": "the mesh",
+    "presets": "presets beside the plan",
+    "segments": "blocks and segments",
+    "from": "where the plan is from",
+}
+
+
+def _body(plan: Plan, about: Anatomy) -> Iterator[str]:
+    links = "".join(f'<a href="#{anchor}">{escape(words)}</a>' for anchor, words in SECTIONS.items())
+    yield (
+        f'<nav>{links}<input id="search" type="search" placeholder="search names" aria-label="search names">'
+        '<button id="unfold">unfold all</button><button id="fold">fold all</button></nav>'
+    )
+    yield from overview(plan)
+    yield heading(SECTIONS["timeline"], "timeline")
+    yield from _step(plan, about)
+    yield heading(SECTIONS["modules"], "modules")
+    yield '<div class="dim">the coloured part of a tensor is what rank 0 has; S(0) splits dim 0, R is whole</div>'
+    yield modules_html(plan)
+    yield heading("inputs")
+    inputs = ((escape(name), f"<code>{escape(' '.join(p))}</code>") for name, p in plan.inputs.items())
+    yield rows_html(inputs)
+    yield heading(SECTIONS["mesh"], "mesh")
+    yield mesh_svg(plan, about.reach)
+    yield heading(SECTIONS["presets"], "presets")
+    yield _candidates(plan)
+    yield heading(SECTIONS["segments"], "segments")
+    yield from _segments(plan, about)
+    yield heading(SECTIONS["from"], "from")
+    yield _origin(plan)
+
+
+def _step(plan: Plan, about: Anatomy) -> Iterator[str]:
+    step = about.timeline
+    yield (
+        f'<div class="dim">simulated: {short_seconds(step.seconds)} of forward and backward, and '
+        f"{short_seconds(plan.account.optimizer_seconds)} of the optimizer. Drag to move, scroll or use the buttons "
+        "to zoom; hover for what runs.</div>"
+        '<div class="tools"><button data-zoom="whole">whole step</button><button data-zoom="forward">forward</button>'
+        '<button data-zoom="backward">backward</button><button data-zoom="in">+</button>'
+        '<button data-zoom="out">−</button><span id="range" class="dim"></span></div>'
+        '<canvas id="streams"></canvas><div id="streams-key" class="legend"></div>'
+        '<h2>memory of a rank over the step</h2><canvas id="memory"></canvas>'
+        '<div id="memory-key" class="legend"></div>'
+    )
+
+
+def _candidates(plan: Plan) -> str:
+    origin = plan.provenance
+    if origin is None:
+        return ""
+    rows: list[tuple[str, float, str, float | None]] = [(f"{origin.winner} (chosen)", plan.seconds, "", plan.bytes)]
+    rows += [(c.name, c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes) for c in origin.candidates]
+    longest = max(seconds for _, seconds, _, _ in rows) or 1.0
+    body = "".join(
+        bar_row(name, seconds / longest, " ".join(filter(None, (short_seconds(seconds), precision))))
+        for name, seconds, precision, _ in sorted(rows, key=lambda row: row[1])
+    )
+    peaks = ", ".join(f"{name} {short_bytes(size)}" for name, _, _, size in rows if size is not None)
+    return f'<table>{body}</table><div class="dim">peaks: {escape(peaks)}</div>'
+
+
+def _segments(plan: Plan, about: Anatomy) -> Iterator[str]:
+    for segment in plan.segments:
+        copies, operators = about.segments.get(segment.name, (0, 0))
+        first = 0
+        yield f"<div><code>{escape(segment.name)}</code> <b>× {copies}</b>, {operators} operators each</div>"
+        for run in segment.runs:
+            again = ", recomputed in backward" if run.recompute else ""
+            numbers = f"{first} to {first + run.count - 1}" if run.count > 1 else str(first)
+            yield _decided(f"copies {numbers}{again}", run.decisions, plan, about)
+            first += run.count
+    yield _decided("outside of repeated segments", plan.decisions, plan, about)
+    rows = "".join(
+        f'<tr class="site" data-name="{escape(" ".join(block.modules))}"><td><code>{escape(block.name)}</code>'
+        f'{f" <b>× {block.count}</b>" if block.count > 1 else ""}</td><td class="n">{block.operators}</td>'
+        f"<td>{escape(', '.join(block.splits))}</td></tr>"
+        for block in about.blocks
+    )
+    total = sum(block.count for block in about.blocks)
+    yield (
+        f"<details><summary>{total} ParallelBlocks: what splits together without communication</summary><table>"
+        f"<tr><th>block</th><th>operators</th><th>can be split by</th></tr>{rows}</table></details>"
+    )
+
+
+def _decided(title: str, decisions: Mapping[str, str], plan: Plan, about: Anatomy) -> str:
+    heads = "".join(f"<th>{escape(axis)}</th>" for axis in plan.mesh)
+    rows = []
+    for name, choice in decisions.items():
+        kind, module = about.sites.get(name, ("", ""))
+        words = choice.split()
+        cells = "".join(f"<td><code>{escape(word)}</code></td>" for word in words)
+        rows.append(
+            f'<tr class="site" data-name="{escape(f"{name} {module}")}"><td><code>{escape(name)}</code></td>'
+            f'<td class="dim">{escape(kind)}</td><td class="dim">{escape(module)}</td>{cells}</tr>'
+        )
+    return (
+        f"<details><summary>{escape(title)}: {len(decisions)} decisions</summary><table><tr><th>site</th><th>kind</th>"
+        f"<th>module</th>{heads}<th></th></tr>{''.join(rows)}</table></details>"
+    )
+
+
+def _origin(plan: Plan) -> str:
+    origin = plan.provenance
+    rows = [("solver", plan.solver), ("cost", plan.cost), ("optimizer", plan.optimizer)]
+    if origin is not None:
+        rows += [(f"input {name}", text) for name, text in origin.inputs.items()]
+        rows += [(name, text) for name, text in origin.versions.items()]
+        rows += [("command", origin.command)] if origin.command else []
+    table = rows_html((escape(name), f"<code>{escape(text)}</code>") for name, text in rows)
+    lines = "\n".join(origin.cluster) if origin is not None else ""
+    return f"{table}<details><summary>figures of the cluster</summary><pre>{escape(lines)}</pre></details>"
+
+
+def page_data(plan: Plan, about: Anatomy) -> dict[str, Any]:
+    """What the script draws: events and moments, in nanoseconds and bytes. Words are numbers into lists of them. The
+    time and the bytes of a moment are those that it has more than the one before; zeros at its end are left out."""
+    step, words = about.timeline, _Words()
+    streams = [COMPUTE, *(axis for axis in step.axes if any(event.stream == axis for event in step.events))]
+    number = {stream: k for k, stream in enumerate(streams)}
+    return {
+        "seconds": plan.seconds,
+        "optimizer_seconds": plan.account.optimizer_seconds,
+        "bytes": plan.bytes,
+        "limit": plan.memory_limit_bytes,
+        "streams": streams,
+        "kinds": [KIND_WORDS.get(kind, kind) for kind in KINDS],
+        "colours": [KIND_COLOURS[kind] for kind in KINDS],
+        "backward": round(min((e.start_seconds for e in step.events if e.backward), default=0.0) * NANO),
+        "end": round(step.seconds * NANO),
+        "events": [
+            [number[e.stream], round(e.start_seconds * NANO), round(e.seconds * NANO), words(e.op), words(e.module),
+             e.bytes, round(e.alone_seconds * NANO)]
+            for e in step.events
+        ],
+        "stalls": [
+            [round(s.start_seconds * NANO), round(s.seconds * NANO), number.get(s.stream, 0)] for s in step.stalls
+        ],
+        "moments": list(_moments(about, words)),
+        "words": words.list,
+    }  # fmt: skip
+
+
+def _moments(about: Anatomy, words: _Words) -> Iterator[list[int]]:
+    time, parts = 0, (0,) * len(KINDS)
+    for moment in about.moments:
+        now = round(moment.seconds * NANO)
+        more = [after - before for before, after in zip(parts, moment.parts, strict=True)]
+        row = [now - time, words(moment.phase), words(moment.op), words(moment.module), *more]
+        while not row[-1] and len(row) > 4:
+            row.pop()
+        yield row
+        time, parts = now, moment.parts
+
+
+class _Words:
+    """Numbers of words."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, word: str) -> int:
+        return self.numbers.setdefault(word, len(self.numbers))
+
+    @property
+    def list(self) -> list[str]:
+        return list(self.numbers)
+
+
+__all__ = ["page_data", "report_html", "save_report"]
