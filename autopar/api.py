@@ -22,6 +22,7 @@ from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.reading import cluster_of, optimizer_of, refreshed
 from autopar.planning.request import Request
+from autopar.planning.training import Recompute, Training
 from autopar.report.comparison import Comparison
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
 from autopar.runtime.modes import Modes
@@ -44,6 +45,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    recompute: Recompute = "auto",
     profiles: str | Path | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
@@ -71,10 +73,17 @@ def plan(
     bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
     axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
 
+    `recompute` says what backward makes again instead of keeping it: "auto" leaves it to the planner, which recomputes
+    layers where a memory limit asks for it; "asked" makes again exactly what `torch.utils.checkpoint` marks in the
+    model, as `gradient_checkpointing_enable()` of Hugging Face does; "none" keeps all that backward needs.
+
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
     request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
-    planner = partial(Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles)
+    planner = partial(
+        Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles,
+        training=Training(recompute=recompute),
+    )  # fmt: skip
     if isinstance(mesh_shape, Mapping):
         on = planner(mesh_shape, cluster=cluster)
         return on.planned(request).answering(Explainer(lambda: on))
@@ -119,6 +128,7 @@ def read_plan(
         loss_fn=loss_fn,
         cluster=cluster_of(saved) if cluster is None else cluster,
         optimizer=optimizer_of(saved) if optimizer is None else optimizer,
+        training=saved.training,
     )
     return refreshed(planner, saved).answering(Explainer(lambda: planner))
 
@@ -136,6 +146,7 @@ def compare(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    recompute: Recompute = "auto",
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
@@ -164,8 +175,11 @@ def compare(
     for mesh, machine in cases:
         check_mesh(mesh)
         named_cluster(machine)
+    training = Training(recompute=recompute)
     report(0.0, "capture")
-    planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer)
+    planner = Planner(
+        model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer, training=training
+    )
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
         on = planner if number == 0 else planner.on(mesh, machine)
@@ -195,6 +209,7 @@ def parallelize(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    recompute: Recompute = "auto",
     profiles: str | Path | None = None,
     plan: Plan | None = None,
     whole_outputs: bool = False,
@@ -252,6 +267,7 @@ def parallelize(
             optimizer=optimizer,
             device_type=mesh.device_type,
             profiles=profiles,
+            training=Training(recompute=recompute) if plan is None else plan.training,
         )
         if plan is not None:
             planner.check(plan)
@@ -276,7 +292,10 @@ def parallelize(
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     decided = Decided.of(planner.space, planner.assignment(plan))
-    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided)
+    again = Modes(
+        model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided,
+        training=plan.training,
+    )  # fmt: skip
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
         padder.captured(planner.captured)

@@ -121,6 +121,13 @@ Kept = Annotated[
     str,
     typer.Option("--optimizer", help=f"Whose states count: {', '.join(OPTIMIZERS)}; or bytes per element."),
 ]
+Again = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        help="What backward makes again: auto (as the planner chooses), asked (what torch.utils.checkpoint marks), none.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."

@@ -48,6 +48,7 @@ def plan_command(
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
+    recompute: common.Again = "auto",
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     full: common.Full = False,
     as_json: common.AsJson = False,
@@ -72,6 +73,7 @@ def plan_command(
             memory_limit_bytes=common.byte_count(memory_limit),
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
+            recompute=recompute,  # type: ignore[arg-type]
         )
     plan = common.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
@@ -95,6 +97,7 @@ def compare_command(
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
+    recompute: common.Again = "auto",
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -115,6 +118,7 @@ def compare_command(
             memory_limit_bytes=limit,
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
+            recompute=recompute,  # type: ignore[arg-type]
             report=tell,
         )
     if figure is not None:
@@ -141,6 +145,7 @@ def simulate_command(
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
+    recompute: common.Again = "auto",
     trace: Annotated[Path | None, typer.Option(help="Where to write the timeline, for Perfetto.")] = None,
     real: Annotated[
         Path | None,
@@ -174,6 +179,7 @@ def simulate_command(
             memory_limit_bytes=common.byte_count(memory_limit),
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
+            recompute=recompute,  # type: ignore[arg-type]
         )
     if trace is not None:
         timeline = simulation.timeline

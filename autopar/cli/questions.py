@@ -77,6 +77,7 @@ def what_if_command(
     cluster: Annotated[str | None, typer.Option(help="Another cluster: of the library, or a TOML file.")] = None,
     solver: Annotated[str | None, typer.Option(help=common.SOLVER_HELP)] = None,
     optimizer: Annotated[str | None, typer.Option(help="Another optimizer.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="auto, asked or none: what backward makes again.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Another global batch size.")] = None,
     sequence: Annotated[int | None, typer.Option("--seq", min=1, help="Another sequence length.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Another dtype of the model.")] = None,
@@ -109,6 +110,7 @@ def what_if_command(
             memory_limit_bytes=asked.memory_limit_bytes if limit is None else limit,
             optimizer=optimizer_of(before) if optimizer is None else common.optimizer_of(optimizer),
             constraints={**(asked.constraints or {}), **common.constraints(pin or [])},
+            recompute=recompute or before.training.recompute,  # type: ignore[arg-type]
         )
     after = common.with_source(after, source)
     if save is not None:

@@ -66,7 +66,9 @@ class Plan(Record):
         return {name: value for name, value in self.__dict__.items() if name != "answers"}
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
+        fields = {**asdict(self), "training": self.training.given}
+        said = {name: value for name, value in fields.items() if value or name not in ("training", "checkpoints")}
+        return {"format": FORMAT, **said, "headroom_bytes": self.headroom_bytes}
 
     def save(self, path: str | Path) -> None:
         """Raises ValueError if the file cannot be written, or holds something else than a plan."""

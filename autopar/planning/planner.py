@@ -23,8 +23,7 @@ from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_meta
 from autopar.ir.program import Program
-from autopar.ops import rule_of
-from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
+from autopar.passes import SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
 from autopar.passes.segments.facts import fingerprint
 from autopar.passes.segments.segment import Segments
@@ -35,6 +34,7 @@ from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Infeasible
 
 from .at_rest import Decided, best_at_rest
+from .capturing import captured_for_planning
 from .choice import Choice
 from .constraints import Constraints
 from .costs import COSTS
@@ -49,26 +49,10 @@ from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfall import DoesNotFit, Shortfall
 from .steps import Steps
+from .training import Training
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
-
-
-def captured_for_planning(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    device_type: str | None = None,
-    flow: Flow | None = None,
-) -> Captured:
-    """What `capture` returns, with random operators that read keys, experts' rows in the order of tokens, and attention
-    without masks that are known."""
-    flow = Flow() if flow is None else flow
-    captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
-    in_order = flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of)
-    return replace(captured, graph=flow.run(MASKS, in_order, rule_of))
 
 
 class Planner:
@@ -87,15 +71,16 @@ class Planner:
         device_type: str | None = None,
         profiles: str | Path | None = None,
         captured: Captured | None = None,
+        training: Training | None = None,
         effort: Effort = EFFORT,
     ) -> None:
-        """`captured` is the step, if the caller has captured it already."""
+        """`captured` is the step, if the caller has captured it already; `training` says how it is trained."""
         check_mesh(mesh_shape)
         check_model(model, args, kwargs, loss_fn)
         check_profiles(profiles)
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)
-        self.device_type, self.effort = device_type, effort
+        self.device_type, self.effort, self.training = device_type, effort, training or Training()
         self.memory = liveness.PlacementCache()
         """How operators' results lie in memory, on any mesh and cluster."""
         self.profiles = profiles
@@ -106,8 +91,9 @@ class Planner:
         self.seconds = Flow()
         """The seconds of each step."""
         self.captured: Captured = captured or captured_for_planning(
-            model, args, kwargs, loss_fn=loss_fn, device_type=self.kind_of_device, flow=self.seconds
-        )
+            model, args, kwargs, loss_fn=loss_fn, device_type=self.kind_of_device, flow=self.seconds,
+            training=self.training,
+        )  # fmt: skip
         self.captured_for = self.kind_of_device
         graph = self.captured.graph
         self.example_values = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
@@ -136,9 +122,9 @@ class Planner:
         self.steps = Steps(
             self.space, self.writer, self.operators, self.kind_of_device, self.memory, self.effort, self.costs
         )
-        self.searches = Searches(self.space, self.steps, self.effort)
+        self.searches = Searches(self.space, self.steps, self.effort, self.training)
         self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
-        self.subject = Subject(self.space, self.facts)
+        self.subject = Subject(self.space, self.facts, self.training)
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:

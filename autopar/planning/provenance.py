@@ -138,11 +138,12 @@ def kind_of(model: nn.Module, parameter: str) -> str:
 
 
 def _flops(graph: JointGraph) -> dict[torch.dtype, float]:
-    """By dtype. An op that computes nothing once is bound by memory (`OpRule.flops`), and is not looked at again."""
+    """By dtype, without what is made again. An op that computes nothing once is bound by memory (`OpRule.flops`), and
+    is not looked at again."""
     flops: dict[torch.dtype, float] = {}
     idle: set[str] = set()
     for node in graph.nodes:
-        if node.op in idle:
+        if node.op in idle or node.serves:
             continue
         rule = rule_of(call_of(node, graph.metas))
         if rule is None or not rule.flops:

@@ -16,6 +16,7 @@ from autopar.ir.program import COLLECTIVES
 from autopar.planning.constraints import Constraints
 from autopar.planning.plan import Plan, bytes_text, seconds_text, table
 from autopar.planning.planner import Planner
+from autopar.planning.training import Recompute, Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +85,17 @@ def simulate(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    recompute: Recompute = "auto",
 ) -> Simulation:
     """Simulates one training step of `plan`, or of the plan of `autopar.plan`, on a cluster, without devices.
 
     Arguments as for `autopar.plan`. A given plan may run on another cluster than the one that it is for.
     Raises ValueError for what cannot be planned, and for a plan of another model or mesh.
     """
-    planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer)
+    training = Training(recompute=recompute) if plan is None else plan.training
+    planner = Planner(
+        model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, training=training
+    )
     if plan is None:
         plan = planner.plan(solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
     return Simulation(plan=plan, timeline=planner.timeline(plan))

@@ -119,9 +119,9 @@ class _Listing:
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.given = {given.node: given for given in record.inputs}
         numbers: dict[Hashable, int] = {}
-        self.labels: Ints = np.array(
-            [numbers.setdefault(_label(node, record.module), len(numbers)) for node in self.nodes], dtype=np.int64
-        )
+        entered = _entered([compat.region_of(node) for node in self.nodes])
+        labels = [(_label(node, record.module), *extra) for node, extra in zip(self.nodes, entered, strict=True)]
+        self.labels: Ints = np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
         self.operands = [[self._operand(n) for n in _operands(node)] for node in self.nodes]
         self.paths = [(compat.module_path(node) or "").removeprefix("model").removeprefix(".") for node in self.nodes]
         self.readers: list[list[int]] = [[] for _ in self.nodes]
@@ -155,6 +155,14 @@ class _Listing:
 
     def _operand(self, node: fx.Node) -> int | RecordedInput | None:
         return self.index[node] if node in self.index else self.given.get(node)
+
+
+def _entered(regions: Sequence[tuple[int, ...]]) -> Iterator[tuple[bool, ...]]:
+    """Of each checkpoint around a call, whether the call is its first: a period holds checkpoints from end to end."""
+    before: tuple[int, ...] = ()
+    for around in regions:
+        yield tuple(number not in before for number in around)
+        before = around
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from ..record import LIMIT_WORDS, ParameterPlan, Record
 from ..texts import bytes_text, seconds_text, table
+from ..training import recompute_text
 
 
 def full_text(plan: Record) -> str:
@@ -29,6 +30,7 @@ def full_text(plan: Record) -> str:
         limit_text(plan),
         *recomputed(plan),
         *_pinned(plan),
+        *(f"made again in backward: {text}" for text in recompute_text(plan.training, plan.checkpoints)),
         "",
     ]
     rows: list[tuple[str, ...]] = [("collective", "axis", "count", "bytes", "seconds")]
