@@ -21,8 +21,8 @@ from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured, NothingTrainedError
 from autopar.passes.capture.fakes import skeleton
 from autopar.planning.at_rest import Decided
-from autopar.planning.meshes import mesh_of
 from autopar.planning.capturing import captured_for_planning
+from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner
 from autopar.planning.training import Training
 

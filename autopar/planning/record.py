@@ -97,7 +97,7 @@ class Record:
     memory_limit_bytes: float | None = None
     """The limit on `bytes`, if there is one, and where it is from."""
     memory_limit_from: LimitFrom = "none"
-    training: Training = Training()
+    training: Training = field(default_factory=Training)
     """How the step trains; a plan's file says what is not as by default."""
     checkpoints: int = 0
     """The calls of `torch.utils.checkpoint` in a step of the model."""

@@ -50,7 +50,9 @@ class Drafts:
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
         self.producers: dict[str, Draft] = {}  # value -> the draft that produces it
         self.drafts: list[Draft] = []
-        self.origins: dict[int, tuple[str, int, int | None, tuple[int, ...]]] = {}  # of the forward nodes, by autograd's number
+        self.origins: dict[
+            int, tuple[str, int, int | None, tuple[int, ...]]
+        ] = {}  # of the forward nodes, by autograd's number
         self.places: dict[str, int] = {}  # node -> the node of the record that made it, or whose gradient it computes
 
     def reshaped(self, node: fx.Node, source: str, shape: tuple[int, ...]) -> str:
