@@ -31,6 +31,10 @@ class Draft:
     region: tuple[int, ...]
 
 
+_Origin = tuple[str, int, int | None, tuple[int, ...]]
+"""Module, sequence, place in the record, and the checkpoints around it."""
+
+
 def identifier(path: str, taken: set[str]) -> str:
     """A Python identifier for a path, distinct from those taken, and takes it."""
     base = re.sub(r"\W", "_", path)
@@ -50,9 +54,7 @@ class Drafts:
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
         self.producers: dict[str, Draft] = {}  # value -> the draft that produces it
         self.drafts: list[Draft] = []
-        self.origins: dict[
-            int, tuple[str, int, int | None, tuple[int, ...]]
-        ] = {}  # of the forward nodes, by autograd's number
+        self.origins: dict[int, _Origin] = {}  # of the forward nodes, by autograd's number
         self.places: dict[str, int] = {}  # node -> the node of the record that made it, or whose gradient it computes
 
     def reshaped(self, node: fx.Node, source: str, shape: tuple[int, ...]) -> str:
@@ -104,7 +106,7 @@ class Drafts:
             self.values[node] = name = self.take(node, meta, draft)
             draft.outputs.append(name)
 
-    def _origin(self, node: fx.Node, backward: bool) -> tuple[str, int, int | None, tuple[int, ...]]:
+    def _origin(self, node: fx.Node, backward: bool) -> _Origin:
         """Module and sequence of a node, the place in the record from which it has them, and the checkpoints around it.
 
         Autograd's counter is at the operator's own number when it is traced, and stays there for what
