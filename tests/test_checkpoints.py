@@ -233,7 +233,7 @@ def test_a_plan_says_what_is_made_again_and_reads_back(tmp_path: Path) -> None:
     again = autopar.read_plan(loaded, case("llama", True).model, (), case("llama", True).kwargs)
     assert again.peak == plan.peak and again.seconds == pytest.approx(plan.seconds)
     assert str(made.program(loaded)) == str(made.program(plan))
-    with pytest.raises(ValueError, match="training with {'recompute': 'asked'}, and this is the default"):
+    with pytest.raises(ValueError, match=r"training with \{'recompute': 'asked'\}, and this is the default"):
         planner("llama", True, "auto").check(loaded)
 
 
@@ -246,7 +246,7 @@ def test_utilization_counts_no_arithmetic_twice() -> None:
 @pytest.mark.parametrize("wrong", ["ask", None, True, 1])
 def test_a_wrong_value_is_one_clear_error(wrong: Any) -> None:
     made = case("one region", True)
-    with pytest.raises(ValueError, match="recompute is .*'auto'.*'asked'.*'none'"):
+    with pytest.raises(ValueError, match=r"recompute is .*'auto'.*'asked'.*'none'"):
         autopar.plan(made.model, GRID, made.args, recompute=wrong)
 
 

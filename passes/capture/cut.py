@@ -25,6 +25,7 @@ from autopar import compat
 from autopar.compat import Recorded, RecordedInput
 from autopar.passes.segments.facts import Ints, periodic
 
+from .numbered import entered
 from .varied import Slot, read_differently, shows_all
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,8 @@ class _Listing:
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.given = {given.node: given for given in record.inputs}
         numbers: dict[Hashable, int] = {}
-        entered = _entered([compat.region_of(node) for node in self.nodes])
-        labels = [(_label(node, record.module), *extra) for node, extra in zip(self.nodes, entered, strict=True)]
+        first = entered([compat.region_of(node) for node in self.nodes])
+        labels = [(_label(node, record.module), *extra) for node, extra in zip(self.nodes, first, strict=True)]
         self.labels: Ints = np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
         self.operands = [[self._operand(n) for n in _operands(node)] for node in self.nodes]
         self.paths = [(compat.module_path(node) or "").removeprefix("model").removeprefix(".") for node in self.nodes]
@@ -155,14 +156,6 @@ class _Listing:
 
     def _operand(self, node: fx.Node) -> int | RecordedInput | None:
         return self.index[node] if node in self.index else self.given.get(node)
-
-
-def _entered(regions: Sequence[tuple[int, ...]]) -> Iterator[tuple[bool, ...]]:
-    """Of each checkpoint around a call, whether the call is its first: a period holds checkpoints from end to end."""
-    before: tuple[int, ...] = ()
-    for around in regions:
-        yield tuple(number not in before for number in around)
-        before = around
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

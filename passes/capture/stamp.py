@@ -19,6 +19,7 @@ from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated
 
 from .cut import Cut, CutRun
+from .numbered import are_numbered_on, further, moved
 from .order import in_order
 from .varied import read_by_missing
 
@@ -166,7 +167,9 @@ def _check(graph: JointGraph, plan: _Plan) -> None:
     _check_order(graph, plan)
     _check_places(graph, plan)
     _check_tensors(graph, plan)
-    _check_regions(graph, plan)
+    aligned = ([graph.nodes[i].region for i in indices] for indices in zip(*plan.repeat.copies, strict=True))
+    if not all(are_numbered_on(regions, plan.middle, plan.run.count + 1) for regions in aligned):
+        raise Unfit(f"the checkpoints of {_shown(plan.cut, plan.run)} are not numbered alike")
 
 
 def _check_order(graph: JointGraph, plan: _Plan) -> None:
@@ -252,25 +255,6 @@ def _check_tensors(graph: JointGraph, plan: _Plan) -> None:
                 raise Unfit(f"the {output.role} of {output.target} is computed outside of the repeat")
 
 
-def _check_regions(graph: JointGraph, plan: _Plan) -> None:
-    """Checkpoints are numbered on from copy to copy by as many as lie in a period, or lie around all copies."""
-    for indices in zip(*plan.repeat.copies, strict=True):
-        regions = [graph.nodes[i].region for i in indices]
-        further = _further(regions[plan.middle], regions[plan.middle + 1], plan.run.count + 1)
-        for k, (one, other) in enumerate(itertools.pairwise(regions)):
-            if _moved(one, further, plan.run.count + 1 if k == plan.middle else 1) != other:
-                raise Unfit(f"the checkpoints of {_shown(plan.cut, plan.run)} are not numbered alike")
-
-
-def _further(region: tuple[int, ...], other: tuple[int, ...], periods: int) -> tuple[int, ...]:
-    """By how much the numbers of checkpoints grow in a period, if these are so many apart."""
-    return tuple((b - a) // periods for a, b in zip(region, other, strict=False))
-
-
-def _moved(region: tuple[int, ...], further: tuple[int, ...], periods: int) -> tuple[int, ...]:
-    return tuple(number + periods * by for number, by in zip(region, further, strict=False))
-
-
 def _varied(graph: JointGraph, plan: _Plan) -> dict[str, tuple[str, ...]]:
     """What the copies that are missing read where copies read different values. In the full record these stand in slots
     that read, in each copy that is there, what the value of this copy was made of, and in no two copies the same unless
@@ -313,7 +297,7 @@ class _Stamp:
         self.copies = [[graph.nodes[graph.producer[name]] for name in copy] for copy in plan.copies]
         self.steps = range(1, plan.run.count + 1)
         self.further = {
-            node.name: _further(node.region, other.region, plan.run.count + 1)
+            node.name: further(node.region, other.region, plan.run.count + 1)
             for node, other in zip(*self.copies[plan.middle : plan.middle + 2], strict=True)
             if node.region
         }
@@ -413,5 +397,5 @@ class _Stamp:
             outputs=tuple(self.fresh[name, step] if name else "" for name in node.outputs),
             module=self.plan.path(node, step),
             sequence=node.sequence + step * self.plan.stride if node.sequence >= 0 else node.sequence,
-            region=_moved(node.region, self.further.get(node.name, ()), step),
+            region=moved(node.region, self.further.get(node.name, ()), step),
         )
