@@ -296,11 +296,8 @@ class _Stamp:
         self.metas: dict[str, TensorMeta] = dict(graph.metas)
         self.copies = [[graph.nodes[graph.producer[name]] for name in copy] for copy in plan.copies]
         self.steps = range(1, plan.run.count + 1)
-        self.further = {
-            node.name: further(node.region, other.region, plan.run.count + 1)
-            for node, other in zip(*self.copies[plan.middle : plan.middle + 2], strict=True)
-            if node.region
-        }
+        pairs = zip(*self.copies[plan.middle : plan.middle + 2], strict=True)
+        self.further = {one.name: further(one.region, other.region, plan.run.count + 1) for one, other in pairs}
         self.fresh: dict[tuple[str, int], str] = {}
         tensors = [i for i in graph.inputs if i.role in ("parameter", "buffer")]
         self.own = {i.name for i in tensors if plan.is_in_the_middle(i.target)}
@@ -397,5 +394,5 @@ class _Stamp:
             outputs=tuple(self.fresh[name, step] if name else "" for name in node.outputs),
             module=self.plan.path(node, step),
             sequence=node.sequence + step * self.plan.stride if node.sequence >= 0 else node.sequence,
-            region=moved(node.region, self.further.get(node.name, ()), step),
+            region=moved(node.region, self.further[node.name], step),
         )
