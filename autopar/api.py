@@ -46,6 +46,7 @@ def plan(
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     recompute: Recompute = "auto",
+    micro_batches: int = 1,
     profiles: str | Path | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
@@ -77,12 +78,16 @@ def plan(
     layers where a memory limit asks for it; "asked" makes again exactly what `torch.utils.checkpoint` marks in the
     model, as `gradient_checkpointing_enable()` of Hugging Face does; "none" keeps all that backward needs.
 
+    With `micro_batches` a step is so many calls with batches of the example's size, all but the last within
+    `no_sync()`, and one step of the optimizer. The objective, the step and the peak are those of the whole step, with
+    one reduction; whether what forward gathers is held from one micro-batch to the next is chosen too.
+
     Raises ValueError for what cannot be planned: the message says what was given and what to change.
     """
     request = Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
     planner = partial(
         Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles,
-        training=Training(recompute=recompute),
+        training=Training(recompute=recompute, micro_batches=micro_batches),
     )  # fmt: skip
     if isinstance(mesh_shape, Mapping):
         on = planner(mesh_shape, cluster=cluster)
@@ -147,6 +152,7 @@ def compare(
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     recompute: Recompute = "auto",
+    micro_batches: int = 1,
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
@@ -175,7 +181,7 @@ def compare(
     for mesh, machine in cases:
         check_mesh(mesh)
         named_cluster(machine)
-    training = Training(recompute=recompute)
+    training = Training(recompute=recompute, micro_batches=micro_batches)
     report(0.0, "capture")
     planner = Planner(
         model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer, training=training
@@ -210,6 +216,7 @@ def parallelize(
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     recompute: Recompute = "auto",
+    micro_batches: int = 1,
     profiles: str | Path | None = None,
     plan: Plan | None = None,
     whole_outputs: bool = False,
@@ -267,7 +274,7 @@ def parallelize(
             optimizer=optimizer,
             device_type=mesh.device_type,
             profiles=profiles,
-            training=Training(recompute=recompute) if plan is None else plan.training,
+            training=Training(recompute=recompute, micro_batches=micro_batches) if plan is None else plan.training,
         )
         if plan is not None:
             planner.check(plan)
@@ -301,7 +308,7 @@ def parallelize(
         padder.captured(planner.captured)
     return ParallelModule(
         model, planner.captured, program, plan, mesh, again,
-        whole_outputs=whole_outputs, verifier=verifier, padder=padder,
+        whole_outputs=whole_outputs, verifier=verifier, padder=padder, holds=plan.training.gathers == "once",
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
 from .finite import finite
+from .gathers import Gathers
 from .held import State
 from .inputs import Inputs
 from .placements import local_slice
@@ -129,7 +130,7 @@ class _Call:
         self.values += self.keys
         seen = [*self.values] if state.shared is None else []
         with finite(state, self.finite, "forward", self.values) as made, compat.without_autocast(state.device.type):
-            results, saved = state.executable.forward(self.values)
+            results, saved = self._run()
             made += results
         if state.shared is None:
             state.shared = Shared.of(seen, state.mutated, results, saved)
@@ -137,6 +138,14 @@ class _Call:
             results, saved = state.shared.apart(results, saved)
             state.write_back(results)
         return results, saved
+
+
+    def _run(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        state, pending = self.state, self.state.pending
+        if not state.holds or self.finite or self.check is not None:
+            return state.executable.forward(self.values)
+        gathers = pending.gathers.get(state) or pending.gathers.setdefault(state, Gathers(state))
+        return gathers.forward(state.executable, self.given, self.values, waits=not pending.reduces)
 
 
 class ProgramStep(torch.autograd.Function):
@@ -212,8 +221,10 @@ class ProgramStep(torch.autograd.Function):
             computed[index] = value.clone(memory_format=torch.contiguous_format)
         if form == "micro":
             pending.add(state, computed[len(state.gradient_outputs) :])
-        elif pending.sums:
-            pending.flush()
+        else:
+            pending.drop_gathers()
+            if pending.sums:
+                pending.flush()
         results: list[torch.Tensor | None] = [None]
         for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
             local = computed[state.gradients[i.target]] if needed else None

@@ -69,6 +69,8 @@ class Pending:
     """Whether a backward reduces now: not within `no_sync()`."""
     sums: dict[State, list[torch.Tensor]] = field(default_factory=dict)
     """Program -> the sum of what enters its tail."""
+    gathers: dict[State, Any] = field(default_factory=dict)
+    """Program -> what its forward has gathered in this step (`gathers.Gathers`), if that is held."""
 
     def form(self, state: State, checked: bool) -> Form:
         """That of the next backward. One that is compared with one device is a step of its own."""
@@ -82,6 +84,11 @@ class Pending:
         for total, value in zip(self.sums.setdefault(state, mine), mine, strict=True):
             if total is not value:
                 total += value
+
+    def drop_gathers(self) -> None:
+        """Before parameters are written, which makes what was gathered of them old."""
+        for gathers in self.gathers.values():
+            gathers.drop()
 
     def flush(self) -> None:
         """Reduce what no backward will, into `.grad`: of programs that another one followed."""
@@ -150,6 +157,8 @@ class State:
         self.overlapping: dict[Form, tuple[int, ...]] = {}
         """Gradients to be copied, once they have been looked at (`overlapping`)."""
         self.pending = Pending()
+        self.holds = False
+        """Whether what forward gathers is held from one micro-batch to the next."""
         self.handshake = Handshake(mesh, program.digest) if handshake is None else handshake
         mutated = {o.target for _, o in self.mutations}
         held = ("buffer", "parameter")
@@ -182,7 +191,7 @@ class State:
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         state = State(captured, program, self.plan, self.mesh, self.handshake)
-        for one in ("at_rest", "whole_outputs", "shells", "owners", "aliases", "mirrors", "pending"):
+        for one in ("at_rest", "whole_outputs", "holds", "shells", "owners", "aliases", "mirrors", "pending"):
             setattr(state, one, getattr(self, one))
         return state
 

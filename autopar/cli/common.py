@@ -125,8 +125,11 @@ Again = Annotated[
     str,
     typer.Option(
         "--recompute",
-        help="What backward makes again: auto (as the planner chooses), asked (what torch.utils.checkpoint marks), none.",
+        help="What backward makes again: auto (the planner chooses), asked (what torch.utils.checkpoint marks), none.",
     ),
+]
+Micros = Annotated[
+    int, typer.Option("--micro-batches", min=1, help="Calls of a step, each of --batch; gradients are reduced once.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]

@@ -49,6 +49,7 @@ def plan_command(
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
     recompute: common.Again = "auto",
+    micro_batches: common.Micros = 1,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     full: common.Full = False,
     as_json: common.AsJson = False,
@@ -74,6 +75,7 @@ def plan_command(
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
             recompute=recompute,  # type: ignore[arg-type]
+            micro_batches=micro_batches,
         )
     plan = common.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
@@ -98,6 +100,7 @@ def compare_command(
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
     recompute: common.Again = "auto",
+    micro_batches: common.Micros = 1,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -119,6 +122,7 @@ def compare_command(
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
             recompute=recompute,  # type: ignore[arg-type]
+            micro_batches=micro_batches,
             report=tell,
         )
     if figure is not None:
@@ -146,6 +150,7 @@ def simulate_command(
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
     recompute: common.Again = "auto",
+    micro_batches: common.Micros = 1,
     trace: Annotated[Path | None, typer.Option(help="Where to write the timeline, for Perfetto.")] = None,
     real: Annotated[
         Path | None,
@@ -180,6 +185,7 @@ def simulate_command(
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
             recompute=recompute,  # type: ignore[arg-type]
+            micro_batches=micro_batches,
         )
     if trace is not None:
         timeline = simulation.timeline

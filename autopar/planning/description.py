@@ -108,8 +108,8 @@ class Subject:
         """Raises ValueError where a plan is for another mesh or another model."""
         if list(plan.mesh.items()) != list(self.mesh.items()):
             raise ValueError(f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {self.mesh}: plan again for it")
-        if plan.training != self.training:
-            was, now = (training.given or "the default" for training in (plan.training, self.training))
+        if plan.training.asked != self.training.asked:
+            was, now = (training.asked.given or "the default" for training in (plan.training, self.training))
             raise ValueError(f"the plan is for training with {was}, and this is {now}: plan again for it")
         if plan.graph != self.graph:
             raise ValueError(

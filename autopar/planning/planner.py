@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from .constraints import Constraints
 from .costs import COSTS
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model, check_profiles
+from .micro import check_measured, shortest
 from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
@@ -49,7 +51,7 @@ from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfall import DoesNotFit, Shortfall
 from .steps import Steps
-from .training import Training
+from .training import GATHERS, Gathers, Training
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
@@ -112,7 +114,9 @@ class Planner:
                 f"{kind}, where autocast casts other operators: plan for that cluster alone"
             )
         check_kernels(graph, kind)
-        self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        training = self.training
+        self.space = replace(space, micro_batches=training.micro_batches, holds=training.gathers == "once")
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
         self._gather()
@@ -134,6 +138,14 @@ class Planner:
         other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Flow()
         other.effort = effort or self.effort
         other._place()
+        return other
+
+    def gathering(self, gathers: Gathers) -> Planner:
+        """A planner for the same, with parameters gathered so in a step of several micro-batches."""
+        other = copy(self)
+        other.training = replace(self.training, gathers=gathers)
+        other.space = replace(self.space, holds=gathers == "once")
+        other._gather()
         return other
 
     def profiled(self, costs: Costs) -> Planner:
@@ -184,9 +196,12 @@ class Planner:
         """The best plan that answers a request. Raises ValueError for impossible constraints, and if no plan keeps the
         limit."""
         if (by_measuring := COSTS[request.cost].plan) is not None:
+            check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            return self._planned(request)
+            if self.training.micro_batches == 1:
+                return self._planned(request)
+            return shortest([partial(self.gathering(way)._planned, request) for way in GATHERS])
 
     def limit(self, request: Request) -> float | None:
         """The bytes that a rank may need: as requested, or what its device has for a step."""
@@ -253,7 +268,7 @@ class Planner:
         """The result of a search as a plan."""
         bucket_bytes, peak = self.peak(result.assignment, request.bytes_limit)
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
-        step = timeline(self.writer.written(result.assignment, bucket_bytes), self.cluster, self.operators)
+        step = self.steps.timeline(result.assignment, bucket_bytes)
         return self.subject.described(
             result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed, step=step
         )

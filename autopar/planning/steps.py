@@ -12,6 +12,8 @@ from functools import partial
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments, peak
 from autopar.cost.streams import TimelineCache, timeline
+from autopar.cost.timeline import Timeline
+from autopar.ir.program import Program
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
@@ -21,10 +23,13 @@ from autopar.solve.effort import Effort
 
 from .account import account
 from .limit import Peaks
+from .micro import MicroBatches, step_of
 from .writer import Writer
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket; a plan takes the largest that keep the memory limit."""
+
+_SECONDS = ("seconds", "exposed_seconds")
 
 KEPT_ROUGHLY = 3
 """Copies of each run in a rough estimate: one in the middle, between two like it."""
@@ -85,6 +90,8 @@ class Steps:
     ) -> Iterator[float]:
         """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
         kept = KEPT_ROUGHLY if rough else KEPT
+        if self.space.micro_batches > 1:
+            return  # what waits to be reduced is of all copies
         if (short := shortened(self.writer.space, assignment, kept)) is None:
             return
         for size in buckets:
@@ -101,7 +108,10 @@ class Steps:
         tried = [] if limit is None or len(buckets) == 1 else list(self._estimates(assignment, limit, buckets))
         for size in buckets[max(0, len(tried) - 1) :]:
             bucketed = self.writer.written(assignment, size)
-            of_rank = peak(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
+            if self.space.micro_batches > 1:
+                of_rank = self._micro(bucketed).peak(self.space.optimizer, self.kind_of_device, self.memory)
+            else:
+                of_rank = peak(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
             yield size, of_rank
             if self._is_settled(of_rank.bytes, size, limit):
                 return
@@ -124,17 +134,38 @@ class Steps:
         bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if split else self.writer.unsplit
         program = write(assignment, bucket_bytes, KEPT)
-        of_few = timeline(program, self.space.cluster, self.operators)
-        step = short.seconds(of_few, program) * self._correction(assignment, bucket_bytes)
-        exposed = step * of_few.exposed_seconds / of_few.seconds
+        parts = self._timelines(program)
+        step = sum(times * short.seconds(of_few, part) for of_few, part, times in parts)
+        step *= self._correction(assignment, bucket_bytes)
+        of_parts, exposed_of_parts = (sum(n * getattr(t, what) for t, _, n in parts) for what in _SECONDS)
+        exposed = step * exposed_of_parts / of_parts
         return step + account(self.space, assignment).optimizer_seconds, exposed
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""
-        step = timeline(self.writer.written(assignment, bucket_bytes), self.space.cluster, self.operators)
+        parts = self._timelines(self.writer.written(assignment, bucket_bytes))
         ratio = self._correction(assignment, bucket_bytes)
         updating = account(self.space, assignment).optimizer_seconds
-        return step.seconds * ratio + updating, step.exposed_seconds * ratio
+        step, exposed = (sum(times * getattr(of, what) for of, _, times in parts) for what in _SECONDS)
+        return step * ratio + updating, exposed * ratio
+
+    def timeline(self, assignment: Assignment, bucket_bytes: int) -> Timeline:
+        """Of all that an assignment's step runs."""
+        parts = self._timelines(self.writer.written(assignment, bucket_bytes))
+        return parts[0][0] if len(parts) == 1 else step_of(parts)
+
+    def _timelines(self, program: Program) -> list[tuple[Timeline, Program, int]]:
+        """The timelines of what a step runs, each with its program and how often it runs."""
+
+        def simulated(program: Program) -> Timeline:
+            return timeline(program, self.space.cluster, self.operators)
+
+        if self.space.micro_batches == 1:
+            return [(simulated(program), program, 1)]
+        return self._micro(program).timelines(simulated)
+
+    def _micro(self, program: Program) -> MicroBatches:
+        return MicroBatches.of(program, self.space.micro_batches, holds=self.space.holds)
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
         """The factor from a timeline's seconds to those that its program takes, by measured programs."""

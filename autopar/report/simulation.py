@@ -86,13 +86,14 @@ def simulate(
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     recompute: Recompute = "auto",
+    micro_batches: int = 1,
 ) -> Simulation:
     """Simulates one training step of `plan`, or of the plan of `autopar.plan`, on a cluster, without devices.
 
     Arguments as for `autopar.plan`. A given plan may run on another cluster than the one that it is for.
     Raises ValueError for what cannot be planned, and for a plan of another model or mesh.
     """
-    training = Training(recompute=recompute) if plan is None else plan.training
+    training = Training(recompute=recompute, micro_batches=micro_batches) if plan is None else plan.training
     planner = Planner(
         model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, training=training
     )

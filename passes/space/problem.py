@@ -66,7 +66,7 @@ class ProblemBuilder:
 
     def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
         """As `moved_of`, in a region of which there are so many copies."""
-        moved = moved_of(self.space.metas[root], maker, readers)
+        moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.space.gradients)
         return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:
@@ -129,7 +129,7 @@ class ProblemBuilder:
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
         recomputed, a last variable, `SWITCH`, says whether it is."""
-        variables = []
+        variables, times = [], self.space.micro_batches
         readers: dict[str, list[tuple[int, int]]] = {}
         makers: dict[str, tuple[int, int]] = {}
         names = tuple(region.sites)
@@ -141,7 +141,7 @@ class ProblemBuilder:
                 Variable(
                     name=site.name,
                     options=tuple(str(o.choice) for o in options),
-                    seconds=tuple(o.seconds for o in options),
+                    seconds=tuple(o.seconds * (1 if site.kind == "parameter" else times) for o in options),
                     bytes=tuple(o.bytes for o in options),
                 )
             )
@@ -228,7 +228,17 @@ class ProblemBuilder:
         if phases is None:
             return None
         held = self.held_bytes(moved, produced, policy, wanted)
-        return sum(sum(item.route.seconds for item in phase) for phase in phases), float(held)
+        return self.route_seconds(moved, phases, wanted), float(held)
+
+    def route_seconds(
+        self, moved: Moved, phases: Sequence[tuple[Acquired, ...]], wanted: Sequence[tuple[Layout, bool]]
+    ) -> float:
+        """Of all phases in which a tensor is acquired, in a step."""
+        seconds = 0.0
+        for late, phase in enumerate(phases):
+            times = self.space.times(moved, phase, wanted, late=bool(late))
+            seconds += sum(n * item.route.seconds for n, item in zip(times, phase, strict=True))
+        return seconds
 
     def made(self, moved: Moved, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
         """Seconds and kept bytes of a copy's share of what is made where it is read; None for partial sums."""
@@ -236,7 +246,8 @@ class ProblemBuilder:
         if any(isinstance(placement, Partial | Routed) for layout in layouts for placement in layout):
             return None
         held = sum(local_meta(moved.meta, layout, self.space.mesh).bytes for layout in layouts) if moved.kept else 0
-        return self.space.making.seconds(moved.made, layouts) / moved.copies, held / moved.copies
+        seconds = self.space.making.seconds(moved.made, layouts) * self.space.micro_batches
+        return seconds / moved.copies, held / moved.copies
 
     def acquired(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]

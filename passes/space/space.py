@@ -19,6 +19,7 @@ from .choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from .collapse import Roots, from_root
 from .making import Making
 from .options import OPTION
+from .gradients import gradients_of
 from .setting import Setting
 from .sites import Option, Region, Site
 
@@ -54,6 +55,11 @@ class Space(Setting):
     def regions(self) -> Iterator[Region]:
         yield self.rest
         yield from self.bodies
+
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """Roots that nothing but gradients of parameters come from, by sums."""
+        return frozenset(root for region in self.regions() for root in gradients_of(region))
 
     def option(self, site: Site, choice: SiteChoice) -> Option | None:
         """What a choice means, or None if it is not legal."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from ..record import LIMIT_WORDS, ParameterPlan, Record
 from ..texts import bytes_text, seconds_text, table
-from ..training import recompute_text
+from ..training import micro_batches_text, recompute_text
 
 
 def full_text(plan: Record) -> str:
@@ -30,6 +30,7 @@ def full_text(plan: Record) -> str:
         limit_text(plan),
         *recomputed(plan),
         *_pinned(plan),
+        *(f"micro-batches: {text}" for text in micro_batches_text(plan.training)),
         *(f"made again in backward: {text}" for text in recompute_text(plan.training, plan.checkpoints)),
         "",
     ]
