@@ -139,12 +139,11 @@ class _Call:
             state.write_back(results)
         return results, saved
 
-
     def _run(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         state, pending = self.state, self.state.pending
         if not state.holds or self.finite or self.check is not None:
             return state.executable.forward(self.values)
-        gathers = pending.gathers.get(state) or pending.gathers.setdefault(state, Gathers(state))
+        gathers: Gathers = pending.gathers.get(state) or pending.gathers.setdefault(state, Gathers(state))
         return gathers.forward(state.executable, self.given, self.values, waits=not pending.reduces)
 
 

@@ -41,4 +41,4 @@ def _adds(site: Site) -> bool:
     node, call = site.node, site.call
     if node is None or call is None or node.op != ADD or node.kwargs or len(call.inputs) != 2:
         return False
-    return len({meta.dtype for meta in (*call.inputs, *call.outputs)}) == 1
+    return len({meta.dtype for meta in (*call.inputs, call.output)}) == 1

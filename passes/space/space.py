@@ -17,9 +17,9 @@ from autopar.passes.segments.segment import Repeated, Segments
 
 from .choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from .collapse import Roots, from_root
+from .gradients import gradients_of
 from .making import Making
 from .options import OPTION
-from .gradients import gradients_of
 from .setting import Setting
 from .sites import Option, Region, Site
 
