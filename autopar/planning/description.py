@@ -100,7 +100,9 @@ class Subject:
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
             timing=timing(step, items.optimizer_seconds, seconds),
-            provenance=replace(provenance, winner=request.preset or provenance.winner),
+            provenance=replace(
+                provenance.times(self.training.micro_batches), winner=request.preset or provenance.winner
+            ),
         )
         return replace(plan, described=plan.digest)
 

@@ -19,7 +19,7 @@ from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.optimizers import Optimizer, named_optimizer
-from autopar.cost.streams import TimelineCache, timeline
+from autopar.cost.streams import TimelineCache
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout, local_meta
@@ -282,10 +282,10 @@ class Planner:
             return self.writer.written(self.assignment(plan), plan.bucket_bytes)
 
     def timeline(self, plan: Plan) -> Timeline:
-        """When each instruction of a plan's program runs on the planner's cluster. Raises ValueError as `program`."""
-        program = self.program(plan)
+        """When each instruction of a plan's step runs on the planner's cluster. Raises ValueError as `program`."""
+        assignment = self.assignment(plan)
         with uncollected():
-            return timeline(program, self.cluster, self.operators)
+            return self.gathering(plan.training.gathers).steps.timeline(assignment, plan.bucket_bytes)
 
     def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""

@@ -8,7 +8,7 @@ same inputs give the same file. The command line adds the command as it was type
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 
@@ -74,6 +74,14 @@ class Provenance:
     candidates: tuple[Candidate, ...] = ()
     source: Source | None = None
     command: str = ""
+
+    def times(self, micro_batches: int) -> Provenance:
+        """Of a step of several calls."""
+        if micro_batches == 1:
+            return self
+        items, flops, ideal = self.items, self.flops, self.ideal_seconds
+        n = micro_batches
+        return replace(self, items=n * items, flops=n * flops, ideal_seconds=n * ideal)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,10 +108,7 @@ class Steps:
         tried = [] if limit is None or len(buckets) == 1 else list(self._estimates(assignment, limit, buckets))
         for size in buckets[max(0, len(tried) - 1) :]:
             bucketed = self.writer.written(assignment, size)
-            if self.space.micro_batches > 1:
-                of_rank = self._micro(bucketed).peak(self.space.optimizer, self.kind_of_device, self.memory)
-            else:
-                of_rank = peak(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
+            of_rank = self.of_rank(bucketed)
             yield size, of_rank
             if self._is_settled(of_rank.bytes, size, limit):
                 return
@@ -163,6 +160,13 @@ class Steps:
         if self.space.micro_batches == 1:
             return [(simulated(program), program, 1)]
         return self._micro(program).timelines(simulated)
+
+    def of_rank(self, program: Program) -> Peak:
+        """A rank's peak during a step of a program."""
+        optimizer, kind = self.space.optimizer, self.kind_of_device
+        if self.space.micro_batches == 1:
+            return peak(program, optimizer, kind, self.memory)
+        return self._micro(program).peak(optimizer, kind, self.memory)
 
     def _micro(self, program: Program) -> MicroBatches:
         return MicroBatches.of(program, self.space.micro_batches, holds=self.space.holds)
