@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.cluster.machine import Cluster
 from autopar.ops import rule_of
 from autopar.passes import CAPTURE, CHECKPOINTS, MASKS, ROUTING, SEEDS, Flow
 from autopar.passes.capture.captured import Captured
@@ -44,3 +45,12 @@ def captured_for_planning(
             )
         graph = flow.run(CHECKPOINTS, graph)
     return replace(captured, graph=graph)
+
+
+def check_autocast(captured: Captured, device_type: str, cluster: Cluster, kind: str) -> None:
+    """Raises ValueError where a step that was captured under autocast for one type of device is to run on another."""
+    if captured.autocast is not None and kind != device_type:
+        raise ValueError(
+            f"the model was captured under autocast for {device_type}, and cluster {cluster.name} has {kind}, where "
+            f"autocast casts other operators: plan for that cluster alone"
+        )

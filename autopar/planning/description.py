@@ -56,6 +56,7 @@ class Subject:
         """The result of a search as the plan that answers a request, with its step."""
         space, assignment = self.space, result.assignment
         items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
+        provenance = provenance.times(self.training.micro_batches)
         plan = Plan(
             model=self.model,
             graph=self.graph,
@@ -100,9 +101,7 @@ class Subject:
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
             timing=timing(step, items.optimizer_seconds, seconds),
-            provenance=replace(
-                provenance.times(self.training.micro_batches), winner=request.preset or provenance.winner
-            ),
+            provenance=replace(provenance, winner=request.preset or provenance.winner),
         )
         return replace(plan, described=plan.digest)
 

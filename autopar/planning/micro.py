@@ -10,10 +10,12 @@ from typing import TypeVar
 from autopar.cost.liveness import PlacementCache
 from autopar.cost.memory import Peak, peak
 from autopar.cost.optimizers import Optimizer
+from autopar.cost.streams import TimelineCache, timeline
 from autopar.cost.timeline import Event, Stall, Timeline
 from autopar.ir.program import Program
 from autopar.passes.lower.accumulate import accumulation
 from autopar.passes.lower.hold import held
+from autopar.passes.space.space import Space
 
 from .plan import Plan
 from .training import Training
@@ -62,6 +64,42 @@ class MicroBatches:
             waiting = dict.fromkeys(phases, self.pending_bytes)
             peaks.append(peak(program, optimizer, device_type, cache, waiting))
         return max(peaks, key=lambda one: one.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """What a step of a space runs of a program: once, or in each of its micro-batches."""
+
+    space: Space
+    device_type: str
+    operators: TimelineCache
+    memory: PlacementCache
+
+    def timelines(self, program: Program) -> list[tuple[Timeline, Program, int]]:
+        """Of all that a step runs, each with its program and how often it runs."""
+
+        def simulated(program: Program) -> Timeline:
+            return timeline(program, self.space.cluster, self.operators)
+
+        return [(simulated(program), program, 1)] if self._is_one else self._of(program).timelines(simulated)
+
+    def timeline(self, program: Program) -> Timeline:
+        """Of all that a step runs, in one."""
+        parts = self.timelines(program)
+        return parts[0][0] if len(parts) == 1 else step_of(parts)
+
+    def peak(self, program: Program) -> Peak:
+        """A rank's peak during a step."""
+        if self._is_one:
+            return peak(program, self.space.optimizer, self.device_type, self.memory)
+        return self._of(program).peak(self.space.optimizer, self.device_type, self.memory)
+
+    @property
+    def _is_one(self) -> bool:
+        return self.space.micro_batches == 1
+
+    def _of(self, program: Program) -> MicroBatches:
+        return MicroBatches.of(program, self.space.micro_batches, holds=self.space.holds)
 
 
 def shortest(attempts: Sequence[Callable[[], Plan]]) -> Plan:

@@ -22,7 +22,7 @@ from autopar.cost.optimizers import Optimizer, named_optimizer
 from autopar.cost.streams import TimelineCache
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
-from autopar.ir.layout import Layout, local_meta
+from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.passes import SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
@@ -32,10 +32,9 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
 from autopar.solve.effort import EFFORT, Effort
-from autopar.solve.problem import Infeasible
 
 from .at_rest import Decided, best_at_rest
-from .capturing import captured_for_planning
+from .capturing import captured_for_planning, check_autocast
 from .choice import Choice
 from .constraints import Constraints
 from .costs import COSTS
@@ -49,7 +48,8 @@ from .reports import report_captured, report_without_rule
 from .request import Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
-from .shortfall import DoesNotFit, Shortfall
+from .shortfall import DoesNotFit
+from .shortfalls import shortfall_of
 from .steps import Steps
 from .training import GATHERS, Gathers, Training
 from .writer import Writer
@@ -108,11 +108,7 @@ class Planner:
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph, kind = self.captured.graph, self.kind_of_device
-        if self.captured.autocast is not None and kind != self.captured_for:
-            raise ValueError(
-                f"the model was captured under autocast for {self.captured_for}, and cluster {self.cluster.name} has "
-                f"{kind}, where autocast casts other operators: plan for that cluster alone"
-            )
+        check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
         training = self.training
@@ -156,14 +152,6 @@ class Planner:
         other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(placements=self.memory)
         other._gather()
         return other
-
-    def moved_bytes(self, program: Program) -> int:
-        """The bytes that a step of the optimizer reads and writes."""
-        return sum(
-            self.optimizer.moved_bytes(local_meta(i.meta, i.layout, program.mesh))
-            for i in program.inputs
-            if i.role == "parameter" and i.target in program.trained
-        )
 
     @property
     def fingerprints(self) -> str:
@@ -222,27 +210,9 @@ class Planner:
         try:
             plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit), math.inf)
         except DoesNotFit as error:
-            raise self._shortfall(error, request) from error
+            raise shortfall_of(self, error, request) from error
         assert plan is not None
         return replace(plan, memory_limit_from="device") if by_device else plan
-
-    def _shortfall(self, error: DoesNotFit, request: Request) -> Infeasible:
-        """The error with what the smallest plan needs, and what would fit."""
-        limit, assignment = self.limit(request), error.smallest
-        assert limit is not None and assignment is not None
-        bucket_bytes, of_rank = self.peak(assignment, limit)
-        told = Shortfall(
-            space=self.space,
-            program=self.writer.written(assignment, bucket_bytes),
-            device_type=self.kind_of_device,
-            limit=limit,
-            by_device=request.memory_limit_bytes is None,
-            peak=of_rank,
-            memory=self.memory,
-        )
-        raised = Infeasible(str(told))
-        raised.smallest_bytes = error.smallest_bytes
-        return raised
 
     def _planned(self, request: Request) -> Plan:
         preset = request.preset
@@ -268,7 +238,7 @@ class Planner:
         """The result of a search as a plan."""
         bucket_bytes, peak = self.peak(result.assignment, request.bytes_limit)
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
-        step = self.steps.timeline(result.assignment, bucket_bytes)
+        step = self.steps.run.timeline(self.writer.written(result.assignment, bucket_bytes))
         return self.subject.described(
             result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed, step=step
         )
@@ -283,9 +253,9 @@ class Planner:
 
     def timeline(self, plan: Plan) -> Timeline:
         """When each instruction of a plan's step runs on the planner's cluster. Raises ValueError as `program`."""
-        assignment = self.assignment(plan)
+        program = self.program(plan)
         with uncollected():
-            return self.gathering(plan.training.gathers).steps.timeline(assignment, plan.bucket_bytes)
+            return self.gathering(plan.training.gathers).steps.run.timeline(program)
 
     def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""

@@ -34,7 +34,7 @@ def refreshed(planner: Planner, plan: Plan) -> Plan:
     """The plan with all figures computed again by a planner for its model. The bound stays if the figures of the
     cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict themselves."""
     program = planner.program(plan)
-    again = repriced(planner, replace(plan, peak=planner.steps.of_rank(program)))
+    again = repriced(planner, replace(plan, peak=planner.steps.run.peak(program)))
     assert again.provenance is not None
     origin = plan.provenance or again.provenance
     bound = plan.lower_bound_seconds if origin.cluster == again.provenance.cluster else 0.0

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from autopar.cost import liveness
-from autopar.cost.memory import Peak, moments, peak
-from autopar.cost.streams import TimelineCache, timeline
-from autopar.cost.timeline import Timeline
-from autopar.ir.program import Program
+from autopar.cost.memory import Peak, moments
+from autopar.cost.streams import TimelineCache
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
@@ -23,7 +21,7 @@ from autopar.solve.effort import Effort
 
 from .account import account
 from .limit import Peaks
-from .micro import MicroBatches, step_of
+from .micro import StepRun
 from .writer import Writer
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
@@ -46,8 +44,12 @@ class Steps:
     memory: liveness.PlacementCache
     effort: Effort
     costs: Costs | None = None
+    run: StepRun = field(init=False)
     peaks: dict[Assignment, tuple[int, Peak]] = field(default_factory=dict)
     """The cached peaks of one search."""
+
+    def __post_init__(self) -> None:
+        self.run = StepRun(self.space, self.kind_of_device, self.operators, self.memory)
 
     def forget(self) -> None:
         """Empties the cache of peaks, which hold for one limit."""
@@ -108,7 +110,7 @@ class Steps:
         tried = [] if limit is None or len(buckets) == 1 else list(self._estimates(assignment, limit, buckets))
         for size in buckets[max(0, len(tried) - 1) :]:
             bucketed = self.writer.written(assignment, size)
-            of_rank = self.of_rank(bucketed)
+            of_rank = self.run.peak(bucketed)
             yield size, of_rank
             if self._is_settled(of_rank.bytes, size, limit):
                 return
@@ -131,7 +133,7 @@ class Steps:
         bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if split else self.writer.unsplit
         program = write(assignment, bucket_bytes, KEPT)
-        parts = self._timelines(program)
+        parts = self.run.timelines(program)
         step = sum(times * short.seconds(of_few, part) for of_few, part, times in parts)
         step *= self._correction(assignment, bucket_bytes)
         of_parts, exposed_of_parts = (sum(n * getattr(t, what) for t, _, n in parts) for what in _SECONDS)
@@ -140,36 +142,11 @@ class Steps:
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""
-        parts = self._timelines(self.writer.written(assignment, bucket_bytes))
+        parts = self.run.timelines(self.writer.written(assignment, bucket_bytes))
         ratio = self._correction(assignment, bucket_bytes)
         updating = account(self.space, assignment).optimizer_seconds
         step, exposed = (sum(times * getattr(of, what) for of, _, times in parts) for what in _SECONDS)
         return step * ratio + updating, exposed * ratio
-
-    def timeline(self, assignment: Assignment, bucket_bytes: int) -> Timeline:
-        """Of all that an assignment's step runs."""
-        parts = self._timelines(self.writer.written(assignment, bucket_bytes))
-        return parts[0][0] if len(parts) == 1 else step_of(parts)
-
-    def _timelines(self, program: Program) -> list[tuple[Timeline, Program, int]]:
-        """The timelines of what a step runs, each with its program and how often it runs."""
-
-        def simulated(program: Program) -> Timeline:
-            return timeline(program, self.space.cluster, self.operators)
-
-        if self.space.micro_batches == 1:
-            return [(simulated(program), program, 1)]
-        return self._micro(program).timelines(simulated)
-
-    def of_rank(self, program: Program) -> Peak:
-        """A rank's peak during a step of a program."""
-        optimizer, kind = self.space.optimizer, self.kind_of_device
-        if self.space.micro_batches == 1:
-            return peak(program, optimizer, kind, self.memory)
-        return self._micro(program).peak(optimizer, kind, self.memory)
-
-    def _micro(self, program: Program) -> MicroBatches:
-        return MicroBatches.of(program, self.space.micro_batches, holds=self.space.holds)
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
         """The factor from a timeline's seconds to those that its program takes, by measured programs."""

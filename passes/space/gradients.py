@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .sites import Region, Site
 
 ADD = "aten.add.Tensor"
 
 
-def gradients_of(region: Region) -> Iterator[str]:
+def gradients_of(regions: Iterable[Region]) -> frozenset[str]:
+    """`_gradients_of` all of these."""
+    return frozenset(root for region in regions for root in _gradients_of(region))
+
+
+def _gradients_of(region: Region) -> Iterator[str]:
     """Roots of a region that only parameters read, whose gradients they are, and sums of two of the same dtype that are
     such a root themselves. (As `passes.lower.accumulate` takes them: the sum of what is reduced is the reduced sum.)"""
     readers: dict[str, list[Site]] = {}

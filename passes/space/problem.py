@@ -18,6 +18,7 @@ from autopar.ir.layout import Layout, Partial, Routed, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
+from .gradients import gradients_of
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
 from .switch import SWITCH, Again, SwitchedTensors, twice
@@ -60,13 +61,14 @@ class ProblemBuilder:
         self.space = space
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
+        self.gradients = gradients_of(space.regions()) if space.micro_batches > 1 else frozenset()
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Again.of(body) for body in space.bodies)
         self.switches = SwitchedTensors(self.tables, self.cost, self.moved, space.mesh)
 
     def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
         """As `moved_of`, in a region of which there are so many copies."""
-        moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.space.gradients)
+        moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.gradients)
         return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:
@@ -228,17 +230,7 @@ class ProblemBuilder:
         if phases is None:
             return None
         held = self.held_bytes(moved, produced, policy, wanted)
-        return self.route_seconds(moved, phases, wanted), float(held)
-
-    def route_seconds(
-        self, moved: Moved, phases: Sequence[tuple[Acquired, ...]], wanted: Sequence[tuple[Layout, bool]]
-    ) -> float:
-        """Of all phases in which a tensor is acquired, in a step."""
-        seconds = 0.0
-        for late, phase in enumerate(phases):
-            times = self.space.times(moved, phase, wanted, late=bool(late))
-            seconds += sum(n * item.route.seconds for n, item in zip(times, phase, strict=True))
-        return seconds
+        return self.space.acquired_seconds(moved, phases, wanted), float(held)
 
     def made(self, moved: Moved, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
         """Seconds and kept bytes of a copy's share of what is made where it is read; None for partial sums."""

@@ -70,6 +70,16 @@ class Setting:
                 held.update([item.source] if item.layout in held else [])
         return tuple(1 if item.layout in held else self.micro_batches for item in phase)
 
+    def acquired_seconds(
+        self, moved: Moved, phases: Sequence[Sequence[Acquired]], wanted: Sequence[tuple[Layout, bool]]
+    ) -> float:
+        """In a step, of all phases in which a tensor is acquired."""
+        seconds = 0.0
+        for late, phase in enumerate(phases):
+            times = self.times(moved, phase, wanted, late=bool(late))
+            seconds += sum(n * item.route.seconds for n, item in zip(times, phase, strict=True))
+        return seconds
+
 
 def operator_seconds(
     setting: Setting,

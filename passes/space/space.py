@@ -17,7 +17,6 @@ from autopar.passes.segments.segment import Repeated, Segments
 
 from .choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from .collapse import Roots, from_root
-from .gradients import gradients_of
 from .making import Making
 from .options import OPTION
 from .setting import Setting
@@ -55,11 +54,6 @@ class Space(Setting):
     def regions(self) -> Iterator[Region]:
         yield self.rest
         yield from self.bodies
-
-    @cached_property
-    def gradients(self) -> frozenset[str]:
-        """Roots that nothing but gradients of parameters come from, by sums."""
-        return frozenset(root for region in self.regions() for root in gradients_of(region))
 
     def option(self, site: Site, choice: SiteChoice) -> Option | None:
         """What a choice means, or None if it is not legal."""

@@ -146,7 +146,7 @@ class Explainer:
         planner = self.planner
         program = planner.writer.written(assignment, plan.bucket_bytes)
         seconds, _ = planner.steps.seconds(assignment, plan.bucket_bytes)
-        of_rank = planner.steps.of_rank(program)
+        of_rank = planner.steps.run.peak(program)
         return seconds, of_rank.bytes
 
     def _roughly(self, assignment: Assignment) -> tuple[float, float]:
