@@ -210,7 +210,7 @@ class Planner:
         try:
             plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit), math.inf)
         except DoesNotFit as error:
-            raise shortfall_of(self, error, request) from error
+            raise shortfall_of(self.steps, error, request, limit) from error
         assert plan is not None
         return replace(plan, memory_limit_from="device") if by_device else plan
 
