@@ -23,6 +23,7 @@ from autopar.planning.presets import PRESETS
 from autopar.planning.reading import cluster_of, optimizer_of, refreshed
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
+from autopar.planning.training import Recompute, Training
 from autopar.report.comparison import Comparison
 from autopar.report.telling import Ticker
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
@@ -48,6 +49,8 @@ def plan(
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     effort: float | None = None,
+    recompute: Recompute = "auto",
+    micro_batches: int = 1,
     profiles: str | Path | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
@@ -80,6 +83,14 @@ def plan(
     bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
     axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
 
+    `recompute` says what backward makes again instead of keeping it: "auto" leaves it to the planner, which recomputes
+    layers where a memory limit asks for it; "asked" makes again exactly what `torch.utils.checkpoint` marks in the
+    model, as `gradient_checkpointing_enable()` of Hugging Face does; "none" keeps all that backward needs.
+
+    With `micro_batches` a step is so many calls with batches of the example's size, all but the last within
+    `no_sync()`, and one step of the optimizer. The objective, the step and the peak are those of the whole step, with
+    one reduction; whether what forward gathers is held from one micro-batch to the next is chosen too.
+
     A search ends when its work is done, which is counted so that the same inputs give the same plan on any machine.
     With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
     first, and the program is written after that; the model's capture comes before).
@@ -90,7 +101,10 @@ def plan(
     request = Request(
         solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints, effort=effort
     )
-    planner = partial(Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles)
+    planner = partial(
+        Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles,
+        training=Training(recompute=recompute, micro_batches=micro_batches),
+    )  # fmt: skip
     if isinstance(mesh_shape, Mapping):
         on = planner(mesh_shape, cluster=cluster)
         return on.planned(request).answering(Explainer(lambda: on))
@@ -135,6 +149,7 @@ def read_plan(
         loss_fn=loss_fn,
         cluster=cluster_of(saved) if cluster is None else cluster,
         optimizer=optimizer_of(saved) if optimizer is None else optimizer,
+        training=saved.training,
     )
     return refreshed(planner, saved).answering(Explainer(lambda: planner))
 
@@ -152,6 +167,8 @@ def compare(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    recompute: Recompute = "auto",
+    micro_batches: int = 1,
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
@@ -180,8 +197,11 @@ def compare(
     for mesh, machine in cases:
         check_mesh(mesh)
         named_cluster(machine)
+    training = Training(recompute=recompute, micro_batches=micro_batches)
     report(0.0, "reading the model")
-    planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer)
+    planner = Planner(
+        model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer, training=training
+    )
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
         on = planner if number == 0 else planner.on(mesh, machine)
@@ -212,6 +232,8 @@ def parallelize(
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     effort: float | None = None,
+    recompute: Recompute = "auto",
+    micro_batches: int = 1,
     profiles: str | Path | None = None,
     plan: Plan | None = None,
     whole_outputs: bool = False,
@@ -273,6 +295,7 @@ def parallelize(
                 optimizer=optimizer,
                 device_type=mesh.device_type,
                 profiles=profiles,
+                training=Training(recompute=recompute, micro_batches=micro_batches) if plan is None else plan.training,
             )
             if plan is not None:
                 planner.check(plan)
@@ -297,13 +320,16 @@ def parallelize(
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     decided = Decided.of(planner.space, planner.assignment(plan))
-    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided, once=once)
+    again = Modes(
+        model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided,
+        training=plan.training, once=once,
+    )  # fmt: skip
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
         padder.captured(planner.captured)
     return ParallelModule(
         model, planner.captured, program, plan, mesh, again,
-        whole_outputs=whole_outputs, verifier=verifier, padder=padder,
+        whole_outputs=whole_outputs, verifier=verifier, padder=padder, holds=plan.training.gathers == "once",
     )  # fmt: skip
 
 

@@ -129,7 +129,8 @@ def _measure(row: Row, model: Model, seconds: int, profile: str | None, verbose:
     import torch
     import transformers
 
-    from autopar.planning.planner import Planner, captured_for_planning
+    from autopar.planning.capturing import captured_for_planning
+    from autopar.planning.planner import Planner
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -25,6 +25,7 @@ from .blocks.block import Blocks
 from .blocks.partition import blocks
 from .capture.captured import Captured
 from .capture.trace import capture
+from .checkpoints import checkpoints
 from .codegen.program import codegen
 from .lower.adopt import adopt
 from .lower.chunk import CHUNKING
@@ -74,6 +75,10 @@ def _unmasked(graph: JointGraph) -> str:
     return f"{sum(calls)} of {len(calls)} calls of attention are causal"
 
 
+def _made_again(graph: JointGraph) -> str:
+    return f"{sum(bool(node.serves) for node in graph.nodes)} operators are made again in backward"
+
+
 def _segmented(result: Segments) -> str:
     runs = [f"{repeat.count} copies of {len(repeat.copies[0])}" for repeat in result.repeats]
     return f"{', '.join(runs) or 'nothing repeats'}, {len(result.rest)} operators in the rest"
@@ -96,6 +101,7 @@ CAPTURE = Step(name="capture", takes="a model, inputs", gives="the graph of a st
 SEEDS = Step(name="seeds", takes="a graph", gives="one whose random operators read keys", run=seeds, did=_seeded)
 ROUTING = Step(name="routing", takes="a graph", gives="one in token order", run=in_token_order, did=_routed)
 MASKS = Step(name="masks", takes="a graph", gives="one without known masks", run=without_masks, did=_unmasked)
+CHECKPOINTS = Step(name="checkpoints", takes="a graph", gives="one that follows them", run=checkpoints, did=_made_again)
 SEGMENTS = Step(name="segments", takes="a graph", gives="layers that repeat", run=segments, did=_segmented)
 SPACE = Step(name="space", takes="a graph, mesh, cluster, segments", gives="the space", run=strategies, did=_built)
 BLOCKS = Step(name="blocks", takes="a graph", gives="what splits together, for presets", run=blocks, did=_blocked)
@@ -103,7 +109,9 @@ PROBLEM = Step(name="problem", takes="a space, allowed choices", gives="a proble
 SOLVE = Step(name="solve", takes="a problem", gives="a solution, which is an assignment", run=solve)
 CODEGEN = Step(name="codegen", takes="a space, an assignment", gives="a program", run=codegen, did=_written)
 
-STEPS: tuple[Step[..., Any], ...] = (CAPTURE, SEEDS, ROUTING, MASKS, SEGMENTS, SPACE, BLOCKS, PROBLEM, SOLVE, CODEGEN)
+STEPS: tuple[Step[..., Any], ...] = (
+    CAPTURE, SEEDS, ROUTING, MASKS, CHECKPOINTS, SEGMENTS, SPACE, BLOCKS, PROBLEM, SOLVE, CODEGEN,
+)  # fmt: skip
 
 LOWERINGS = Table(
     "lowering",

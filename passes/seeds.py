@@ -61,5 +61,5 @@ def _written(node: Node, key: str | None, metas: dict[str, TensorMeta]) -> list[
     if results is None:
         return None
     names = {ref.name: name for ref, name in zip(results, node.outputs, strict=True) if ref is not None and name}
-    about = {"module": node.module, "backward": node.backward, "sequence": node.sequence}
+    about = {"module": node.module, "backward": node.backward, "sequence": node.sequence, "region": node.region}
     return [inlined(written, names, **about) for written in emitter.written]

@@ -18,6 +18,7 @@ from autopar.ir.program import ProgramInput
 from .agree import digest, first_different, together
 from .execute import clocked_by
 from .finite import finite
+from .gathers import Gathers
 from .held import State
 from .inputs import Inputs
 from .placements import local_slice
@@ -131,7 +132,7 @@ class _Call:
         self.values += self.keys
         seen = [*self.values] if state.shared is None else []
         with finite(state, self.finite, "forward", self.values) as made, quietly(state):
-            results, saved = state.executable.forward(self.values)
+            results, saved = self._run()
             made += results
         if state.shared is None:
             state.shared = Shared.of(seen, state.mutated, results, saved)
@@ -139,6 +140,13 @@ class _Call:
             results, saved = state.shared.apart(results, saved)
             state.write_back(results)
         return results, saved
+
+    def _run(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
+        state, pending = self.state, self.state.pending
+        if not state.holds or self.finite or self.check is not None:
+            return state.executable.forward(self.values)
+        gathers: Gathers = pending.gathers.get(state) or pending.gathers.setdefault(state, Gathers(state))
+        return gathers.forward(state.executable, self.given, self.values, waits=not pending.reduces)
 
 
 @contextmanager
@@ -222,8 +230,10 @@ class ProgramStep(torch.autograd.Function):
             computed[index] = value.clone(memory_format=torch.contiguous_format)
         if form == "micro":
             pending.add(state, computed[len(state.gradient_outputs) :])
-        elif pending.sums:
-            pending.flush()
+        else:
+            pending.drop_gathers()
+            if pending.sums:
+                pending.flush()
         results: list[torch.Tensor | None] = [None]
         for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
             local = computed[state.gradients[i.target]] if needed else None

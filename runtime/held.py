@@ -34,8 +34,9 @@ from .agree import (
     together,
     watched,
 )
-from .execute import Clock, Executable, compile
+from .execute import Executable, compile
 from .handshake import Handshake
+from .observed import Observed
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 from .shared import Shared
 
@@ -69,6 +70,8 @@ class Pending:
     """Whether a backward reduces now: not within `no_sync()`."""
     sums: dict[State, list[torch.Tensor]] = field(default_factory=dict)
     """Program -> the sum of what enters its tail."""
+    gathers: dict[State, Any] = field(default_factory=dict)
+    """Program -> what its forward has gathered in this step (`gathers.Gathers`), if that is held."""
 
     def form(self, state: State, checked: bool) -> Form:
         """That of the next backward. One that is compared with one device is a step of its own."""
@@ -82,6 +85,11 @@ class Pending:
         for total, value in zip(self.sums.setdefault(state, mine), mine, strict=True):
             if total is not value:
                 total += value
+
+    def drop_gathers(self) -> None:
+        """Before parameters are written, which makes what was gathered of them old."""
+        for gathers in self.gathers.values():
+            gathers.drop()
 
     def flush(self) -> None:
         """Reduce what no backward will, into `.grad`: of programs that another one followed."""
@@ -98,24 +106,6 @@ class Pending:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-@dataclass(eq=False)
-class Observed:
-    """What `autopar.Metrics` sees of all programs of a module, while it is asked to."""
-
-    clock: Clock | None = None
-    backwards: dict[State, int] = field(default_factory=dict)
-    """How often each program has gone backward."""
-    capture_seconds: float = 0.0
-    """What captures and plans after the first have taken."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Observed:
-        return Observed()
-
-    def passed(self, state: State) -> None:
-        if self.clock is not None:
-            self.backwards[state] = self.backwards.get(state, 0) + 1
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A program in parts (`passes.lower.accumulate`), compiled."""
@@ -124,6 +114,10 @@ class Parts:
     micro: Executable
     last: Executable
     rest: Executable
+
+
+OF_ALL_PROGRAMS = ("at_rest", "whole_outputs", "holds", "shells", "owners", "aliases", "mirrors", "pending", "observed")
+"""What the programs of a module have in common."""
 
 
 class State:
@@ -167,7 +161,9 @@ class State:
         """Whether the caller gets split outputs gathered, as plain tensors."""
         self.overlapping: dict[Form, tuple[int, ...]] = {}
         """Gradients to be copied, once they have been looked at (`overlapping`)."""
-        self.pending, self.observed = Pending(), Observed()
+        self.pending, self.observed = Pending(), Observed[State]()
+        self.holds = False
+        """Whether what forward gathers is held from one micro-batch to the next."""
         self.handshake = Handshake(mesh, program.digest) if handshake is None else handshake
         mutated = {o.target for _, o in self.mutations}
         held = ("buffer", "parameter")
@@ -200,7 +196,7 @@ class State:
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
         state = State(captured, program, self.plan, self.mesh, self.handshake)
-        for one in ("at_rest", "whole_outputs", "shells", "owners", "aliases", "mirrors", "pending", "observed"):
+        for one in OF_ALL_PROGRAMS:
             setattr(state, one, getattr(self, one))
         return state
 

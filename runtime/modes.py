@@ -21,9 +21,11 @@ from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured, NothingTrainedError
 from autopar.passes.capture.fakes import skeleton
 from autopar.planning.at_rest import Decided
+from autopar.planning.capturing import captured_for_planning
 from autopar.planning.meshes import mesh_of
-from autopar.planning.planner import Planner, captured_for_planning
+from autopar.planning.planner import Planner
 from autopar.planning.reports import Once
+from autopar.planning.training import Training
 
 from .agree import all_equal, on_first_rank, together
 from .inputs import Inputs
@@ -109,13 +111,15 @@ class Modes:
         loss_fn: Callable[[Any], torch.Tensor] | None,
         cluster: str | Cluster | None,
         decided: Decided | None = None,
+        training: Training | None = None,
         once: Once | None = None,
     ) -> None:
-        """`decided` is where the plans for inputs of other forms begin, and `once` knows what has been warned of."""
+        """`decided` is where the plans for inputs of other forms begin; all train alike, as `training` says. `once`
+        knows what has been warned of."""
         self.once = Once() if once is None else once
         self.form, self.decided = Inputs.captured(captured).form, decided
         self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
-        self.loss_fn, self.cluster = loss_fn, cluster
+        self.loss_fn, self.cluster, self.training = loss_fn, cluster, training
 
     def __call__(
         self, mode: Mode, model: nn.Module, earlier: Sequence[Captured], inputs: Inputs
@@ -149,6 +153,7 @@ class Modes:
                     planner = Planner(
                         self.model, mesh_of(self.mesh), args, kwargs,
                         loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
+                        training=self.training,
                     )  # fmt: skip
         all_equal(
             serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
@@ -167,7 +172,9 @@ class Modes:
     def _captured(self, args: Any, kwargs: Any) -> Captured:
         def again() -> Captured:
             kind = self.mesh.device_type
-            return captured_for_planning(self.model, args, kwargs, loss_fn=self.loss_fn, device_type=kind)
+            return captured_for_planning(
+                self.model, args, kwargs, loss_fn=self.loss_fn, device_type=kind, training=self.training
+            )
 
         try:
             return again()

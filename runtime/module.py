@@ -74,6 +74,7 @@ class ParallelModule(Filled, Standing):
         whole_outputs: bool = False,
         verifier: Verifier | None = None,
         padder: Padder | None = None,
+        holds: bool = False,
     ) -> None:
         super().__init__()
         follow_world_timeout(mesh)
@@ -90,7 +91,7 @@ class ParallelModule(Filled, Standing):
             "makes of Python numbers): give every rank the same, or make them buffers",
         )
         state = State(captured, program, plan, mesh)
-        state.whole_outputs = whole_outputs
+        state.whole_outputs, state.holds = whole_outputs, holds
         vars(self)["_state"] = state
         root = mirrored(state.mirrors, model)
         # the same dictionaries: the root's parameters and submodules are this module's own

@@ -25,8 +25,9 @@ from autopar import compat
 from autopar.compat.devices import ON_CPU_ALONE, ON_CUDA_ALONE
 from autopar.ir.graph import JointGraph
 from autopar.passes.capture.trace import capture
+from autopar.planning.capturing import captured_for_planning
 from autopar.planning.plan import graph_digest as digest
-from autopar.planning.planner import Planner, captured_for_planning
+from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.testing.devices import run_on_fakes
 

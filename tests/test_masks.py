@@ -20,7 +20,8 @@ from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.masks import without_masks
 from autopar.passes.masks.known import Known
-from autopar.planning.planner import Planner, captured_for_planning
+from autopar.planning.capturing import captured_for_planning
+from autopar.planning.planner import Planner
 from autopar.testing.plans import random_assignment
 
 BATCH, LENGTH = 4, 8

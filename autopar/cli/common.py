@@ -119,6 +119,16 @@ Kept = Annotated[
     str,
     typer.Option("--optimizer", help=f"Whose states count: {', '.join(OPTIMIZERS)}; or bytes per element."),
 ]
+Again = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        help="What backward makes again: auto (the planner chooses), asked (what torch.utils.checkpoint marks), none.",
+    ),
+]
+Micros = Annotated[
+    int, typer.Option("--micro-batches", min=1, help="Calls of a step, each of --batch; gradients are reduced once.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."

@@ -63,6 +63,8 @@ def plan_command(
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
     effort: common.Effort = None,
+    recompute: common.Again = "auto",
+    micro_batches: common.Micros = 1,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     full: common.Full = False,
     as_json: common.AsJson = False,
@@ -88,6 +90,8 @@ def plan_command(
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
             effort=effort,
+            recompute=recompute,  # type: ignore[arg-type]
+            micro_batches=micro_batches,
         )
     plan = loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
@@ -111,6 +115,8 @@ def compare_command(
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
+    recompute: common.Again = "auto",
+    micro_batches: common.Micros = 1,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -132,6 +138,8 @@ def compare_command(
             memory_limit_bytes=limit,
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
+            recompute=recompute,  # type: ignore[arg-type]
+            micro_batches=micro_batches,
             report=tell,
         )
     if figure is not None:
@@ -159,6 +167,8 @@ def simulate_command(
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
+    recompute: common.Again = "auto",
+    micro_batches: common.Micros = 1,
     trace: Annotated[Path | None, typer.Option(help="Where to write the timeline, for Perfetto.")] = None,
     real: Annotated[
         Path | None,
@@ -192,6 +202,8 @@ def simulate_command(
             memory_limit_bytes=common.byte_count(memory_limit),
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
+            recompute=recompute,  # type: ignore[arg-type]
+            micro_batches=micro_batches,
         )
     if trace is not None:
         timeline = simulation.timeline

@@ -88,6 +88,8 @@ def what_if_command(
     cluster: Annotated[str | None, typer.Option(help="Another cluster: of the library, or a TOML file.")] = None,
     solver: Annotated[str | None, typer.Option(help=common.SOLVER_HELP)] = None,
     optimizer: Annotated[str | None, typer.Option(help="Another optimizer.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="auto, asked or none: what backward makes again.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Another number of calls of a step.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Another global batch size.")] = None,
     sequence: Annotated[int | None, typer.Option("--seq", min=1, help="Another sequence length.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Another dtype of the model.")] = None,
@@ -120,6 +122,8 @@ def what_if_command(
             memory_limit_bytes=asked.memory_limit_bytes if limit is None else limit,
             optimizer=reading.optimizer_of(before) if optimizer is None else common.optimizer_of(optimizer),
             constraints={**(asked.constraints or {}), **common.constraints(pin or [])},
+            recompute=recompute or before.training.recompute,  # type: ignore[arg-type]
+            micro_batches=micro_batches or before.training.micro_batches,
         )
     after = loading.with_source(after, source)
     if save is not None:

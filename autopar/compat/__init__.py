@@ -33,7 +33,7 @@ from .joint import joint as joint
 from .joint import is_accumulation as is_accumulation
 from .joint import is_backward as is_backward
 from .joint import module_path as module_path
-from .exporting import patched as patched
+from .patching import patched as patched
 from .optimizing import bare_step as bare_step
 from .optimizing import fused_steps_on_shards as fused_steps_on_shards
 from .optimizing import muon_rate as muon_rate
@@ -44,6 +44,7 @@ from .recording import is_recorded_function as is_recorded_function
 from .recording import place_of as place_of
 from .recording import recorded as recorded
 from .recording import set_place as set_place
+from .regions import region_of as region_of
 from .autocast import autocast_dtype as autocast_dtype
 from .autocast import autocast_of as autocast_of
 from .autocast import cast_by_autocast as cast_by_autocast

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .exporting import patched
+from .patching import patched
 
 _LOWER = """
     _convolution convolution addmv addr mv einsum chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell

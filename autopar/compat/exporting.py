@@ -7,23 +7,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .patching import patched
+from .regions import Regions, plain_checkpoints
 from .tensors import stand_in, storage_span
-
-
-@contextlib.contextmanager
-def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of a module or a class within the context. A class that inherited it does so again
-    afterwards."""
-    inherits = isinstance(holder, type) and name not in vars(holder)
-    original = None if inherits else vars(holder)[name] if isinstance(holder, type) else getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if inherits:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, original)
 
 
 @contextlib.contextmanager
@@ -36,17 +22,17 @@ def as_exported() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_captured() -> Iterator[None]:
-    """Within it the parts of torch below run in ways that a graph can hold."""
+def as_captured() -> Iterator[Regions]:
+    """Within it the parts of torch below run in ways that a graph can hold. Gives the regions of checkpoints."""
     with (
         _masks_as_they_are(),
         _averaged_norms(),
-        _plain_checkpoints(),
+        plain_checkpoints() as regions,
         _regions_within_regions(),
         _settled_modules(),
         causal_biases(),
     ):
-        yield
+        yield regions
 
 
 def _regions_within_regions() -> contextlib.AbstractContextManager[None]:
@@ -108,27 +94,6 @@ def _settled_modules() -> contextlib.AbstractContextManager[None]:
         return self
 
     return patched(nn.Module, "_apply", settled)
-
-
-@contextlib.contextmanager
-def _plain_checkpoints() -> Iterator[None]:
-    """A checkpoint runs its function twice for memory's sake: a plan decides for itself what is kept. Where no argument
-    of a reentrant one requires a gradient, the results have none, as those of the original. One that is not reentrant
-    packs what is saved in hooks, which run without gradients: the record of a checkpoint in another one would keep that
-    mode for all that follows."""
-    import torch.utils.checkpoint
-    from torch.utils.checkpoint import CheckpointFunction
-
-    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
-            return function(*args)
-
-    with (
-        patched(CheckpointFunction, "apply", staticmethod(apply)),
-        patched(torch.utils.checkpoint, "_checkpoint_hook", lambda frame: contextlib.nullcontext()),
-    ):
-        yield
 
 
 def plain_lstm() -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .autocast import autocast_dtype
 from .exporting import without_autocast
 from .recording import Recorded, writes
+from .regions import region_of
 from .tensors import is_real, memory_of, value_of
 from .watching import Writes, WritesInput
 
@@ -199,8 +200,19 @@ class _Traced(fx.Interpreter):
                 f"the model has control flow that depends on data, torch's {target.__name__}, which one graph cannot "
                 f"hold: write the loop out in Python, or as operators on all of its steps"
             )
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _WRAPPED:
+            args = tuple(_within(a) if isinstance(a, fx.GraphModule) else a for a in args)
         return super().call_function(target, args, kwargs)
 
+
+def _within(module: fx.GraphModule) -> Any:
+    """A part of a record, without gradients or with autocast, whose nodes say where they lie in checkpoints."""
+    if not any(region_of(node) for node in module.graph.nodes):
+        return module
+    return lambda *args: _Traced(module, garbage_collect_values=False).run(*args, enable_io_processing=False)
+
+
+_WRAPPED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 
 _LOOPS = frozenset({"while_loop", "map", "map_impl", "scan", "associative_scan"})
 

@@ -4,14 +4,16 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from .exporting import as_captured, patched, plain_lstm
+from .exporting import as_captured, plain_lstm
+from .patching import patched
+from .regions import kept_regions, settle_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class Recorded:
     """The forward of a step, operator by operator, as every line of the model's Python called them.
 
     `inputs` are the placeholders of `graph`, in order. `mutated[i]` is the buffer that output i is written to, or None
-    for an output of the step. `module` holds the graphs of regions (without gradients, with autocast).
+    for an output of the step. `module` holds the graphs of regions (without gradients, with autocast). `checkpoints`
+    counts the calls of `torch.utils.checkpoint`.
     """
 
     graph: fx.Graph
@@ -38,23 +41,32 @@ class Recorded:
     inputs: tuple[RecordedInput, ...]
     mutated: tuple[str | None, ...]
     device_type: str
+    checkpoints: int = 0
 
 
 @contextlib.contextmanager
 def recorded(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], canonical: Mapping[str, str], *, lines: bool = False
+    module: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    canonical: Mapping[str, str],
+    *,
+    lines: bool = False,
+    regions: bool = False,
 ) -> Iterator[Recorded]:
     """Record `module(*inputs)`, which returns a tuple of tensors. The record can be differentiated within the context.
 
     The module's tensors and the inputs are fakes of one mode. `canonical` maps every name of a parameter or buffer to
     the name that stands for it: tied ones are one input of the joint graph, whose gradient is the total. With `lines`,
-    nodes say which lines of code they come from.
+    nodes say which lines of code they come from; with `regions`, in which checkpoints they lie (`region_of`).
     """
     with torch.library._scoped_library(CALLS, "FRAGMENT") as library, _lean(lines), plain_lstm():
-        with _recorded_functions(library), as_captured():
+        with _recorded_functions(library), as_captured() as entered, kept_regions(regions):
             exported = torch.export.export(module, inputs, strict=False)
+        if regions:
+            settle_regions(exported.graph_module)
         tensors = (*inputs, *module.parameters(), *module.buffers())
-        yield record_of(exported, canonical, next((t.device.type for t in tensors), "cpu"))
+        record = record_of(exported, canonical, next((t.device.type for t in tensors), "cpu"))
+        yield replace(record, checkpoints=entered.count)
 
 
 _NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")

@@ -12,7 +12,7 @@ from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .exporting import patched
+from .patching import patched
 from .tensors import memory_of
 
 

@@ -58,9 +58,17 @@ class Moment:
     lasting_bytes: int
 
 
-def peak(program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache | None = None) -> Peak:
-    """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda"."""
-    return _TrainingStep(program, optimizer, device_type, Memory(cache=cache or PlacementCache())).peak()
+def peak(
+    program: Program,
+    optimizer: Optimizer,
+    device_type: str,
+    cache: PlacementCache | None = None,
+    waiting: Mapping[str, int] | None = None,
+) -> Peak:
+    """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda".
+    `waiting`: phase -> bytes of gradients of earlier micro-batches that are there beside it."""
+    memory = Memory(cache=cache or PlacementCache())
+    return _TrainingStep(program, optimizer, device_type, memory, waiting=waiting or {}).peak()
 
 
 def moments(
@@ -94,6 +102,8 @@ class _TrainingStep:
     optimizer: Optimizer
     device_type: str
     memory: Memory
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    """Phase -> bytes of gradients that wait to be reduced."""
     kinds: dict[int, str] = field(default_factory=dict)
     """Storage -> what it counts as, if not as temporary."""
     users: Counter[int] = field(default_factory=Counter)
@@ -211,12 +221,14 @@ class _TrainingStep:
 
     def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
         """Remember this moment if it is the peak. `inside` is what lives within an operator."""
-        alive = sum(self.alive.values())
+        waiting = self.waiting.get(phase.partition(",")[0], 0)
+        alive = sum(self.alive.values()) + waiting
         total = alive + inside
         self.moments.append(Moment(phase, instruction, total, alive - self.alive["temporaries"]))
         if total > self.most:
             self.most = total
             self.at_peak = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
+            self.at_peak["gradients"] += waiting
             self.at = phase, instruction
 
     def _place(self) -> str:

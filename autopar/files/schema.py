@@ -52,7 +52,7 @@ def _of(annotation: Any, defined: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
     if origin is Mapping:
         return {"type": "object", "additionalProperties": _of(inner[1], defined)}
-    assert is_dataclass(annotation), annotation
+    assert isinstance(annotation, type) and is_dataclass(annotation), annotation
     name = annotation.__name__
     if name not in defined:
         defined[name] = {}  # it may hold itself

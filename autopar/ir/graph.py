@@ -62,7 +62,8 @@ class Node:
     values, in order; "" stands for an output that nobody uses. `module` is the path of the module that called it
     ("model.layers.3.mlp", "" if unknown). In a graph, `backward` says which half of the step it belongs to, and
     `sequence` is autograd's sequence number, which a backward node shares with its forward node (-1 if unknown). In a
-    program, `serves` names the node of the graph that it is for ("" for none).
+    program, `serves` names the node of the graph that it is for ("" for none); in a graph, the one that it makes again.
+    `region` numbers the checkpoints around it, the outermost first, in a graph as it is captured.
     """
 
     op: str
@@ -73,6 +74,7 @@ class Node:
     backward: bool = False
     sequence: int = -1
     serves: str = ""
+    region: tuple[int, ...] = ()
 
     @cached_property
     def name(self) -> str:

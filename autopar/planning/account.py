@@ -170,6 +170,7 @@ class _Tally:
                 self.gradients += count * local.bytes
                 self.states += count * self.space.optimizer.bytes(local)
             return
+        count *= self.space.micro_batches
         emission = self._emission(site, option)
         if emission is None:
             self.compute += count * option.seconds
@@ -234,13 +235,19 @@ class _Tally:
         if phases is None:
             raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
         redistributor = self.space.redistributor
-        for step in (step for phase in phases for item in phase for step in item.route.steps):
+        steps = (
+            (step, count * times)
+            for late, phase in enumerate(phases)
+            for item, times in zip(phase, self.space.times(moved, phase, wanted, late=bool(late)), strict=True)
+            for step in item.route.steps
+        )
+        for step, often in steps:
             moving = redistributor.link_seconds(step, moved.bucketed)
-            copying = count * (redistributor.step_seconds(step, moved.bucketed) - moving)
+            copying = often * (redistributor.step_seconds(step, moved.bucketed) - moving)
             self.copies += copying
             self.bucketed_copies += copying if moved.bucketed else 0.0
             if step.kind in COLLECTIVES:
-                self._collective(step.kind, step.axis, count, step.bytes, moving, site, root)
+                self._collective(step.kind, step.axis, often, step.bytes, moving, site, root)
         self.activations += count * self.builder.held_bytes(moved, produced, policy, wanted)
         if site.kind == "border" and policy == REGATHER and moved.kept:
             self.activations += count * local_meta(moved.meta, produced, self.space.mesh).bytes

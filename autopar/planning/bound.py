@@ -52,7 +52,7 @@ def lower_bound_seconds(space: Space, effort: Effort = EFFORT) -> float:
             if costs is None:
                 return 0.0
             base, by_axis = costs
-            least += count * base
+            least += count * base * (1 if site.kind == "parameter" else space.micro_batches)
             for axis, values in by_axis.items():
                 added[axis][number][name] = values
     return least + sum(_axis_bound(alone[axis], added[axis], effort, len(axes)) for axis in axes)
@@ -94,7 +94,7 @@ def _alone(space: Space, axis: int) -> _Alone:
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
     redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
     redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
-    return _Alone(replace(sub, redistributor=redistributor))
+    return _Alone(replace(sub, redistributor=redistributor, micro_batches=space.micro_batches, holds=space.holds))
 
 
 def _site(
@@ -182,7 +182,8 @@ class _BoundBuilder(ProblemBuilder):
             if route is None:
                 return None
             dearest = max(dearest, route.seconds)
-        return dearest, 0.0
+        is_held = self.space.holds and moved.is_parameter
+        return dearest * (1 if moved.is_gradient or is_held else self.space.micro_batches), 0.0
 
 
 def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effort: Effort, axes: int) -> float:
@@ -196,7 +197,8 @@ def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effor
         for variable in part.variables:
             site = alone.regions[number].sites[variable.name]
             order = {choice: i for i, choice in enumerate(alone.options(site))}
-            values = added[number][variable.name]
+            times = 1 if site.kind == "parameter" else alone.space.micro_batches
+            values = [times * value for value in added[number][variable.name]]
             kept = [order[option.choice] for option in decoder.options[variable.name]]
             seconds = tuple(values[i] if math.isfinite(values[i]) else 1e30 for i in kept)
             variables.append(replace(variable, seconds=seconds, bytes=(0.0,) * len(kept)))

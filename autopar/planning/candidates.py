@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopar.cost.streams import TimelineCache, timeline
+from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.passes import Flow
 from autopar.profile.database import ProgramRow
@@ -163,7 +164,7 @@ class Candidates:
         def seconds(c: Candidate) -> float:
             segment = self.segments.get(c.key)
             ratio = usual if segment is None else self.costs.correction(segment, cluster, cache)
-            updating = cluster.device.optimizer_seconds(optimizer, self.planner.moved_bytes(c.program))
+            updating = cluster.device.optimizer_seconds(optimizer, moved_bytes(self.planner, c.program))
             return timeline(c.program, cluster, cache).seconds * ratio + updating
 
         return {c.key: seconds(c) for c in candidates}
@@ -199,7 +200,7 @@ class Candidates:
                 "label": plan.solver,
                 "fingerprint": planner.fingerprints,
             }
-            optimizer, moved = planner.optimizer.name, planner.moved_bytes(program)
+            optimizer, moved = planner.optimizer.name, moved_bytes(planner, program)
             row = self.phases.timed("compose", self.costs.keep, program, measurement, optimizer, moved, about)
             self.counts["measured"] += 1
             self.counts["abandoned"] += measurement.abandoned
@@ -207,3 +208,12 @@ class Candidates:
             self.counts["recorded"] += 1
         self.costs = self.costs.also(program)
         return row
+
+
+def moved_bytes(planner: Planner, program: Program) -> int:
+    """The bytes that a step of the optimizer reads and writes."""
+    return sum(
+        planner.optimizer.moved_bytes(local_meta(i.meta, i.layout, program.mesh))
+        for i in program.inputs
+        if i.role == "parameter" and i.target in program.trained
+    )

@@ -19,6 +19,7 @@ from .provenance import ModelFacts
 from .request import Request
 from .search import SearchResult
 from .timing import timing
+from .training import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Subject:
 
     space: Space
     facts: ModelFacts
+    training: Training
 
     @property
     def model(self) -> str:
@@ -54,6 +56,7 @@ class Subject:
         """The result of a search as the plan that answers a request, with its step."""
         space, assignment = self.space, result.assignment
         items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
+        provenance = provenance.times(self.training.micro_batches)
         plan = Plan(
             model=self.model,
             graph=self.graph,
@@ -86,6 +89,8 @@ class Subject:
                 if (option := space.option(site, assignment.rest[site.name])) is not None
             },
             optimizer=space.optimizer.name,
+            training=self.training,
+            checkpoints=self.facts.captured.checkpoints,
             account=items,
             peak=peak,
             bucket_bytes=bucket_bytes,
@@ -104,6 +109,9 @@ class Subject:
         """Raises ValueError where a plan is for another mesh or another model."""
         if list(plan.mesh.items()) != list(self.mesh.items()):
             raise ValueError(f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {self.mesh}: plan again for it")
+        if plan.training.asked != self.training.asked:
+            was, now = (training.asked.given or "the default" for training in (plan.training, self.training))
+            raise ValueError(f"the plan is for training with {was}, and this is {now}: plan again for it")
         if plan.graph != self.graph:
             raise ValueError(
                 f"the plan is for another model or other input shapes ({plan.model}, graph {plan.graph}); this is "

@@ -83,7 +83,9 @@ class Plan(Record):
 
     def to_json(self) -> dict[str, Any]:
         """What `save` writes: plain dicts, lists, numbers and texts."""
-        return {"format": FORMAT, **asdict(self), "headroom_bytes": self.headroom_bytes}
+        fields = {**asdict(self), "training": self.training.given}
+        said = {name: value for name, value in fields.items() if value or name not in ("training", "checkpoints")}
+        return {"format": FORMAT, **said, "headroom_bytes": self.headroom_bytes}
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, over an earlier plan if there is one. Raises ValueError if the file cannot be

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,13 +18,12 @@ from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.cost import liveness
 from autopar.cost.optimizers import Optimizer, named_optimizer
-from autopar.cost.streams import TimelineCache, timeline
+from autopar.cost.streams import TimelineCache
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
-from autopar.ir.layout import Layout, local_meta
+from autopar.ir.layout import Layout
 from autopar.ir.program import Program
-from autopar.ops import rule_of
-from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS, SEGMENTS, SPACE, Flow
+from autopar.passes import SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
 from autopar.passes.segments.facts import fingerprint
 from autopar.passes.segments.segment import Segments
@@ -33,15 +32,16 @@ from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
 from autopar.solve import AUTO
 from autopar.solve.effort import EFFORT, Effort
-from autopar.solve.problem import Infeasible
 
 from .at_rest import Decided, best_at_rest
+from .capturing import captured_for_planning, check_autocast
 from .choice import Choice
 from .constraints import Constraints
 from .costs import COSTS
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model, check_profiles
 from .in_time import in_time
+from .micro import check_measured, in_ways
 from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
@@ -49,28 +49,12 @@ from .reports import report_captured, report_without_rule
 from .request import Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
-from .shortfall import DoesNotFit, Shortfall
+from .shortfalls import fitting
 from .steps import Steps
+from .training import Gathers, Training
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
-
-
-def captured_for_planning(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    device_type: str | None = None,
-    flow: Flow | None = None,
-) -> Captured:
-    """What `capture` returns, with random operators that read keys, experts' rows in the order of tokens, and attention
-    without masks that are known."""
-    flow = Flow() if flow is None else flow
-    captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type)
-    in_order = flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of)
-    return replace(captured, graph=flow.run(MASKS, in_order, rule_of))
 
 
 class Planner:
@@ -89,15 +73,16 @@ class Planner:
         device_type: str | None = None,
         profiles: str | Path | None = None,
         captured: Captured | None = None,
+        training: Training | None = None,
         effort: Effort = EFFORT,
     ) -> None:
-        """`captured` is the step, if the caller has captured it already."""
+        """`captured` is the step, if the caller has captured it already; `training` says how it is trained."""
         check_mesh(mesh_shape)
         check_model(model, args, kwargs, loss_fn)
         check_profiles(profiles)
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)
-        self.device_type, self.effort = device_type, effort
+        self.device_type, self.effort, self.training = device_type, effort, training or Training()
         self.memory = liveness.PlacementCache()
         """How operators' results lie in memory, on any mesh and cluster."""
         self.profiles = profiles
@@ -108,8 +93,9 @@ class Planner:
         self.seconds = Flow()
         """The seconds of each step."""
         self.captured: Captured = captured or captured_for_planning(
-            model, args, kwargs, loss_fn=loss_fn, device_type=self.kind_of_device, flow=self.seconds
-        )
+            model, args, kwargs, loss_fn=loss_fn, device_type=self.kind_of_device, flow=self.seconds,
+            training=self.training,
+        )  # fmt: skip
         self.captured_for = self.kind_of_device
         graph = self.captured.graph
         self.example_values = real_tensors(self.captured.bind(args, kwargs), model, self.captured.constants)
@@ -122,13 +108,11 @@ class Planner:
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph, kind = self.captured.graph, self.kind_of_device
-        if self.captured.autocast is not None and kind != self.captured_for:
-            raise ValueError(
-                f"the model was captured under autocast for {self.captured_for}, and cluster {self.cluster.name} has "
-                f"{kind}, where autocast casts other operators: plan for that cluster alone"
-            )
+        check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
-        self.space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        training = self.training
+        self.space = replace(space, micro_batches=training.micro_batches, holds=training.gathers == "once")
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
         self._gather()
@@ -138,9 +122,9 @@ class Planner:
         self.steps = Steps(
             self.space, self.writer, self.operators, self.kind_of_device, self.memory, self.effort, self.costs
         )
-        self.searches = Searches(self.space, self.steps, self.effort)
+        self.searches = Searches(self.space, self.steps, self.effort, self.training)
         self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
-        self.subject = Subject(self.space, self.facts)
+        self.subject = Subject(self.space, self.facts, self.training)
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:
@@ -152,6 +136,14 @@ class Planner:
         other._place()
         return other
 
+    def gathering(self, gathers: Gathers) -> Self:
+        """A planner for the same, with parameters gathered so in a step of several micro-batches."""
+        other = copy(self)
+        other.training = replace(self.training, gathers=gathers)
+        other.space = replace(self.space, holds=gathers == "once")
+        other._gather()
+        return other
+
     def profiled(self, costs: Costs) -> Planner:
         """A planner with measured prices. Plans keep their programs: the same routes, and the same lowerings."""
         other = self.on(self.mesh, costs.measured(self.space.mesh))
@@ -160,14 +152,6 @@ class Planner:
         other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(placements=self.memory)
         other._gather()
         return other
-
-    def moved_bytes(self, program: Program) -> int:
-        """The bytes that a step of the optimizer reads and writes."""
-        return sum(
-            self.optimizer.moved_bytes(local_meta(i.meta, i.layout, program.mesh))
-            for i in program.inputs
-            if i.role == "parameter" and i.target in program.trained
-        )
 
     @property
     def fingerprints(self) -> str:
@@ -207,50 +191,14 @@ class Planner:
         """The best plan that answers a request. Raises ValueError for impossible constraints, and if no plan keeps the
         limit."""
         if (by_measuring := COSTS[request.cost].plan) is not None:
+            check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            return in_time(self, request, Planner._planned)
+            return in_time(self, request, partial(in_ways, make=Planner._planned))
 
     def limit(self, request: Request) -> float | None:
         """The bytes that a rank may need: as requested, or what its device has for a step."""
         return self.cluster.device.usable_bytes if request.memory_limit_bytes is None else request.bytes_limit
-
-    def fitting(self, request: Request, attempt: Callable[[Request, float], Plan | None]) -> Plan:
-        """The plan that `attempt` makes within the limit. If the limit is the device's, the plan without one comes
-        first, and mostly fits: searches within a limit take longer. It is None if it clearly needs more than so many
-        bytes. Raises `Infeasible`, which says what would fit."""
-        limit, by_device = self.limit(request), request.memory_limit_bytes is None
-        if by_device:
-            plan = attempt(replace(request, memory_limit_bytes=math.inf), math.inf if limit is None else limit)
-            if plan is not None and limit is None:
-                return replace(plan, memory_limit_from="none")
-            if plan is not None and limit is not None and plan.bytes <= limit:
-                return replace(plan, memory_limit_bytes=limit, memory_limit_from="device")
-            logger.info("without a limit the plan does not fit in the %d bytes of the device", limit)
-        try:
-            plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit), math.inf)
-        except DoesNotFit as error:
-            raise self._shortfall(error, request) from error
-        assert plan is not None
-        return replace(plan, memory_limit_from="device") if by_device else plan
-
-    def _shortfall(self, error: DoesNotFit, request: Request) -> Infeasible:
-        """The error with what the smallest plan needs, and what would fit."""
-        limit, assignment = self.limit(request), error.smallest
-        assert limit is not None and assignment is not None
-        bucket_bytes, of_rank = self.peak(assignment, limit)
-        told = Shortfall(
-            space=self.space,
-            program=self.writer.written(assignment, bucket_bytes),
-            device_type=self.kind_of_device,
-            limit=limit,
-            by_device=request.memory_limit_bytes is None,
-            peak=of_rank,
-            memory=self.memory,
-        )
-        raised = Infeasible(str(told))
-        raised.smallest_bytes = error.smallest_bytes
-        return raised
 
     def _planned(self, request: Request) -> Plan:
         preset = request.preset
@@ -270,13 +218,13 @@ class Planner:
                 best = replace(self.searches.priced(best), lower_bound=0.0)
             return self.seconds.timed("describe", self.describe, best, request)
 
-        return self.fitting(request, attempt)
+        return fitting(self.steps, request, self.limit(request), attempt)
 
     def describe(self, result: SearchResult, request: Request) -> Plan:
         """The result of a search as a plan."""
         bucket_bytes, peak = self.peak(result.assignment, request.bytes_limit)
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
-        step = timeline(self.writer.written(result.assignment, bucket_bytes), self.cluster, self.operators)
+        step = self.steps.run.timeline(self.writer.written(result.assignment, bucket_bytes))
         return self.subject.described(
             result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed, step=step
         )
@@ -290,10 +238,10 @@ class Planner:
             return self.writer.written(self.assignment(plan), plan.bucket_bytes)
 
     def timeline(self, plan: Plan) -> Timeline:
-        """When each instruction of a plan's program runs on the planner's cluster. Raises ValueError as `program`."""
+        """When each instruction of a plan's step runs on the planner's cluster. Raises ValueError as `program`."""
         program = self.program(plan)
         with uncollected():
-            return timeline(program, self.cluster, self.operators)
+            return self.gathering(plan.training.gathers).steps.run.timeline(program)
 
     def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""

@@ -8,7 +8,7 @@ same inputs give the same file. The command line adds the command as it was type
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 
@@ -78,6 +78,14 @@ class Provenance:
     source: Source | None = None
     command: str = ""
 
+    def times(self, micro_batches: int) -> Provenance:
+        """Of a step of several calls."""
+        if micro_batches == 1:
+            return self
+        items, flops, ideal = self.items, self.flops, self.ideal_seconds
+        n = micro_batches
+        return replace(self, items=n * items, flops=n * flops, ideal_seconds=n * ideal)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -141,12 +149,12 @@ def kind_of(model: nn.Module, parameter: str) -> str:
 
 
 def flops_of(graph: JointGraph) -> dict[torch.dtype, float]:
-    """The arithmetic of a step, by dtype. An op that computes nothing once is bound by memory (`OpRule.flops`), and is
-    not looked at again."""
+    """The arithmetic of a step, by dtype, without what is made again. An op that computes nothing once is bound by
+    memory (`OpRule.flops`), and is not looked at again."""
     flops: dict[torch.dtype, float] = {}
     idle: set[str] = set()
     for node in graph.nodes:
-        if node.op in idle:
+        if node.op in idle or node.serves:
             continue
         rule = rule_of(call_of(node, graph.metas))
         if rule is None or not rule.flops:

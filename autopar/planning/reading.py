@@ -7,7 +7,6 @@ from dataclasses import replace
 from autopar.cluster.library import named_cluster
 from autopar.cluster.library.read import parse_cluster
 from autopar.cluster.machine import Cluster
-from autopar.cost.memory import peak
 
 from .plan import Plan
 from .planner import Planner
@@ -35,8 +34,7 @@ def refreshed(planner: Planner, plan: Plan) -> Plan:
     """The plan with all figures computed again by a planner for its model. The bound stays if the figures of the
     cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict themselves."""
     program = planner.program(plan)
-    of_rank = peak(program, planner.optimizer, planner.kind_of_device, planner.memory)
-    again = repriced(planner, replace(plan, peak=of_rank))
+    again = repriced(planner, replace(plan, peak=planner.steps.run.peak(program)))
     assert again.provenance is not None
     origin = plan.provenance or again.provenance
     bound = plan.lower_bound_seconds if origin.cluster == again.provenance.cluster else 0.0

@@ -14,6 +14,7 @@ from autopar.cost.memory import Peak
 from .account import Account
 from .provenance import Provenance
 from .timing import Timing
+from .training import Training
 
 LimitFrom = Literal["given", "device", "lifted", "none"]
 """Where a plan's memory limit is from: the caller; the device's memory less its reserve; nowhere, since the caller
@@ -109,6 +110,10 @@ class Record:
     memory_limit_bytes: float | None = None
     """The limit on `bytes`, if there is one, and where it is from."""
     memory_limit_from: LimitFrom = "none"
+    training: Training = field(default_factory=Training)
+    """How the step trains; a plan's file says what is not as by default."""
+    checkpoints: int = 0
+    """The calls of `torch.utils.checkpoint` in a step of the model."""
     timing: Timing | None = None
     """Where the step goes, with overlap."""
     provenance: Provenance | None = None
@@ -152,5 +157,6 @@ class Record:
     def digest(self) -> str:
         """Equal for plans that decide alike, for the same model and mesh."""
         segments = [asdict(segment) for segment in self.segments]
-        decided = (self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes)
+        decided = [self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes]
+        decided += [self.training.given] * bool(self.training.given)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]

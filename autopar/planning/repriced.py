@@ -15,6 +15,7 @@ from .account import account
 from .plan import Plan
 from .request import Request
 from .search import SearchResult
+from .shortfalls import fitting
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -34,7 +35,8 @@ def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
 
     for hidden in (0.0, planner.effort.hidden_part):
         try:
-            plans.append(planner.fitting(request, partial(near, planner.searches.hiding(hidden))))
+            attempt = partial(near, planner.searches.hiding(hidden))
+            plans.append(fitting(planner.steps, request, planner.limit(request), attempt))
         except Infeasible as error:
             logger.info("nothing near: %s", error)
     return plans

@@ -53,12 +53,13 @@ class Search:
         peaks: Peaks | None = None,
         effort: Effort = EFFORT,
         blocks: Callable[[], Blocks] | None = None,
+        recompute: bool = True,
     ) -> None:
-        """`blocks` returns the graph's blocks, if the caller caches them."""
+        """`blocks` returns the graph's blocks, if the caller caches them. `recompute`: copies of segments may be."""
         self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
         self.options = Options(space, pins or {}, bytes_limit)
         self.sites = self.options.sites
-        recompute = bytes_limit is not None and peaks is not None
+        recompute = recompute and bytes_limit is not None and peaks is not None
         self.solve = Solves(space, log, effort, recompute=recompute)
         self.descent = Descent(
             self.options,

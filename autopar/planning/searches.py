@@ -19,6 +19,7 @@ from .presets import PRESETS, Preset, allowed_by
 from .request import Request
 from .search import Search, SearchResult
 from .steps import Steps
+from .training import Training
 
 logger = logging.getLogger("autopar")
 
@@ -26,8 +27,8 @@ logger = logging.getLogger("autopar")
 class Searches:
     """Builds searches of a space. `steps` computes their peaks."""
 
-    def __init__(self, space: Space, steps: Steps, effort: Effort) -> None:
-        self.space, self.steps, self.effort = space, steps, effort
+    def __init__(self, space: Space, steps: Steps, effort: Effort, training: Training) -> None:
+        self.space, self.steps, self.effort, self.training = space, steps, effort, training
         self.presets: dict[Preset, Allowed] = {}
         """Preset -> the options that it leaves."""
         self.blocks: Callable[[], Blocks] = cache(partial(steps.writer.flow.run, BLOCKS, space.graph, max(space.mesh)))
@@ -52,6 +53,7 @@ class Searches:
             peaks=self.steps.peaks_of(request.bytes_limit),
             effort=self.effort.share(share),
             blocks=self.blocks,
+            recompute=self.training.recompute == "auto",
         )
 
     def preset(self, name: str) -> Allowed:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from autopar.cost import liveness
-from autopar.cost.memory import Peak, moments, peak
-from autopar.cost.streams import TimelineCache, timeline
+from autopar.cost.memory import Peak, moments
+from autopar.cost.streams import TimelineCache
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
@@ -21,10 +21,13 @@ from autopar.solve.effort import Effort
 
 from .account import account
 from .limit import Peaks
+from .micro import StepRun
 from .writer import Writer
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket; a plan takes the largest that keep the memory limit."""
+
+_SECONDS = ("seconds", "exposed_seconds")
 
 KEPT_ROUGHLY = 3
 """Copies of each run in a rough estimate: one in the middle, between two like it."""
@@ -41,8 +44,12 @@ class Steps:
     memory: liveness.PlacementCache
     effort: Effort
     costs: Costs | None = None
+    run: StepRun = field(init=False)
     peaks: dict[Assignment, tuple[int, Peak]] = field(default_factory=dict)
     """The cached peaks of one search."""
+
+    def __post_init__(self) -> None:
+        self.run = StepRun(self.space, self.kind_of_device, self.operators, self.memory)
 
     def forget(self) -> None:
         """Empties the cache of peaks, which hold for one limit."""
@@ -85,6 +92,8 @@ class Steps:
     ) -> Iterator[float]:
         """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
         kept = KEPT_ROUGHLY if rough else KEPT
+        if self.space.micro_batches > 1:
+            return  # what waits to be reduced is of all copies
         if (short := shortened(self.writer.space, assignment, kept)) is None:
             return
         for size in buckets:
@@ -101,7 +110,7 @@ class Steps:
         tried = [] if limit is None or len(buckets) == 1 else list(self._estimates(assignment, limit, buckets))
         for size in buckets[max(0, len(tried) - 1) :]:
             bucketed = self.writer.written(assignment, size)
-            of_rank = peak(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
+            of_rank = self.run.peak(bucketed)
             yield size, of_rank
             if self._is_settled(of_rank.bytes, size, limit):
                 return
@@ -124,17 +133,20 @@ class Steps:
         bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if split else self.writer.unsplit
         program = write(assignment, bucket_bytes, KEPT)
-        of_few = timeline(program, self.space.cluster, self.operators)
-        step = short.seconds(of_few, program) * self._correction(assignment, bucket_bytes)
-        exposed = step * of_few.exposed_seconds / of_few.seconds
+        parts = self.run.timelines(program)
+        step = sum(times * short.seconds(of_few, part) for of_few, part, times in parts)
+        step *= self._correction(assignment, bucket_bytes)
+        of_parts, exposed_of_parts = (sum(n * getattr(t, what) for t, _, n in parts) for what in _SECONDS)
+        exposed = step * exposed_of_parts / of_parts
         return step + account(self.space, assignment).optimizer_seconds, exposed
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""
-        step = timeline(self.writer.written(assignment, bucket_bytes), self.space.cluster, self.operators)
+        parts = self.run.timelines(self.writer.written(assignment, bucket_bytes))
         ratio = self._correction(assignment, bucket_bytes)
         updating = account(self.space, assignment).optimizer_seconds
-        return step.seconds * ratio + updating, step.exposed_seconds * ratio
+        step, exposed = (sum(times * getattr(of, what) for of, _, times in parts) for what in _SECONDS)
+        return step * ratio + updating, exposed * ratio
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
         """The factor from a timeline's seconds to those that its program takes, by measured programs."""

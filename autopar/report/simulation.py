@@ -19,6 +19,7 @@ from autopar.planning.plan import Plan, seconds_text
 from autopar.planning.planner import Planner
 from autopar.planning.rendering import rendered, tables
 from autopar.planning.texts import short_bytes, short_seconds
+from autopar.planning.training import Recompute, Training
 from autopar.solve import AUTO
 
 
@@ -95,13 +96,18 @@ def simulate(
     memory_limit_bytes: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
+    recompute: Recompute = "auto",
+    micro_batches: int = 1,
 ) -> Simulation:
     """Simulates one training step of `plan`, or of the plan of `autopar.plan`, on a cluster, without devices.
 
     Arguments as for `autopar.plan`. A given plan may run on another cluster than the one that it is for.
     Raises ValueError for what cannot be planned, and for a plan of another model or mesh.
     """
-    planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer)
+    training = Training(recompute=recompute, micro_batches=micro_batches) if plan is None else plan.training
+    planner = Planner(
+        model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, training=training
+    )
     if plan is None:
         plan = planner.plan(solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
     return Simulation(plan=plan, timeline=planner.timeline(plan))

@@ -22,6 +22,7 @@ from torch import nn
 
 from autopar.planning.given import check_mesh, check_solver
 from autopar.planning.rendering import rendered, tables
+from autopar.planning.training import Recompute
 from autopar.solve import AUTO
 
 from .locate import Difference
@@ -108,15 +109,17 @@ def check(
     seed: int = 0,
     dtype: torch.dtype | None = torch.float64,
     steps: int = 1,
+    recompute: Recompute = "auto",
 ) -> Check:
     """Run the plan of a solver or preset, and `plans` random ones, on simulated ranks, and compare with eager.
 
-    `args` and `kwargs` are the global inputs, the same in every step; `loss_fn` and `solver` are those of
-    `autopar.plan`. After `steps` steps of SGD each plan has a row with the largest relative error of the loss, the
-    outputs, the gradients, the buffers and the parameters, and, if it differs, with the first operator that does and
-    its module. Model and inputs are taken to `dtype` (None: as they are), so that arithmetic is compared and not
-    rounding; what counts as equal depends on the narrowest dtype that the model computes in (`Check.tolerance`). Random
-    operators take, in eager too, the numbers that the program draws (from `seed`), so that dropout can be compared.
+    `args` and `kwargs` are the global inputs, the same in every step; `loss_fn`, `solver` and `recompute`
+    are those of `autopar.plan`. After `steps` steps of SGD each plan has a row with the largest relative error of the
+    loss, the outputs, the gradients, the buffers and the parameters, and, if it differs, with the first operator that
+    does and its module. Model and inputs are taken to `dtype` (None: as they are), so that arithmetic is compared and
+    not rounding; what counts as equal depends on the narrowest dtype that the model computes in (`Check.tolerance`).
+    Random operators take, in eager too, the numbers that the program draws (from `seed`), so that dropout can be
+    compared.
 
     The model is copied, and neither it nor the states of torch's, Python's and numpy's generators change. (What a
     function closes over cannot be copied: a `loss_fn` that is a module or a method of one is, a lambda's is not.)
@@ -127,7 +130,7 @@ def check(
     check_solver(solver)
     if not isinstance(plans, int) or isinstance(plans, bool) or plans < 0:
         raise ValueError(f"plans is {plans!r}: give the number of random plans, 0 or more")
-    trial = Trial(model, args, kwargs, loss_fn=loss_fn, seed=seed, dtype=dtype, steps=steps)
+    trial = Trial(model, args, kwargs, loss_fn=loss_fn, seed=seed, dtype=dtype, steps=steps, recompute=recompute)
     rows = [trial.of_solver(mesh_shape, solver)]
     for number in range(plans):
         rows.append(_random(trial, mesh_shape, seed + RANDOM_DRAWS * number))

@@ -210,7 +210,8 @@ class _Partition:
     def _backward(self) -> None:
         """A backward operator goes where the forward operator of its sequence number went. The adds
         that autograd makes carry the loss's number: they read gradients of operators with smaller
-        numbers, which no operator of the loss does. They go where their operands agree."""
+        numbers, which no operator of the loss does. They go where their operands agree. What is made again goes where
+        it was made."""
         facts, nodes = self.facts, self.facts.graph.nodes
         forward: dict[int, int] = {}
         for i in range(facts.middle):
@@ -219,6 +220,9 @@ class _Partition:
         for i in range(facts.middle, len(nodes)):
             makers = [facts.producer[n] for n in facts.operands[i] if n in facts.producer]
             backward = [m for m in makers if m >= facts.middle]
+            if nodes[i].serves:
+                self.group[i] = self.group[facts.producer[nodes[i].serves]]
+                continue
             sequence = nodes[i].sequence
             if sequence in forward and all(nodes[m].sequence < 0 or nodes[m].sequence >= sequence for m in backward):
                 self.group[i] = forward[sequence]

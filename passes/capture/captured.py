@@ -50,7 +50,7 @@ class Captured:
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
     `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
     Python read while the model was traced. `pinned` is what Python read of the values of inputs: the graph is the step
-    of calls in which that comes out the same.
+    of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`.
     """
 
     graph: JointGraph
@@ -66,6 +66,7 @@ class Captured:
     autocast: torch.dtype | None = None
     reads: Reads = field(default_factory=Reads, repr=False)
     pinned: Pinned = field(default_factory=Pinned, repr=False)
+    checkpoints: int = 0
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in

@@ -25,6 +25,7 @@ from autopar import compat
 from autopar.compat import Recorded, RecordedInput
 from autopar.passes.segments.facts import Ints, periodic
 
+from .numbered import entered
 from .varied import Slot, read_differently, shows_all
 
 logger = logging.getLogger(__name__)
@@ -119,9 +120,9 @@ class _Listing:
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.given = {given.node: given for given in record.inputs}
         numbers: dict[Hashable, int] = {}
-        self.labels: Ints = np.array(
-            [numbers.setdefault(_label(node, record.module), len(numbers)) for node in self.nodes], dtype=np.int64
-        )
+        first = entered([compat.region_of(node) for node in self.nodes])
+        labels = [(_label(node, record.module), *extra) for node, extra in zip(self.nodes, first, strict=True)]
+        self.labels: Ints = np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
         self.operands = [[self._operand(n) for n in _operands(node)] for node in self.nodes]
         self.paths = [(compat.module_path(node) or "").removeprefix("model").removeprefix(".") for node in self.nodes]
         self.readers: list[list[int]] = [[] for _ in self.nodes]

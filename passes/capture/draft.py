@@ -28,6 +28,11 @@ class Draft:
     backward: bool
     sequence: int
     place: int | None
+    region: tuple[int, ...]
+
+
+_Origin = tuple[str, int, int | None, tuple[int, ...]]
+"""Module, sequence, place in the record, and the checkpoints around it."""
 
 
 def identifier(path: str, taken: set[str]) -> str:
@@ -49,7 +54,7 @@ class Drafts:
         self.values: dict[fx.Node, Any] = {}  # what a node of fx is called here, or the Draft whose outputs it is
         self.producers: dict[str, Draft] = {}  # value -> the draft that produces it
         self.drafts: list[Draft] = []
-        self.origins: dict[int, tuple[str, int, int | None]] = {}  # of the forward nodes, by autograd's number
+        self.origins: dict[int, _Origin] = {}  # of the forward nodes, by autograd's number
         self.places: dict[str, int] = {}  # node -> the node of the record that made it, or whose gradient it computes
 
     def reshaped(self, node: fx.Node, source: str, shape: tuple[int, ...]) -> str:
@@ -82,7 +87,7 @@ class Drafts:
                 f"{node.name} = {node.target} is not an ATen operator (module {compat.module_path(node)})"
             )
         backward = compat.is_backward(node)
-        module, sequence, place = self._origin(node, backward)
+        module, sequence, place, region = self._origin(node, backward)
         draft = Draft(
             op=op or str(node.target),
             args=tuple(self.argument(a) for a in node.args) if args is None else args,
@@ -92,6 +97,7 @@ class Drafts:
             backward=backward,
             sequence=sequence,
             place=place,
+            region=region,
         )
         self.drafts.append(draft)
         if meta is None:
@@ -100,8 +106,8 @@ class Drafts:
             self.values[node] = name = self.take(node, meta, draft)
             draft.outputs.append(name)
 
-    def _origin(self, node: fx.Node, backward: bool) -> tuple[str, int, int | None]:
-        """Module and sequence of a node, and the place in the record from which it has them.
+    def _origin(self, node: fx.Node, backward: bool) -> _Origin:
+        """Module and sequence of a node, the place in the record from which it has them, and the checkpoints around it.
 
         Autograd's counter is at the operator's own number when it is traced, and stays there for what
         follows it and is not differentiable: of the forward nodes with one number the first is meant.
@@ -110,11 +116,12 @@ class Drafts:
         number = node.meta.get("seq_nr", -1)
         if not backward:
             path = (compat.module_path(node) or "").removeprefix("model").removeprefix(".")
-            _, sequence, _ = self.origins.setdefault(number, (path, len(self.origins), compat.place_of(node)))
-            return path, sequence, compat.place_of(node)
+            here = compat.place_of(node), compat.region_of(node)
+            _, sequence, *_ = self.origins.setdefault(number, (path, len(self.origins), *here))
+            return path, sequence, *here
         if compat.is_accumulation(node):
-            return "", -1, None
-        return self.origins.get(number, ("", -1, None))
+            return "", -1, None, ()
+        return self.origins.get(number, ("", -1, None, ()))
 
     def take(self, node: fx.Node, meta: TensorMeta, draft: Draft) -> str:
         name = identifier(node.name, self.taken)
@@ -171,6 +178,7 @@ class Drafts:
                 module=draft.module,
                 backward=late,
                 sequence=draft.sequence,
+                region=draft.region,
             )
             if draft.place is not None:
                 self.places[node.name] = draft.place

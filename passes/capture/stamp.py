@@ -19,6 +19,7 @@ from autopar.passes.segments.search import segments
 from autopar.passes.segments.segment import Repeated
 
 from .cut import Cut, CutRun
+from .numbered import are_numbered_on, further, moved
 from .order import in_order
 from .varied import read_by_missing
 
@@ -166,6 +167,9 @@ def _check(graph: JointGraph, plan: _Plan) -> None:
     _check_order(graph, plan)
     _check_places(graph, plan)
     _check_tensors(graph, plan)
+    aligned = ([graph.nodes[i].region for i in indices] for indices in zip(*plan.repeat.copies, strict=True))
+    if not all(are_numbered_on(regions, plan.middle, plan.run.count + 1) for regions in aligned):
+        raise Unfit(f"the checkpoints of {_shown(plan.cut, plan.run)} are not numbered alike")
 
 
 def _check_order(graph: JointGraph, plan: _Plan) -> None:
@@ -292,6 +296,8 @@ class _Stamp:
         self.metas: dict[str, TensorMeta] = dict(graph.metas)
         self.copies = [[graph.nodes[graph.producer[name]] for name in copy] for copy in plan.copies]
         self.steps = range(1, plan.run.count + 1)
+        pairs = zip(*self.copies[plan.middle : plan.middle + 2], strict=True)
+        self.further = {one.name: further(one.region, other.region, plan.run.count + 1) for one, other in pairs}
         self.fresh: dict[tuple[str, int], str] = {}
         tensors = [i for i in graph.inputs if i.role in ("parameter", "buffer")]
         self.own = {i.name for i in tensors if plan.is_in_the_middle(i.target)}
@@ -388,4 +394,5 @@ class _Stamp:
             outputs=tuple(self.fresh[name, step] if name else "" for name in node.outputs),
             module=self.plan.path(node, step),
             sequence=node.sequence + step * self.plan.stride if node.sequence >= 0 else node.sequence,
+            region=moved(node.region, self.further[node.name], step),
         )

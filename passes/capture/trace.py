@@ -42,6 +42,7 @@ def capture(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     device_type: str | None = None,
     stamp: bool = True,
+    regions: bool = False,
 ) -> Captured:
     """Capture one training step of `model(*args, **kwargs)`.
 
@@ -64,6 +65,8 @@ def capture(
     result is repeated (`cut`, `stamp`): what is captured is the same, up to the names of values. The Python of every
     layer runs in any case.
 
+    With `regions`, nodes say in which calls of `torch.utils.checkpoint` they lie (`Node.region`).
+
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
     gets a gradient although some require one, if two parameters overlap in memory, if the loss is not a floating
     scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
@@ -73,10 +76,10 @@ def capture(
     is_here = kind == HERE.type or torch.get_default_device().type != kind
     with uncollected(), compat.autocast_of(kind), contextlib.nullcontext() if is_here else HERE:
         try:
-            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=stamp, lines=False)
+            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=stamp, regions=regions, lines=False)
         except Unlocated:
             # traced again, with the line of each operator, which takes twice the time
-            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=False, lines=True)
+            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=False, regions=regions, lines=True)
 
 
 def _capture(
@@ -87,6 +90,7 @@ def _capture(
     device_type: str,
     *,
     stamp: bool,
+    regions: bool,
     lines: bool,
 ) -> Captured:
     """`capture`; with `lines`, refusals of operators say where they are in the model."""
@@ -105,10 +109,10 @@ def _capture(
     with contextlib.ExitStack() as stack:
         try:
             try:
-                record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines))
+                record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines, regions=regions))
             except Replaced as error:
                 step.replaced = error.names
-                record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines))
+                record = stack.enter_context(compat.recorded(step, inputs, tied, lines=lines, regions=regions))
             outcome = step.outcomes.last
             assert outcome is not None
             output_paths = [leaf.path for leaf in outcome.leaves if leaf.meta is not None]
@@ -167,6 +171,7 @@ def _capture(
         autocast=compat.autocast_dtype("cpu"),
         reads=step.witness.reads,
         pinned=step.outcomes.pinned,
+        checkpoints=record.checkpoints,
     )
 
 

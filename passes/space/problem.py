@@ -18,6 +18,7 @@ from autopar.ir.layout import Layout, Partial, Routed, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
+from .gradients import gradients_of
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
 from .switch import SWITCH, Again, SwitchedTensors, twice
@@ -60,13 +61,14 @@ class ProblemBuilder:
         self.space = space
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
+        self.gradients = gradients_of(space.regions()) if space.micro_batches > 1 else frozenset()
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Again.of(body) for body in space.bodies)
         self.switches = SwitchedTensors(self.tables, self.cost, self.moved, space.mesh)
 
     def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
         """As `moved_of`, in a region of which there are so many copies."""
-        moved = moved_of(self.space.metas[root], maker, readers)
+        moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.gradients)
         return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:
@@ -129,7 +131,7 @@ class ProblemBuilder:
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
         recomputed, a last variable, `SWITCH`, says whether it is."""
-        variables = []
+        variables, times = [], self.space.micro_batches
         readers: dict[str, list[tuple[int, int]]] = {}
         makers: dict[str, tuple[int, int]] = {}
         names = tuple(region.sites)
@@ -141,7 +143,7 @@ class ProblemBuilder:
                 Variable(
                     name=site.name,
                     options=tuple(str(o.choice) for o in options),
-                    seconds=tuple(o.seconds for o in options),
+                    seconds=tuple(o.seconds * (1 if site.kind == "parameter" else times) for o in options),
                     bytes=tuple(o.bytes for o in options),
                 )
             )
@@ -228,7 +230,7 @@ class ProblemBuilder:
         if phases is None:
             return None
         held = self.held_bytes(moved, produced, policy, wanted)
-        return sum(sum(item.route.seconds for item in phase) for phase in phases), float(held)
+        return self.space.acquired_seconds(moved, phases, wanted), float(held)
 
     def made(self, moved: Moved, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
         """Seconds and kept bytes of a copy's share of what is made where it is read; None for partial sums."""
@@ -236,7 +238,8 @@ class ProblemBuilder:
         if any(isinstance(placement, Partial | Routed) for layout in layouts for placement in layout):
             return None
         held = sum(local_meta(moved.meta, layout, self.space.mesh).bytes for layout in layouts) if moved.kept else 0
-        return self.space.making.seconds(moved.made, layouts) / moved.copies, held / moved.copies
+        seconds = self.space.making.seconds(moved.made, layouts) * self.space.micro_batches
+        return seconds / moved.copies, held / moved.copies
 
     def acquired(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]

@@ -1,14 +1,14 @@
 """The setting of a search space: what options are judged by, the cache of what they mean, and what a rank's share of
 an operator takes under a choice."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
-from autopar.cost.redistribute import Redistributor
+from autopar.cost.redistribute import Acquired, Redistributor
 from autopar.ir.graph import WAIT, TensorMeta
 from autopar.ir.layout import Layout, Shape
 from autopar.ir.rewrite import input_and_output_metas
@@ -17,6 +17,7 @@ from autopar.ops.rule import Call, OpRule
 
 from .choices import SiteChoice
 from .sites import Option, Site
+from .tables import Moved
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,10 @@ class Setting:
     optimizer: Optimizer
     redistributor: Redistributor
     metas: Mapping[str, TensorMeta]
+    micro_batches: int = 1
+    """Calls of a step, whose gradients are added up and reduced once."""
+    holds: bool = False
+    """Whether what forward gathers of parameters is kept from one micro-batch to the next."""
     memo: Memo = field(default_factory=Memo, repr=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +55,30 @@ class Setting:
         of = self.mesh, self.cluster.device, self.optimizer, self.redistributor.links, self.metas
         if self.memo.of != of:
             object.__setattr__(self, "memo", Memo(of=of))
+
+    def times(
+        self, moved: Moved, phase: Sequence[Acquired], wanted: Sequence[tuple[Layout, bool]], *, late: bool
+    ) -> tuple[int, ...]:
+        """How often in a step each layout of a tensor is acquired, in backward alone if `late`: in each micro-batch,
+        but for gradients of parameters, and for what is held: all that forward reads, and what that comes from."""
+        if moved.is_gradient or self.micro_batches == 1:
+            return (1,) * len(phase)
+        held: set[Layout] = set()
+        if self.holds and moved.is_parameter and not late:
+            held.update(layout for layout, backward in wanted if not backward)
+            for item in reversed(phase):
+                held.update([item.source] if item.layout in held else [])
+        return tuple(1 if item.layout in held else self.micro_batches for item in phase)
+
+    def acquired_seconds(
+        self, moved: Moved, phases: Sequence[Sequence[Acquired]], wanted: Sequence[tuple[Layout, bool]]
+    ) -> float:
+        """In a step, of all phases in which a tensor is acquired."""
+        seconds = 0.0
+        for late, phase in enumerate(phases):
+            times = self.times(moved, phase, wanted, late=bool(late))
+            seconds += sum(n * item.route.seconds for n, item in zip(times, phase, strict=True))
+        return seconds
 
 
 def operator_seconds(

@@ -24,6 +24,8 @@ class Moved(NamedTuple):
     """The name of what is made where it is read."""
     copies: int = 1
     """How many copies of a repeat share it."""
+    is_gradient: bool = False
+    """Whether only parameters and sums of their gradients read it, so that it is reduced once a step."""
 
 
 def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 
-from autopar.cost.memory import peak
 from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, SiteChoice
 from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.space import Space
@@ -152,7 +151,7 @@ class Explainer:
         planner = self.planner
         program = planner.writer.written(assignment, plan.bucket_bytes)
         seconds, _ = planner.steps.seconds(assignment, plan.bucket_bytes)
-        of_rank = peak(program, self.space.optimizer, planner.kind_of_device, planner.memory)
+        of_rank = planner.steps.run.peak(program)
         return seconds, of_rank.bytes
 
     def _roughly(self, assignment: Assignment) -> tuple[float, float]:

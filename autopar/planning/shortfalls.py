@@ -1,0 +1,58 @@
+"""The plan within a limit, and the error where there is none, with what the smallest plan needs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.solve.problem import Infeasible
+
+from .plan import Plan
+from .request import Request
+from .shortfall import DoesNotFit, Shortfall
+from .steps import Steps
+
+logger = logging.getLogger("autopar")
+
+
+def shortfall_of(steps: Steps, error: DoesNotFit, request: Request, limit: float | None) -> Infeasible:
+    """The error with what the smallest plan needs, and what would fit."""
+    assignment = error.smallest
+    assert limit is not None and assignment is not None
+    bucket_bytes, of_rank = steps.peak(assignment, limit)
+    told = Shortfall(
+        space=steps.space,
+        program=steps.writer.written(assignment, bucket_bytes),
+        device_type=steps.kind_of_device,
+        limit=limit,
+        by_device=request.memory_limit_bytes is None,
+        peak=of_rank,
+        memory=steps.memory,
+    )
+    raised = Infeasible(str(told))
+    raised.smallest_bytes = error.smallest_bytes
+    return raised
+
+
+def fitting(
+    steps: Steps, request: Request, limit: float | None, attempt: Callable[[Request, float], Plan | None]
+) -> Plan:
+    """The plan that `attempt` makes within the limit. If the limit is the device's, the plan without one comes first,
+    and mostly fits: searches within a limit take longer. It is None if it clearly needs more than so many bytes. Raises
+    `Infeasible`, which says what would fit."""
+    by_device = request.memory_limit_bytes is None
+    if by_device:
+        plan = attempt(replace(request, memory_limit_bytes=math.inf), math.inf if limit is None else limit)
+        if plan is not None and limit is None:
+            return replace(plan, memory_limit_from="none")
+        if plan is not None and limit is not None and plan.bytes <= limit:
+            return replace(plan, memory_limit_bytes=limit, memory_limit_from="device")
+        logger.info("without a limit the plan does not fit in the %d bytes of the device", limit)
+    try:
+        plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit), math.inf)
+    except DoesNotFit as error:
+        raise shortfall_of(steps, error, request, limit) from error
+    assert plan is not None
+    return replace(plan, memory_limit_from="device") if by_device else plan

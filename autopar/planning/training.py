@@ -1,0 +1,74 @@
+"""How a plan's step trains, beyond the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from autopar.extensions import nearest
+
+Recompute = Literal["auto", "asked", "none"]
+"""What backward makes again: what the planner chooses; what lies in the calls of `torch.utils.checkpoint` that the
+model makes, and nothing else; nothing."""
+
+Gathers = Literal["each", "once"]
+"""When forward gathers parameters: in each micro-batch, or once a step, held until gradients are reduced."""
+
+MICRO_BATCHES_MOST = 4096
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
+GATHERS: tuple[Gathers, ...] = get_args(Gathers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """`recompute` says what backward makes again. A step calls the module `micro_batches` times, each time with a batch
+    of the size of the example, adds gradients up and reduces them once; `gathers` is the planner's choice. Raises
+    ValueError for an invalid option."""
+
+    recompute: Recompute = "auto"
+    micro_batches: int = 1
+    gathers: Gathers = "each"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            close = nearest(self.recompute, RECOMPUTE) if isinstance(self.recompute, str) else ""
+            raise ValueError(
+                f"recompute is {self.recompute!r}{close}: 'auto' (the planner chooses what backward makes again), "
+                f"'asked' (what torch.utils.checkpoint marks in the model, and nothing else) or 'none'"
+            )
+        count = self.micro_batches
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MICRO_BATCHES_MOST:
+            raise ValueError(
+                f"micro_batches is {count!r}: give how many calls of the module a step has, 1 to {MICRO_BATCHES_MOST}"
+            )
+
+    @property
+    def asked(self) -> Training:
+        """What is the caller's to say."""
+        return replace(self, gathers="each")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not as by default."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+def recompute_text(training: Training, checkpoints: int) -> Iterator[str]:
+    """What backward makes again, as a plan says it: nothing where the planner chooses and the model marks nothing."""
+    marked = f"{checkpoints} region{'s' * (checkpoints != 1)} that torch.utils.checkpoint marks"
+    if training.recompute == "asked":
+        yield f"as asked: {marked}, and nothing else" if checkpoints else "as asked, and the model marks nothing"
+    elif training.recompute == "none":
+        yield "nothing, as asked" + (f", whatever the model marks ({marked})" if checkpoints else "")
+    elif checkpoints:
+        yield f'chosen by the planner; {marked} are a hint that it ignores (recompute="asked" follows them)'
+
+
+def micro_batches_text(training: Training) -> Iterator[str]:
+    """What a step of several micro-batches does, as a plan says it."""
+    if training.micro_batches > 1:
+        gathers = {"each": "in each of them", "once": "once, and held from the first to the last"}[training.gathers]
+        yield f"{training.micro_batches} a step, whose gradients are reduced once; forward gathers parameters {gathers}"

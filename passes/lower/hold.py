@@ -1,0 +1,64 @@
+"""Hold: what forward gathers of parameters, kept from one micro-batch to the next.
+
+Parameters stay as they are until the optimizer steps, so what only they lead to is the same in all micro-batches of a
+step. From a program come two:
+
+- *cold*: the program, which also returns what it gathered (at the end of what it saves for backward);
+- *warm*: the program that is given that, and gathers nothing.
+
+What backward gathers again, it gathers in each micro-batch.
+"""
+
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Node
+from autopar.ir.layout import Replicate
+from autopar.ir.program import Program, ProgramInput
+from autopar.ir.rewrite import living
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """`names` are the values that are held: the last of what `cold` saves, and the last inputs of `warm`."""
+
+    names: tuple[str, ...]
+    cold: Program
+    warm: Program
+
+
+def held(program: Program) -> Held:
+    """The program in two forms, for the first micro-batch of a step and for the others."""
+    gathered = _gathered(program)
+    rest = [node for node in program.forward if not gathered.issuperset(filter(None, node.outputs))]
+    wanted = {*program.saved, *(o.name for o in program.outputs if o.role != "gradient")}
+    wanted.update(name for node in rest for name in node.inputs)
+    names = tuple(name for node in program.forward for name in node.outputs if name in gathered & wanted)
+    results = (*(o.name for o in program.outputs if o.role != "gradient"), *program.saved)
+    everywhere = (Replicate(),) * len(program.mesh)
+    given = tuple(
+        ProgramInput(name=name, role="buffer", target=name, meta=program.metas[name], layout=everywhere)
+        for name in names
+    )
+    return Held(
+        names=names,
+        cold=replace(program, saved=(*program.saved, *names)),
+        warm=replace(program, inputs=(*program.inputs, *given), forward=living(rest, results)),
+    )
+
+
+def _gathered(program: Program) -> set[str]:
+    """Values of forward that parameters alone lead to, by way of a collective."""
+    written = {o.target for o in program.outputs if o.role == "mutation"}
+    known = {i.name for i in program.inputs if i.role == "parameter" and i.target not in written}
+    gathered: set[str] = set()
+
+    def is_known(node: Node) -> bool:
+        return bool(node.inputs) and known.issuperset(node.inputs)
+
+    for node in program.forward:
+        if is_known(node):
+            names = [name for name in node.outputs if name]
+            known.update(names)
+            if node.collective or not gathered.isdisjoint(node.inputs):
+                gathered.update(names)
+    return gathered
