@@ -259,6 +259,40 @@ def test_the_command_line_answers_the_same(tmp_path: Path) -> None:
     data["decisions"][name] = told["alternatives"][-1]["choice"]
     Path(path).write_text(json.dumps(data))
     assert "edited by hand" in autopar_("show", path).stdout
+    before = str(tmp_path / "before.json")
+    again = autopar_(
+        *(
+            "plan",
+            "test_explain:build",
+            "--batch",
+            "64",
+            "--mesh",
+            "dp=2,tp=2",
+            "--cluster",
+            "dgx-h100",
+            "--out",
+            before,
+        )
+    )
+    assert again.exit_code == 0, again.output
+    old, new = (json.loads(autopar_("show", file, "--json").stdout)["seconds"] for file in (before, path))
+    told = json.loads(autopar_("diff", before, path, "--json").stdout)
+    assert old != new and new in _numbers(told), "an edited plan is compared by its own figures"
+
+
+def _numbers(told: Any) -> list[float]:
+    items = told.values() if isinstance(told, dict) else told if isinstance(told, list) else ()
+    return [told] if isinstance(told, float) else [number for item in items for number in _numbers(item)]
+
+
+def test_a_collective_that_the_plan_does_not_have() -> None:
+    made = plan("tower")
+    there = {(c.kind, c.axis) for c in made.account.collectives}
+    kind, axis = next(
+        (k, a) for k in ("all_to_all", "all_gather", "reduce_scatter") for a in made.mesh if (k, a) not in there
+    )
+    told = made.explain(f"{kind} {axis}")
+    assert not told.rows and "nothing; the plan has" in str(told)
 
 
 def test_a_plan_that_does_not_say_its_model_asks_for_it(tmp_path: Path) -> None:

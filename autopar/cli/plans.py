@@ -13,7 +13,7 @@ from autopar.planning.rendering import page_width
 from . import common
 from .later import Later
 from .names import AUTO
-from .questions import reopened
+from .questions import current
 from .working import working
 
 if TYPE_CHECKING:
@@ -221,11 +221,7 @@ def show_command(
     as_json: common.AsJson = False,
 ) -> None:
     """Print a saved plan; the figures of one that was edited are computed again, if it says how its model is built."""
-    plan = planning.Plan.load(path)
-    if plan.is_edited and plan.provenance is not None and plan.provenance.source is not None:
-        with working():
-            plan = reopened(plan)
-    _print(plan, as_json, full)
+    _print(current(path), as_json, full)
 
 
 def _print(plan: planning.Plan, as_json: bool, full: bool) -> None:

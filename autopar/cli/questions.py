@@ -75,8 +75,9 @@ def explain_command(
 
 @common.reports_bad_input
 def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as_json: common.AsJson = False) -> None:
-    """What changes from one saved plan to another: the step, the memory, what travels, and what moved."""
-    _show(differences.difference(planning.Plan.load(before), planning.Plan.load(after)), as_json)
+    """What changes from one saved plan to another: the step, the memory, what travels, and what moved. The figures of a
+    plan that was edited are computed again."""
+    _show(differences.difference(current(before), current(after)), as_json)
 
 
 @common.reports_bad_input
@@ -171,6 +172,15 @@ def source_given(
     return provenance.Source(
         model=model, settings=values, batch=batch or 8, sequence=sequence or 128, dtype=dtype or "float32"
     )
+
+
+def current(path: Path) -> planning.Plan:
+    """A saved plan; one that was edited with its own figures, if it says how its model is built."""
+    plan = planning.Plan.load(path)
+    if not plan.is_edited or plan.provenance is None or plan.provenance.source is None:
+        return plan
+    with working():
+        return reopened(plan)
 
 
 def reopened(plan: planning.Plan, source: provenance.Source | None = None) -> planning.Plan:

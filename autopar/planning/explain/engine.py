@@ -273,6 +273,9 @@ class Explainer:
         every = sources(self.space, assignment)
         found = [s for s in every if kind in ("", s.kind) and axis in ("", s.axis)]
         found.sort(key=lambda source: -source.seconds)
+        if not found:
+            others = ", ".join(sorted({f"{s.kind} {s.axis}" for s in every})) or "no collective at all"
+            return Explanation(name=of.name, kind="collective", facts=(f"travels: nothing; the plan has {others}",))
         names = {place.site.name: place.pattern for place in places(self.space) if place.site.kind != "op"}
         return Explanation(
             name=of.name,
