@@ -12,6 +12,7 @@ import inspect
 import itertools
 import re
 import runpy
+import shutil
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -25,17 +26,19 @@ PACKAGE = {"passes": ROOT / "passes", "runtime": ROOT / "runtime"}
 # ------------------------------------------------------------------------------------------ what mkdocs calls
 
 
+def on_startup(command: str, dirty: bool) -> None:
+    """mkdocstrings looks for the folder before anything is in it, and would read another one if it were missing."""
+    (ROOT / "build/docs").mkdir(parents=True, exist_ok=True)
+
+
 def on_config(config: Any) -> Any:
-    """The three folders of the package as one, for mkdocstrings to read; without PyTorch."""
-    tree = ROOT / "build/docs/autopar"
-    tree.mkdir(parents=True, exist_ok=True)
-    there = {path.name: path for path in (ROOT / "autopar").iterdir() if path.name != "__pycache__"} | PACKAGE
-    for old in tree.iterdir():
-        if old.name not in there or old.resolve() != there[old.name]:
-            old.unlink()
-    for name, path in there.items():
-        if not (tree / name).is_symlink():
-            (tree / name).symlink_to(path)
+    """The three folders of the package as one, for mkdocstrings to read; without PyTorch. Copies: links would be
+    followed to folders that are not one."""
+    tree, unread = ROOT / "build/docs/autopar", shutil.ignore_patterns("__pycache__")
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(ROOT / "autopar", tree, ignore=unread)
+    for name, path in PACKAGE.items():
+        shutil.copytree(path, tree / name, ignore=unread)
     return config
 
 

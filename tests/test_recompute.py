@@ -158,5 +158,8 @@ def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int, ahead_bytes: int) -
         needed = peak(whole, made.optimizer, "cpu").bytes
         # three buckets, and as many bytes ahead of what is split on two axes
         nearly = {"rel": 1e-9} if limit_bytes == 1 else {"rel": 0.03, "abs": 2 * limit_bytes + ahead_bytes}
-        assert told == pytest.approx(needed, **nearly)
+        # reductions under way are no more from some copy on, which few copies do not reach: the estimate is above then
+        assert (
+            needed * (1 - 1e-9) <= told <= 1.05 * needed if told > needed else told == pytest.approx(needed, **nearly)
+        )
         assert needed > 1.1 * peak(small, made.optimizer, "cpu").bytes

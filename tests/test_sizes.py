@@ -14,6 +14,7 @@ from test_explain import Tower, given
 from typer.testing import CliRunner
 
 import autopar
+from autopar import extensions
 from autopar.cli import app
 from autopar.planning.fit import trials
 from autopar.planning.fit.kept import Kept, key_of
@@ -21,6 +22,13 @@ from autopar.planning.fit.trials import Progress, hand_mesh
 from autopar.report.fit import Fit
 
 STRATEGIES = ("ddp", "fsdp", "megatron")
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others register keeps answers from being kept."""
+    for table in extensions.TABLES:
+        monkeypatch.setattr(table, "added", {})
 
 
 def fitted(**changes: Any) -> Fit:

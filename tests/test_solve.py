@@ -414,7 +414,7 @@ def test_a_limit_that_nothing_fits_names_the_smallest(solver: str) -> None:
 
 
 def test_bad_input_says_what_to_change() -> None:
-    with pytest.raises(ValueError, match="unknown solver 'simplex'; known: dp, ilp, exhaustive, greedy, beam"):
+    with pytest.raises(ValueError, match="unknown solver 'simplex'; known: auto, dp, ilp, exhaustive, greedy, beam"):
         solve(chain(layers=2), "simplex")
     wide = Problem(variables=tuple(variable(f"v{i}", (0.0, 0.0), (1.0, 0.0)) for i in range(30)))
     with pytest.raises(ValueError, match=f"at most {MAX_COMBINATIONS}: use dp or ilp"):

@@ -79,6 +79,8 @@ class Choice:
             hidden, self.rivals.presets = self.flow.timed("others", find)
         others, self.known = [*hidden, *self.rivals.presets], Known(self.steps)
         rivals = self._estimated(own, others, request)
+        if error is not None and not rivals and (limit := request.bytes_limit) is not None:
+            raise self.own.least(error, limit, (other.assignment for _, other in others))
         plan = self._best_of(rivals, search, request, error)
         free = {name: other.assignment for name, other in others} if request.bytes_limit is None else {}
         plan = self.known.added(plan, free)

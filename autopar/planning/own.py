@@ -5,7 +5,9 @@ these fits.
 """
 
 import logging
+from collections.abc import Iterable
 
+from autopar.passes.space.problem import Assignment
 from autopar.solve.problem import Infeasible
 
 from .search import Search, SearchResult
@@ -40,6 +42,14 @@ class Own:
         if limit is not None:
             self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
         return best
+
+    def least(self, error: DoesNotFit, limit: float, others: Iterable[Assignment]) -> DoesNotFit:
+        """The error where nothing fits, of that among other assignments which needs the least, if it needs less."""
+        peaks = self.steps.peaks_of(limit)
+        smallest = min(others, key=peaks.estimate, default=None)
+        if smallest is not None and (needed := peaks.exact(smallest)) < error.smallest_bytes:
+            error.smallest_bytes, error.smallest = needed, smallest
+        return error
 
     def _within(self, search: Search) -> SearchResult:
         limit = search.bytes_limit
