@@ -269,13 +269,10 @@ class Explainer:
 
     def _collective(self, plan: Plan, of: Named, assignment: Assignment) -> Explanation:
         """What the collectives of a kind, or on an axis, move: the tensors with the most seconds."""
-        kind, axis = of.collective
-        every = sources(self.space, assignment)
-        found = [s for s in every if kind in ("", s.kind) and axis in ("", s.axis)]
-        found.sort(key=lambda source: -source.seconds)
+        (kind, axis), every = of.collective, sources(self.space, assignment)
+        found = sorted((s for s in every if kind in ("", s.kind) and axis in ("", s.axis)), key=lambda s: -s.seconds)
         if not found:
-            others = ", ".join(sorted({f"{s.kind} {s.axis}" for s in every})) or "no collective at all"
-            return Explanation(name=of.name, kind="collective", facts=(f"travels: nothing; the plan has {others}",))
+            return _none_of(of, every)
         names = {place.site.name: place.pattern for place in places(self.space) if place.site.kind != "op"}
         return Explanation(
             name=of.name,
@@ -287,6 +284,12 @@ class Explainer:
             ),
             omitted=max(0, len(found) - CLOSE),
         )
+
+
+def _none_of(of: Named, every: Sequence[Source]) -> Explanation:
+    """Of collectives that the plan does not have."""
+    others = ", ".join(sorted({f"{s.kind} {s.axis}" for s in every})) or "no collective at all"
+    return Explanation(name=of.name, kind="collective", facts=(f"nothing; the plan has {others}",))
 
 
 def _source_row(source: Source, names: Mapping[str, str]) -> tuple[str, ...]:
