@@ -158,8 +158,7 @@ def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int, ahead_bytes: int) -
         needed = peak(whole, made.optimizer, "cpu").bytes
         # three buckets, and as many bytes ahead of what is split on two axes
         nearly = {"rel": 1e-9} if limit_bytes == 1 else {"rel": 0.03, "abs": 2 * limit_bytes + ahead_bytes}
-        # reductions under way are no more from some copy on, which few copies do not reach: the estimate is above then
-        assert (
-            needed * (1 - 1e-9) <= told <= 1.05 * needed if told > needed else told == pytest.approx(needed, **nearly)
-        )
+        assert told <= 1.1 * needed
+        # reductions under way stay as many from some copy on, which few copies do not reach: it is told too much then
+        assert told == pytest.approx(needed, **nearly) or told > needed
         assert needed > 1.1 * peak(small, made.optimizer, "cpu").bytes
