@@ -209,9 +209,9 @@ def test_copies_of_what_travels_alone_are_those_of_the_program(preset: str) -> N
 @functools.cache
 def wide() -> Planner:
     """Of a layer with matrices of 32 MiB."""
-    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.GELU(), nn.Linear(4096, 4096, bias=False))
     with torch.device("meta"):
-        model = model.to("meta", torch.bfloat16)
+        layers = (nn.Linear(4096, 4096, bias=False), nn.GELU(), nn.Linear(4096, 4096, bias=False))
+        model = nn.Sequential(*layers).to(torch.bfloat16)
         inputs = torch.zeros(64, 128, 4096, dtype=torch.bfloat16)
     return Planner(model, {"dp": 2, "tp": 4}, (inputs,), loss_fn=lambda y: y.float().mean(), cluster="dgx-h100")
 
