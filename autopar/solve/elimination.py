@@ -30,6 +30,10 @@ HOPELESS_ENTRIES = 500_000_000
 """So does one with more: others are better by small factors."""
 
 
+ROUNDING = 1e-6
+"""Of the logarithm of a size that is updated step by step."""
+
+
 def elimination_order(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int], effort: Effort = EFFORT
 ) -> tuple[list[int] | None, int]:
@@ -64,8 +68,9 @@ def greedy_order(
     total: float = math.inf,
 ) -> tuple[float, list[int] | None]:
     """Entries of all tables, and the order: the node first whose elimination joins the least that was not joined before
-    (weighted by sizes, and by `factors`). Nodes whose tables would have more than `most` entries are passed over; a
-    table of more than `table` entries, or more than `total` in all, ends it without an order."""
+    (weighted by sizes, and by `factors`). A node whose table would have more than `most` entries waits until it has
+    fewer: hubs of hundreds of neighbours would take minutes to weigh at each step. A table of more than `table`
+    entries, or more than `total` in all, ends it without an order."""
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for node in scope:
@@ -74,6 +79,7 @@ def greedy_order(
         others.discard(node)
     logs = [math.log2(size) for size in sizes]
     log_of = logs.__getitem__
+    log_most = math.log2(most) + ROUNDING
 
     def weight(node: int) -> float:
         return logs[node] + sum(map(log_of, near[node]))
@@ -86,7 +92,9 @@ def greedy_order(
                 fill += logs[a] * (sum(map(log_of, missing)) - logs[a])
         return round((fill / 2 + share * weight(node)) * factors[node], 6)
 
-    keys = {node: key(node) for node in range(len(sizes)) if node not in keep}
+    left = {node for node in range(len(sizes)) if node not in keep}
+    weights = [weight(node) for node in range(len(sizes))]
+    keys = {node: key(node) for node in sorted(left) if weights[node] <= log_most}
     heap = [(value, node) for node, value in keys.items()]
     heapq.heapify(heap)
     entries, order = 0.0, []
@@ -95,8 +103,7 @@ def greedy_order(
         if keys.get(node) != value:
             continue
         del keys[node]
-        if weight(node) > math.log2(most):
-            continue
+        left.remove(node)
         order.append(node)
         size = round(2 ** min(weight(node), 1000.0))
         entries += size
@@ -108,11 +115,13 @@ def greedy_order(
             joins = neighbours - near[other] - {other}
             near[other] |= neighbours
             near[other] -= {node, other}
+            weights[other] += sum(map(log_of, joins)) - logs[node]
             for joined in joins:  # whatever is near both has less to fill
                 touched |= near[other] & near[joined]
-        for other in sorted(touched & keys.keys()):
-            changed = key(other)
-            if changed != keys[other]:
+        for other in sorted(touched & left):
+            if weights[other] > log_most:
+                keys.pop(other, None)
+            elif (changed := key(other)) != keys.get(other):
                 keys[other] = changed
                 heapq.heappush(heap, (changed, other))
     return entries, order
