@@ -145,26 +145,23 @@ class Limit:
                     price, purse = most, self.descent.purse(self.effort.limit)
             else:
                 price, fits = solved.price, True
+            if solved is not None and self._is_spent(purse):
+                if not corrected:
+                    excess = self._corrected(solved, sure=sure)
+                break
             further = self.solve_at(price, solved or pool.solutions[-1], purse)
             if self.peaks is None:
                 bound = max(bound, further.lower_bound - price * row)
             is_new = pool.add(further)
             if solved is None:
                 excess = self._excess(further)
-            else:
-                least = min(_weighed(solved, price), solved.lower_bound + price * row)
-                is_done = not is_new or _weighed(further, price) >= least * (1 - self.effort.pool_gain)
-                if is_done and corrected:
-                    break
-                if not corrected and self.peaks is not None:
-                    # the excess of a plan at this price, and not that of the cheapest one
-                    if sure:
-                        self._correct(solved)
-                    excess, corrected = self._excess(solved), True
-                elif is_done:
-                    break
-            if self._is_spent(purse) and solved is not None:
+                continue
+            least = min(_weighed(solved, price), solved.lower_bound + price * row)
+            is_done = not is_new or _weighed(further, price) >= least * (1 - self.effort.pool_gain)
+            if is_done and (corrected or self.peaks is None):
                 break
+            if not corrected and self.peaks is not None:
+                excess, corrected = self._corrected(solved, sure=sure), True
         # the cheapest plan without a limit may lie far from the cheapest within it
         if self.several and price and not self._is_spent(purse):
             start = self.descent.options.replicated()
@@ -174,12 +171,14 @@ class Limit:
     def _is_spent(self, purse: Purse) -> bool:
         return purse.is_empty or self.effort.is_over
 
-    def _correct(self, solved: Solved) -> None:
-        """Learns from a solution what rough estimates leave out."""
-        assert self.peaks is not None
-        missing = self.peaks.estimate(solved.assignment) - self._peak(solved)
-        self.correction += missing
-        self.estimated = {key: (of, peak + missing) for key, (of, peak) in self.estimated.items()}
+    def _corrected(self, solved: Solved, *, sure: bool) -> float:
+        """The excess of a solution at the price of the limit, and not that of the cheapest one; `sure` learns from it
+        what rough estimates leave out."""
+        if sure and self.peaks is not None:
+            missing = self.peaks.estimate(solved.assignment) - self._peak(solved)
+            self.correction += missing
+            self.estimated = {key: (of, peak + missing) for key, (of, peak) in self.estimated.items()}
+        return self._excess(solved)
 
     def _mixed(self, pool: "_Pool", excess: float, purse: Purse) -> list[Solved]:
         """The best mixtures of the pool's options, under limits on their sum, whose peak keeps the limit."""

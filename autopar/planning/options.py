@@ -7,7 +7,7 @@ from itertools import chain, product
 
 from autopar.ir.layout import Split
 from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, AxisChoice, Policy, SiteChoice
-from autopar.passes.space.problem import Assignment
+from autopar.passes.space.problem import Allowed, Assignment
 from autopar.passes.space.propagation import reached
 from autopar.passes.space.sites import Site, joined_borders
 from autopar.passes.space.space import Space
@@ -49,6 +49,19 @@ def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
         union = dict.fromkeys(choice for name in joined for choice in choices.get(name, ()))
         choices.update({name: dict(union) for name in joined})
     return {name: list(of_site) for name, of_site in choices.items()}
+
+
+def resting_bytes(space: Space, allowed: Allowed) -> float:
+    """No plan of these options has a smaller peak: when the optimizer steps, parameters, their gradients and states lie
+    side by side."""
+    counts = [1, *(repeat.count for repeat in space.repeats)]
+    least = 0.0
+    for region, count in zip(space.regions(), counts, strict=True):
+        for site in region.sites.values():
+            if site.kind == "parameter":
+                options = (space.option(site, choice) for choice in allowed[site.name])
+                least += count * min(option.bytes for option in options if option is not None)
+    return least
 
 
 class Options:

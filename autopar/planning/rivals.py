@@ -16,6 +16,7 @@ from autopar.solve.problem import Infeasible
 
 from .account import account
 from .known import Known
+from .options import resting_bytes
 from .presets import PRESETS
 from .request import Request
 from .search import SearchResult
@@ -77,6 +78,11 @@ class Rivals:
     ) -> SearchResult | None:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
         its best without a limit says."""
+        limit, allowed = request.bytes_limit, self.searches.preset(name)
+        if limit is not None and (needed := resting_bytes(self.searches.space, allowed)) > limit:
+            logger.info("%s: no less than %.0f bytes", name, needed)
+            known.forget(name)
+            return None
         seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
         known.tell(name, seconds, "at least")
         if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
@@ -84,7 +90,7 @@ class Rivals:
             return None
         search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
         try:
-            best = self.flow.timed("others", search.run, self.searches.preset(name), bounded=False, sure=False)
+            best = self.flow.timed("others", search.run, allowed, bounded=False, sure=False)
         except Infeasible as error:
             logger.info("no plan by %s: %s", name, error)
             known.forget(name)

@@ -64,12 +64,14 @@ class Solves:
     ) -> Solved:
         """The exact optimum of seconds + price * bytes over the allowed options, `bounded` with a lower bound. The
         `purse` pays for cached solutions too, so that answers do not depend on earlier questions. Without a
-        `last_resort`, it raises TooWide for a problem that the solver cannot solve.
+        `last_resort`, it raises TooWide for a problem that the solver cannot solve, and where the purse is empty.
 
         A problem that is too wide for elimination under a limit is solved as an integer program. One that is too wide
         for that, or has no work left, is solved operator by operator; `narrow`: it raises `TooWide` instead. Where
         recomputation makes a problem too wide, a price of memory leads to a solution without.
         """
+        if purse.is_empty and not last_resort:
+            raise TooWide("no work is left")
         options = tuple((name, tuple(choices)) for name, choices in allowed.items())
         question = (options, solver, price, bytes_limit, bounded, narrow, last_resort)
         solved = self.solved.get(question)
