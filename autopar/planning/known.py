@@ -36,11 +36,11 @@ class Known:
         self.known.pop(name, None)
 
     def _estimate_best(self, presets: Mapping[str, Assignment]) -> None:
-        """Estimates the preset with the shortest step, as long as only a bound of it is known."""
-        while rivals := [self.known[name] for name in presets if name in self.known]:
-            best = min(rivals, key=lambda candidate: candidate.seconds)
-            if best.precision != "at least":
-                return
+        """Estimates the preset with the shortest step, if only a bound of it is known. It may turn out longer than the
+        bound of another, which then is what a plan says of presets: each estimate writes programs."""
+        rivals = [self.known[name] for name in presets if name in self.known]
+        best = min(rivals, key=lambda candidate: candidate.seconds, default=None)
+        if best is not None and best.precision == "at least":
             seconds, _ = self.steps.estimated_seconds(presets[best.name], None)
             peak = self.steps.peaks_of(None).estimate(presets[best.name])
             self.tell(best.name, max(seconds, best.seconds), "estimated", peak)

@@ -40,7 +40,7 @@ SolveAt = Callable[[float, Solved, Purse], Solved]
 class Limit:
     """A limit on the peak of an assignment; without `peaks`, on its sum of bytes. Without one the plan is `cheapest`;
     `several` says that it is that of descents from several starts, `allowed` that the options of sites are restricted.
-    """
+    `quick` mixes the options of the cheapest plan, and looks at no others if that keeps the limit."""
 
     def __init__(
         self,
@@ -51,11 +51,12 @@ class Limit:
         solve_at: SolveAt,
         *,
         several: bool,
+        quick: bool,
         allowed: Allowed | None,
         log: Callable[[str], None],
     ) -> None:
         self.cheapest, self.solve_at, self.allowed = cheapest, solve_at, allowed
-        self.descent, self.several, self.log = descent, several, log
+        self.descent, self.several, self.quick, self.log = descent, several, quick, log
         self.effort, self.peaks = descent.effort, peaks
         self.bytes_limit = self.aim = limit_bytes
         """`aim` is the limit on estimates, so that the exact peak keeps `bytes_limit`."""
@@ -145,7 +146,7 @@ class Limit:
                     price, purse = most, self.descent.purse(self.effort.limit)
             else:
                 price, fits = solved.price, True
-            if solved is not None and self._is_spent(purse):
+            if solved is not None and (self.quick or self._is_spent(purse)):
                 if not corrected:
                     excess = self._corrected(solved, sure=sure)
                 break

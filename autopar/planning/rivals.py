@@ -90,7 +90,8 @@ class Rivals:
             return None
         search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
         try:
-            best = self.flow.timed("others", search.run, allowed, bounded=False, sure=False)
+            cheapest = Solved(assignment=free.assignment, score=free.score, lower_bound=free.lower_bound)
+            best = self.flow.timed("others", search.mixed, cheapest, allowed)
         except Infeasible as error:
             logger.info("no plan by %s: %s", name, error)
             known.forget(name)

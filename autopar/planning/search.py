@@ -165,6 +165,13 @@ class Search:
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound
 
+    def mixed(self, cheapest: Solved, allowed: Allowed) -> SearchResult:
+        """What keeps the limit of the options of the `cheapest` of those `allowed`; of others where these do not. Its
+        peak is estimated, roughly. Raises `Infeasible` as `run`."""
+        started = time.perf_counter()
+        self.explore(allowed, bounded=False, known=[cheapest])
+        return self._result(self._limited(self.peaks, sure=False, quick=True), started)
+
     def within(self, peaks: Peaks | None) -> SearchResult:
         """The best that keeps the limit, if any, by such peaks, which are estimated, after `explore`. Raises
         `Infeasible` as `run`."""
@@ -180,7 +187,7 @@ class Search:
         self.limited = limit, best if limit is None else limit.confirmed(best)
         return self._result(self.limited[1], started)
 
-    def _limited(self, peaks: Peaks | None, *, sure: bool) -> Solved:
+    def _limited(self, peaks: Peaks | None, *, sure: bool, quick: bool = False) -> Solved:
         assert self.cheapest is not None
         best, solve_at = self.cheapest
         limit = None
@@ -188,6 +195,7 @@ class Search:
             limit = Limit(
                 *(self.descent, self.bytes_limit, peaks, best, solve_at),
                 several=self.several,
+                quick=quick,
                 allowed=self.allowed,
                 log=self.log,
             )
