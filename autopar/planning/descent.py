@@ -110,7 +110,12 @@ class Descent:
                 break
             previous = min(solved.score.objective for solved in solutions)
             size = sum(map(len, pool.values()))
-            note(self.solve({n: list(choices) for n, choices in pool.items()}, self.solver, bounded=False, purse=purse))
+            options = {name: list(choices) for name, choices in pool.items()}
+            try:
+                note(self.solve(options, self.solver, bounded=False, last_resort=False, purse=purse))
+            except TooWide as error:  # a descent's end is better than what a cheaper way of solving would find
+                self.log(f"{error}: the pool of {size} options is not solved")
+                break
             self.log(f"pool of {size} options: {solutions[-1].score.seconds * 1e3:.3f} ms")
             if solutions[-1].score.objective >= previous * (1 - self.effort.gain) or purse.is_empty:
                 break
