@@ -145,7 +145,6 @@ class Descent:
     ) -> Solved:
         """Frees axis after axis until nothing improves, or each axis once if the result is hopelessly above `below` or
         the purse is empty."""
-        options = self.options
         current = {name: list(choices) for name, choices in start.items()}
         best: Solved | None = None
         unchanged = 0
@@ -154,15 +153,7 @@ class Descent:
             return solved.score.objective + price * solved.score.bytes
 
         for number, axes in enumerate(cycle(order), 1):
-            allowed = {name: options.free(options.sites[name], choices, axes) for name, choices in current.items()}
-            try:
-                solved = self.solve(
-                    allowed, self.steps, price=price, bounded=False, last_resort=best is None, purse=purse
-                )
-            except TooWide as error:  # the best so far is better than what a cheaper way of solving would find
-                assert best is not None
-                self.log(f"{error}: this axis stays as it is")
-                solved = best
+            solved = self._freed(current, axes, price, best, purse)
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - self.effort.gain):
@@ -176,3 +167,22 @@ class Descent:
             if number >= len(order) and (purse.is_empty or self.effort.is_over):
                 return best
         raise AssertionError("a mesh has axes")
+
+    def _freed(
+        self, current: dict[str, list[SiteChoice]], axes: Axes, price: float, best: Solved | None, purse: Purse
+    ) -> Solved:
+        """The solution with one axis free, beside the choices on the others that are taken now. Where these differ from
+        copy to copy and are too many, beside those of middle copies; if that is too wide, too, `best`, which is better
+        than what a cheaper way of solving would find."""
+        options, last_resort = self.options, best is None
+        middle = current if best is None else taken(self.space, best.assignment, in_middle=True)
+        for beside in (current, middle) if middle != current else (current,):
+            allowed = {name: options.free(options.sites[name], choices, axes) for name, choices in beside.items()}
+            try:
+                return self.solve(
+                    allowed, self.steps, price=price, bounded=False, last_resort=last_resort, purse=purse
+                )
+            except TooWide as error:
+                self.log(f"{error}: this axis stays as it is beside {sum(map(len, beside.values()))} choices")
+        assert best is not None
+        return best

@@ -38,10 +38,12 @@ def joint(site: Site, per_axis: Iterable[Iterable[AxisChoice]], bytes_limit: flo
     return [SiteChoice(axes, policy) for axes in product(*per_axis) for policy in policies(site, bytes_limit)]
 
 
-def taken(space: Space, assignment: Assignment) -> dict[str, list[SiteChoice]]:
-    """Every choice that a site takes somewhere: once for the rest, and over all copies of a body."""
+def taken(space: Space, assignment: Assignment, *, in_middle: bool = False) -> dict[str, list[SiteChoice]]:
+    """Every choice that a site takes somewhere: once for the rest, and over all copies of a body, or in the middle one
+    alone."""
     choices: dict[str, dict[SiteChoice, None]] = {}
-    for decisions in chain([assignment.rest], *assignment.copies):
+    middles = [copies[len(copies) // 2 :][:1] for copies in assignment.copies]
+    for decisions in chain([assignment.rest], *(middles if in_middle else assignment.copies)):
         for name, choice in decisions.items():
             choices.setdefault(name, {})[choice] = None
     # both ends of a run allow the same choices

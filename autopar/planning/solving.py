@@ -129,11 +129,13 @@ class Solves:
         try:
             return solve(problem, solver, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
         except TooWide as error:
+            if not last_resort:
+                raise
             self.log(f"{error}; without dominated options:")
         fewer = presolved(problem, limited=bytes_limit is not None)
         few = fewer.problem.option_count <= meter.effort.beam_options
         last = "beam" if few else "greedy"
-        ways = dict.fromkeys((solver, last) if meter.is_cut else (solver, "ilp", last)) if last_resort else (solver,)
+        ways = dict.fromkeys((solver, last) if meter.is_cut else (solver, "ilp", last))
         for way, after in pairwise((*ways, "")):
             try:
                 solution = solve(fewer.problem, way, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
