@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autopar.planning.options import joint
+from autopar.planning.options import joint, resting_bytes
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.request import Request
@@ -115,21 +115,22 @@ def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds() -> No
     assert found(math.inf, 0.0, math.inf) == [full, none, full]
 
 
-def naive_order(sizes: list[int], scopes: list[tuple[int, int]]) -> list[int]:
-    """Min-fill as its definition says: every node's fill is computed again after each elimination."""
+def naive_order(sizes: list[int], scopes: list[tuple[int, int]], most: float = math.inf) -> list[int]:
+    """Min-fill as its definition says: every node's fill is computed again after each elimination. Nodes whose tables
+    have more than `most` entries wait."""
     near = {
         node: {other for scope in scopes if node in scope for other in scope} - {node} for node in range(len(sizes))
     }
     logs = [math.log2(size) for size in sizes]
     order = []
-    while near:
+    while light := [node for node in near if math.prod(sizes[n] for n in (node, *near[node])) <= most]:
 
         def key(node: int) -> tuple[float, int]:
             pairs = itertools.combinations(sorted(near[node]), 2)
             fill = sum(logs[a] * logs[b] for a, b in pairs if b not in near[a])
             return round(fill + FILL_WEIGHTS[0] * (logs[node] + sum(logs[a] for a in near[node])), 6), node
 
-        node = min(near, key=key)
+        node = min(light, key=key)
         order.append(node)
         neighbours = near.pop(node)
         for other in neighbours:
@@ -144,8 +145,30 @@ def test_an_order_of_elimination_takes_the_least_fill_each_time(data: st.DataObj
     sizes = data.draw(st.lists(st.sampled_from([2, 3, 4, 8]), min_size=count, max_size=count))
     pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)).filter(lambda pair: pair[0] != pair[1])
     scopes = data.draw(st.lists(pairs, max_size=3 * count))
-    _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * count)
-    assert order == naive_order(sizes, scopes)
+    most = data.draw(st.sampled_from([math.inf, 16, 64, 200]))
+    _, order = greedy_order(sizes, scopes, set(), FILL_WEIGHTS[0], [1.0] * count, most=most)
+    assert order == naive_order(sizes, scopes, most)
+
+
+def test_an_order_around_hubs_takes_no_longer_than_one_without() -> None:
+    """Two nodes that share a table with each of many are not weighed again and again."""
+    count = 6000
+    chain = [(node, node + 1) for node in range(2, count - 1)]
+    hubs = [(hub, node) for hub in (0, 1) for node in range(2, count)]
+    sizes = [2] * count
+    _, order = greedy_order(sizes, [*chain, *hubs], set(), FILL_WEIGHTS[0], [1.0] * count, most=64)
+    assert order is not None
+    assert sorted(order) == list(range(count)), "once their neighbours are gone, hubs are light, too"
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fsdp", "megatron", "atp"])
+def test_no_plan_of_a_preset_needs_less_than_its_parameters_at_rest(preset: str) -> None:
+    """That bound is what excludes a preset from a search within a limit."""
+    made = planner()
+    allowed = made.preset(preset)
+    best = made.search(Request(memory_limit_bytes=math.inf)).run(allowed)
+    needed = resting_bytes(made.space, allowed)
+    assert 0 < needed <= made.peak(best.assignment, None)[1].bytes
 
 
 def test_an_order_whose_tables_are_too_large_is_given_up_and_its_work_is_counted() -> None:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 PERIODS_LEAST = 2
 """Periods that a cut must take out to pay."""
-PERIOD_MOST = 4096
+PERIOD_MOST = 65_536
 """Nodes of a layer; longer ones are captured in full."""
 
 
