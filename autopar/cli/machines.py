@@ -18,7 +18,7 @@ from autopar.cluster.links import KINDS, interpolated
 from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
 
-from .common import integers, out, progress, reports_bad_input, writable
+from .common import AsJson, integers, out, progress, reports_bad_input, writable
 from .later import Later
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def calibrate_command(
     levels: Annotated[
         str | None, typer.Option(help="Sizes of levels from the outermost in; nodes and their ranks if not given.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the cluster; the file's if not given.")] = None,
+    name: Annotated[str | None, typer.Option(help="The cluster's name; the file's if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 7,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
     save: Annotated[Path | None, typer.Option(help="Where to write the measurements, as JSON.")] = None,
@@ -233,7 +233,7 @@ def clusters_command(
     name: Annotated[
         str | None, typer.Argument(help="A cluster of the library, or a TOML file: checked, and shown.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The library of clusters, or one of them."""
     clusters = dict(sorted(library.CLUSTERS.items())) if name is None else {name: _cluster(name)}

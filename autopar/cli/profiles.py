@@ -58,7 +58,7 @@ def profile_command(
     sequence: common.Length = 128,
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file: what orders the search.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}: it orders the search.")] = None,
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
@@ -75,21 +75,22 @@ def profile_command(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     shape, limit, pins = common.mesh_shape(mesh), common.byte_count(memory_limit), common.constraints(pin or [])
-    loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-    planner = planners.Planner(
-        loaded.model,
-        shape,
-        loaded.args,
-        loaded.kwargs,
-        loss_fn=loaded.loss_fn,
-        cluster=cluster,
-        optimizer=common.optimizer_of(optimizer),
-        device_type=device,
-        profiles=profiles,
-    )
     request = requests.Request(solver=solver, memory_limit_bytes=limit, constraints=pins)
     rank = int(os.environ.get("RANK", 0))
     with common.progress(rank == 0) as tell, profiler.ranks_here(shape, device) as ranks:
+        tell(0.0, "reading the model")
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        planner = planners.Planner(
+            loaded.model,
+            shape,
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            cluster=cluster,
+            optimizer=common.optimizer_of(optimizer),
+            device_type=device,
+            profiles=profiles,
+        )
         plan, summary = profiled.profiled(planner, ranks, request, report=tell)
     if rank == 0:
         if save is not None:

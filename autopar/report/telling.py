@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.status import Status
 
-FIRST_SECONDS, EVERY_SECONDS = 1.5, 1.8
-"""When the first line comes in a pipe, and how far those after it are apart."""
+PROGRESS = "autopar.progress"
+"""The logger that planning tells its progress to (`planning.progress`)."""
+
+FIRST_SECONDS, NEXT_SECONDS, EVERY_SECONDS = 1.5, 0.2, 1.7
+"""When the first line comes in a pipe; when the first of what follows other work comes, which was silent for up to
+EVERY_SECONDS; and how far lines are apart."""
+
+THREAD = "autopar tells"
 
 
 def notes() -> Console:
@@ -23,19 +31,24 @@ def notes() -> Console:
 class Ticker:
     """Tells what is being done, and for how long, while its block runs; a quick block says nothing in a pipe."""
 
-    def __init__(self, doing: str, *, enabled: bool = True) -> None:
-        self.doing, self.enabled = doing, enabled
+    def __init__(self, doing: str, *, enabled: bool = True, follows: bool = False) -> None:
+        """`follows`: something else was done just before."""
+        self.doing, self.enabled, self.follows = doing, enabled, follows
+        self.done: float | None = None
         self.console = notes()
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._tick, daemon=True)
+        self.thread = threading.Thread(target=self._tick, name=THREAD, daemon=True)
         self.began = time.monotonic()
         self.status: Status | None = None
 
-    def tell(self, doing: str) -> None:
-        """What is being done from now on."""
+    def tell(self, doing: str, done: float | None = None) -> None:
+        """What is being done from now on, and how much of it is done, from 0 to 1, if that is known. (What other
+        processes did is told later; so of one work, the most that was told counts.)"""
         if doing != self.doing:
-            self.doing, self.began = doing, time.monotonic()
-            self._update()
+            self.doing, self.done, self.began = doing, done, time.monotonic()
+        elif done is not None:
+            self.done = max(done, self.done or 0.0)
+        self._update()
 
     def __enter__(self) -> Self:
         if self.enabled:
@@ -55,7 +68,7 @@ class Ticker:
                 self.status.stop()
 
     def _tick(self) -> None:
-        wait = 1.0 if self.status is not None else FIRST_SECONDS
+        wait = 1.0 if self.status is not None else NEXT_SECONDS if self.follows else FIRST_SECONDS
         while not self.ended.wait(wait):
             wait = 1.0 if self.status is not None else EVERY_SECONDS
             if self.status is not None:
@@ -69,4 +82,25 @@ class Ticker:
             self.status.update(self._line())
 
     def _line(self) -> str:
-        return f"{self.doing}, {time.monotonic() - self.began:.0f} s"
+        part = "" if self.done is None else f": {self.done:.0%}"
+        return f"{self.doing}{part}, {time.monotonic() - self.began:.0f} s"
+
+
+@contextmanager
+def following(tell: Callable[[str, float], None]) -> Iterator[None]:
+    """`tell` gets what the planner does and how much of it is done, from 0 to 1, from what it logs."""
+    whole, stages = logging.getLogger("autopar"), logging.getLogger(PROGRESS)
+
+    def emit(record: logging.LogRecord) -> None:
+        if record.name == PROGRESS:
+            tell(record.doing, record.done)  # type: ignore[attr-defined]
+
+    handler, level = logging.Handler(), stages.level
+    handler.emit = emit  # type: ignore[method-assign]
+    whole.addHandler(handler)  # which gets what forked processes logged, too
+    stages.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        whole.removeHandler(handler)
+        stages.setLevel(level)
