@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_widths import fits
 from torch import nn
 from typer.testing import CliRunner
 
@@ -129,9 +130,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_command_works_in_silence(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     with unsaid() as silent:
-        done = CliRunner().invoke(app, [command, *WORKING[command]])
+        done = CliRunner().invoke(app, [command, *WORKING[command]], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     assert not silent
+    assert fits(done.output, 80)
+
+
+@pytest.mark.parametrize("arguments", [("clusters",), ("clusters", "perlmutter")])
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_other_commands_print_fits(
+    arguments: tuple[str, ...], width: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    shown = CliRunner().invoke(app, [*arguments], env={"COLUMNS": str(width)})
+    assert shown.exit_code == 0 and fits(shown.output, width)
+
+
+@pytest.mark.parametrize("command", ["compare", "simulate", "explain", "what-if", "fit"])
+def test_what_commands_print_fits_a_wide_terminal(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, [command, *WORKING[command]], env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    assert fits(done.output, 120)
 
 
 @pytest.mark.parametrize("in_terminal", [False, True])

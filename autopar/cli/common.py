@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.planning.rendering import page_width
+from autopar.planning.rendering import page_width, rendered, tables
 from autopar.report.telling import Ticker, following, notes
 
 from .names import COSTS, OPTIMIZERS, PRESETS, SOLVERS
@@ -31,6 +31,16 @@ BAD_INPUT = 2
 def out() -> Console:
     """Standard output, as wide as the pages that are printed."""
     return Console(highlight=False, width=page_width())
+
+
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1, right: Collection[int] = (), title: str = ""
+) -> None:
+    """Prints a table, in several parts where it is wider than the page; each begins with the first `keys` columns."""
+    width = page_width()
+    parts = tables(heads, rows, width, keys=keys, right=right)
+    texts = [rendered([part], width) for part in parts]
+    typer.echo("\n".join(([f"{title}:"] if title else []) + ["\n\n".join(texts)]))
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:

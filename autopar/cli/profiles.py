@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from autopar.files import text_of
+from autopar.planning.rendering import page_width, rendered
 from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
 
@@ -95,20 +95,21 @@ def profile_command(
     if rank == 0:
         if save is not None:
             plan.save(save)
-        typer.echo(f"{plan}\n\n{summary}")
+        typer.echo(f"{plan}\n\n{rendered([str(summary)], page_width())}")
 
 
 @common.reports_bad_input
 def list_command(profiles: File = None) -> None:
     """Segment programs that were measured, and how much else."""
     database = _opened(profiles)
-    table = Table("model", "mesh", "plan", "program", "step", "spread", "runs", "peak", "when")
+    heads = ("model", "mesh", "plan", "program", "step", "spread", "runs", "peak", "when")
+    rows = []
     for row in sorted(database.rows("programs"), key=lambda row: row.measured_at):
         when = datetime.datetime.fromtimestamp(row.measured_at).isoformat(" ", "minutes")
         runs = f"{row.runs}{', stopped' if row.abandoned else ''}"
         cells = (seconds_text(row.seconds), seconds_text(row.spread), runs, bytes_text(row.peak_bytes), when)
-        table.add_row(row.model, row.mesh, row.label, row.structure, *cells)
-    common.out().print(table)
+        rows.append((row.model, row.mesh, row.label, row.structure, *cells))
+    common.print_table(heads, rows, keys=3, right=(4, 5, 7))
     for machine, counts in database.machines().items():
         common.out().print(f"{machine}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
     common.out().print(str(database.path))
@@ -135,11 +136,12 @@ def show_command(
             f"{seconds_text(row.composed_seconds)}; optimizer {seconds_text(row.optimizer_seconds)}; peak "
             f"{bytes_text(row.peak_bytes)}"
         )
-    table = Table("operator on local shapes", "seconds", "spread", "runs")
     operators = sorted(database.rows("operators", machine=matches[0].machine), key=lambda row: -row.seconds)
-    for row in operators[:20]:
-        table.add_row(row.key, seconds_text(row.seconds), seconds_text(row.spread), str(row.runs))
-    common.out().print(table)
+    common.print_table(
+        ("operator on local shapes", "seconds", "spread", "runs"),
+        [(row.key, seconds_text(row.seconds), seconds_text(row.spread), str(row.runs)) for row in operators[:20]],
+        right=(1, 2, 3),
+    )
 
 
 @common.reports_bad_input
