@@ -96,6 +96,13 @@ def test_what_if_is_the_plan_for_what_was_asked(saved: str, tmp_path: Path) -> N
     assert shown.stdout == told.stdout
 
 
+def test_what_if_ends_after_the_seconds_that_it_is_given(saved: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "soon.json")
+    assert autopar_("what-if", saved, "--solver", "auto", "--effort", "0.001", "--out", path).exit_code == 0
+    after = Plan.load(path)
+    assert after.provenance is not None and (after.provenance.effort_seconds, after.provenance.is_cut) == (0.001, True)
+
+
 def test_what_if_keeps_what_is_not_given(saved: str) -> None:
     told = json.loads(autopar_("what-if", saved, "--cluster", "dgx-a100", "--json").stdout)
     assert [change["what"] for change in told["asked"]] == ["cluster", "memory limit"]
