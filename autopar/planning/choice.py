@@ -137,8 +137,7 @@ class Choice:
         """The plan with the shortest step. How far the estimate of the first was off says how far others may be. Raises
         the `error`, or what else the search's own plan raises, if none fits."""
         limit, best, doubt = request.bytes_limit, None, self.effort.unsure
-        request.stage.writing.tell()
-        for rival in rivals:
+        for rival, _ in zip(rivals, request.stage.writing.parts(len(rivals)), strict=True):
             if best is not None and (self.effort.is_over or rival.seconds * (1 - doubt) > best.seconds):
                 break
             try:
