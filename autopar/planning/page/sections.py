@@ -27,6 +27,13 @@ WINNERS: Mapping[str, str] = {
     "hidden buckets": "found by the search with parameters' traffic hidden",
 }
 
+PLANS: Mapping[str, str] = {
+    "search": "the search's plan",
+    "hidden buckets": "the plan of the search with parameters' traffic hidden",
+    EDITED: "a plan that was edited",
+}
+"""Whose plan a candidate's is; that of a preset has its name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
