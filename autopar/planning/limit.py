@@ -134,7 +134,7 @@ class Limit:
         excess, bound = self._excess(cheapest), cheapest.lower_bound
         price, fits, corrected = 0.0, False, False
         while True:
-            self.stage.part(0.0, 0.5).tell(1 - purse.left / self.descent.purse(self.effort.limit).left)
+            self.stage.part(0.0, 0.5).tell(purse.spent)
             row = self.aim - excess
             solved = pool.solved(row, purse)
             if solved is None and fits:  # at the excess of the last solution nothing does any more
