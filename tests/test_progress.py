@@ -266,6 +266,8 @@ def test_several_searches_are_parts_of_one() -> None:
 
 
 def test_nothing_is_told_to_a_log_that_did_not_ask(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "autopar"):
-        planned(solver="ddp")
+    """Not while a person is told either."""
+    with caplog.at_level(logging.INFO, "autopar"), told() as found:
+        planned()
+    assert found
     assert caplog.records and not [record for record in caplog.records if record.name == telling.PROGRESS]

@@ -248,8 +248,8 @@ def _gave(before: Plan, after: Plan, operators: int | None, every: int) -> Itera
         times = f"{digits(new_rate)} {unit} a second instead of {digits(old_rate)}"
         yield f"a device computes {times} ({new_rate / old_rate - 1:+.1%})"
         if before.provenance.winner != after.provenance.winner:
-            old, new = (PLANS.get(w, f"{w}'s plan") for w in (before.provenance.winner, after.provenance.winner))
-            yield f"it is {new} instead of {old}"
+            was, now = (PLANS.get(w, f"{w}'s plan") for w in (before.provenance.winner, after.provenance.winner))
+            yield f"it is {now} instead of {was}"
 
 
 def _layers(plan: Plan) -> int:

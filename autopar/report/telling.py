@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,8 +43,8 @@ class Ticker:
         self.status: Status | None = None
 
     def tell(self, doing: str, done: float | None = None) -> None:
-        """What is being done from now on, and how much of it is done, from 0 to 1, if that is known. (What other
-        processes did is told later; so of one work, the most that was told counts.)"""
+        """What is being done from now on, and how much of it is done, from 0 to 1, if that is known. Of one work, the
+        most that was told counts: parts of it may search again, and begin anew."""
         if doing != self.doing:
             self.doing, self.done, self.began = doing, done, time.monotonic()
         elif done is not None:
@@ -88,19 +89,23 @@ class Ticker:
 
 @contextmanager
 def following(tell: Callable[[str, float], None]) -> Iterator[None]:
-    """`tell` gets what the planner does and how much of it is done, from 0 to 1, from what it logs."""
-    whole, stages = logging.getLogger("autopar"), logging.getLogger(PROGRESS)
+    """`tell` gets what the planner does and how much of it is done, from 0 to 1, as it tells its log; nobody else does
+    meanwhile, whatever the log's level. A forked process tells nothing."""
+    logger, here = logging.getLogger(PROGRESS), os.getpid()
 
     def emit(record: logging.LogRecord) -> None:
-        if record.name == PROGRESS:
+        if os.getpid() == here:  # another one has no threads, and what they locked stays locked
             tell(record.doing, record.done)  # type: ignore[attr-defined]
 
-    handler, level = logging.Handler(), stages.level
+    handler = logging.Handler()
     handler.emit = emit  # type: ignore[method-assign]
-    whole.addHandler(handler)  # which gets what forked processes logged, too
-    stages.setLevel(logging.DEBUG)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG)
     try:
         yield
     finally:
-        whole.removeHandler(handler)
-        stages.setLevel(level)
+        logger.removeHandler(handler)
+        logger.propagate = before[1]
+        logger.setLevel(before[0])
