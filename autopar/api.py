@@ -1,6 +1,7 @@
 """The verbs: `plan`, `parallelize`, `compare`, `read_plan`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,13 @@ from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.planning.progress import Stage
 from autopar.planning.reading import cluster_of, optimizer_of, refreshed
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
 from autopar.planning.training import Recompute, Training
 from autopar.report.comparison import Comparison
-from autopar.report.telling import Ticker
+from autopar.report.telling import Ticker, following
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
 from autopar.runtime.modes import Modes
 from autopar.runtime.module import ParallelModule
@@ -210,8 +212,10 @@ def compare(
         for k, request in enumerate(requests):
             name = " ".join([request.solver, *place])
             report((number + k / len(requests)) / len(cases), name)
+            stage = Stage(doing=name).part(number / len(cases), (number + 1) / len(cases))
+            stage = stage.part(k / len(requests), (k + 1) / len(requests))
             try:
-                results[name] = on.planned(request)
+                results[name] = on.planned(replace(request, stage=stage))
             except ValueError as error:
                 results[name] = str(error)
     report(1.0, "")
@@ -335,7 +339,7 @@ def parallelize(
 
 def _planned_aloud(planner: Planner, request: Request) -> Plan:
     """The plan; on standard error it says that it is planning, if that takes a while."""
-    with Ticker("autopar: planning"):
+    with Ticker("autopar: planning") as ticker, following(lambda what, part: ticker.tell(f"autopar: {what}", part)):
         return planner.planned(request)
 
 

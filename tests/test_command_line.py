@@ -1,10 +1,9 @@
-"""The command line as a whole: what comes without PyTorch, what is said on the way, and what is checked first."""
+"""The command line as a whole: what comes without PyTorch, and what is checked first."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import COMMANDS, app, names
-from autopar.cli.working import STEPS_OF_READING
 from autopar.cost.optimizers import OPTIMIZERS
-from autopar.passes import CAPTURE, MASKS, ROUTING, SEEDS
 from autopar.planning.costs import COSTS
 from autopar.planning.presets import PRESETS
-from autopar.report import telling
 from autopar.solve import AUTO, SOLVERS
 
 
@@ -52,7 +48,6 @@ def test_the_names_in_help_are_those_of_the_tables() -> None:
     assert tuple(PRESETS.own) == names.PRESETS
     assert {*COSTS.own, "hybrid", "profiled"} == {*names.COSTS} and {*names.COSTS} <= {*COSTS}
     assert tuple(OPTIMIZERS) == names.OPTIMIZERS
-    assert tuple(f"{step.name}:" for step in (CAPTURE, SEEDS, ROUTING, MASKS)) == STEPS_OF_READING
 
 
 def test_autopar_is_a_module_that_runs() -> None:
@@ -120,28 +115,3 @@ def test_files_to_write_are_checked_before_anything_is_planned(tmp_path: Path) -
     assert "--trace is" in failed.output and "there is no folder" in failed.output.replace("\n", " ")
     failed = autopar_("compare", "no_such_module:build", "--mesh", "a=2", "--figure", str(tmp_path))
     assert "--figure is" in failed.output
-
-
-# --- on the way
-
-
-def test_a_pipe_is_told_what_is_done_every_two_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert telling.FIRST_SECONDS < 2 and telling.EVERY_SECONDS < 2
-    monkeypatch.setattr(telling, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(telling, "EVERY_SECONDS", 0.05)
-    with telling.Ticker("reading the model") as ticker:
-        time.sleep(0.08)
-        ticker.tell("searching")
-        time.sleep(0.1)
-    told = capsys.readouterr()
-    assert told.out == ""
-    lines = told.err.splitlines()
-    assert lines[0] == "reading the model, 0 s" and lines[-1].startswith("searching, ")
-
-
-def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with telling.Ticker("reading the model"):
-        pass
-    assert capsys.readouterr().err == ""

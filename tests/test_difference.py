@@ -92,8 +92,16 @@ def test_what_if_is_the_plan_for_what_was_asked(saved: str, tmp_path: Path) -> N
     assert after.solver == "fsdp" and after.provenance is not None and after.provenance.source is not None
     assert after.provenance.source.batch == 128 and after.provenance.inputs["args.0"] == "float32[128, 32]"
     assert "what gave" in told.stdout and "samples/s a device" in told.stdout
+    assert "it is fsdp's plan instead of ddp's plan" in told.stdout
     shown = autopar_("diff", saved, path)
     assert shown.stdout == told.stdout
+
+
+def test_what_if_ends_after_the_seconds_that_it_is_given(saved: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "soon.json")
+    assert autopar_("what-if", saved, "--solver", "auto", "--effort", "0.001", "--out", path).exit_code == 0
+    after = Plan.load(path)
+    assert after.provenance is not None and (after.provenance.effort_seconds, after.provenance.is_cut) == (0.001, True)
 
 
 def test_what_if_keeps_what_is_not_given(saved: str) -> None:

@@ -416,8 +416,9 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "segment programs (CFP Eq. 7)" in done.output and "measured" in done.output
     assert json.loads((tmp_path / "plan.json").read_text())["cost"] == "hybrid"
     listed = autopar_("profiles", "list", "--profiles", path)
-    assert "Seq" in listed.output and "1 rank a host" in listed.output
     program = Profiles(path).rows("programs")[0].structure
+    assert "Sequential" in listed.output and program in listed.output and "1 rank a host" in listed.output
+    assert max(map(len, listed.output.splitlines())) <= 80
     shown = autopar_("profiles", "show", program[:8], "--profiles", path)
     assert f"program {program}" in shown.output and "aten." in shown.output
     assert autopar_("profiles", "export", written, "--profiles", path).exit_code == 0

@@ -336,6 +336,7 @@ def test_a_nonsense_edit_is_refused(decision: str, message: str) -> None:
     with pytest.raises(ValueError, match=r"parameter .*0\.weight") as caught:
         made.program(dataclasses.replace(plan, decisions={**plan.decisions, name: decision}))
     assert message in str(caught.value)
+    assert "write one choice for each axis: on a R, S0%32, S1%16" in str(caught.value)
 
 
 def test_an_edit_that_contradicts_itself_is_refused() -> None:

@@ -5,6 +5,7 @@ What is here does not import PyTorch: a command's module is imported when the co
 
 from __future__ import annotations
 
+import gc
 import shlex
 import sys
 from collections.abc import Mapping
@@ -119,4 +120,7 @@ FROM_FILE: list[str] = []
 
 def main() -> None:
     TYPED[:] = sys.argv[1:]
-    app(prog_name="autopar")
+    try:
+        app(prog_name="autopar")
+    finally:
+        gc.freeze()  # at exit, Python looks through all objects for cycles: with a large model, for seconds

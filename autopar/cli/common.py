@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.planning.rendering import page_width
-from autopar.report.telling import Ticker, notes
+from autopar.planning.rendering import page_width, rendered, tables
+from autopar.report.telling import Ticker, following, notes
 
 from .names import COSTS, OPTIMIZERS, PRESETS, SOLVERS
 
@@ -31,6 +31,16 @@ BAD_INPUT = 2
 def out() -> Console:
     """Standard output, as wide as the pages that are printed."""
     return Console(highlight=False, width=page_width())
+
+
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1, right: Collection[int] = (), title: str = ""
+) -> None:
+    """Prints a table, in several parts where it is wider than the page; each begins with the first `keys` columns."""
+    width = page_width()
+    parts = tables(heads, rows, width, keys=keys, right=right)
+    texts = [rendered([part], width) for part in parts]
+    typer.echo("\n".join(([f"{title}:"] if title else []) + ["\n\n".join(texts)]))
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
@@ -76,10 +86,15 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
         )
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=1.0)
-            yield lambda part, what: bar.update(task, completed=part, description=what)
+
+            def tell(part: float, what: str) -> None:
+                bar.update(task, completed=part, description=what)
+
+            with following(lambda what, part: tell(part, what)):
+                yield tell
     else:
-        with Ticker("starting") as ticker:
-            yield lambda part, what: ticker.tell(f"{part:4.0%} {what}".strip())
+        with Ticker("starting", follows=True) as ticker, following(ticker.tell):
+            yield lambda part, what: ticker.tell(what, part)
 
 
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
@@ -96,18 +111,18 @@ Settings = Annotated[
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
 Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
-Dtype = Annotated[str, typer.Option(help="Of the model.")]
+Dtype = Annotated[str, typer.Option(help="The model's, such as float32, bfloat16 or float16.")]
 Cost = Annotated[str, typer.Option(help=f"What the plan minimizes: {', '.join(COSTS)}.")]
 Limit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Of a rank, such as 40GB; none lifts it. Not given: the memory of the cluster's devices less a reserve.",
+        help="Of a rank, such as 40GB; none: no limit. If not given: the cluster's devices' less a reserve.",
     ),
 ]
 Effort = Annotated[
     float | None,
-    typer.Option("--effort", help="Seconds after which the search ends with its best. Not given: it ends by itself."),
+    typer.Option("--effort", help="Seconds after which the search ends with its best; else when its work is done."),
 ]
 Pins = Annotated[
     list[str] | None,
@@ -117,7 +132,7 @@ Pins = Annotated[
 ]
 Kept = Annotated[
     str,
-    typer.Option("--optimizer", help=f"Whose states count: {', '.join(OPTIMIZERS)}; or bytes per element."),
+    typer.Option("--optimizer", help=f"Its states count as memory: {', '.join(OPTIMIZERS)}; or bytes per element."),
 ]
 Again = Annotated[
     str,
@@ -129,8 +144,9 @@ Again = Annotated[
 Micros = Annotated[
     int, typer.Option("--micro-batches", min=1, help="Calls of a step, each of --batch; gradients are reduced once.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print all as JSON, for scripts, instead of as text.")]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
+CLUSTER_HELP = "A name of the library (see autopar clusters), or a TOML file"
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
 
 

@@ -36,7 +36,7 @@ def fit_command(
     sequence: common.Length = 128,
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}.")] = None,
     strategy: Annotated[
         list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; the search and presets if not given.")
     ] = None,

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from autopar.cluster.links import KINDS, interpolated
 from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
 
-from .common import integers, out, progress, reports_bad_input, writable
+from .common import AsJson, integers, out, print_table, progress, reports_bad_input, writable
 from .later import Later
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from autopar import lab
     from autopar.cluster import calibration, library, measurements
     from autopar.cluster.library import write
-    from autopar.cluster.machine import Cluster, Device
+    from autopar.cluster.machine import Cluster, Device, Groups, Level
     from autopar.runtime import measure
     from autopar.runtime.measure import operators
 else:
@@ -46,6 +45,8 @@ LEVEL_FACTS = (
     *("name", "size", "topology", "bytes_per_second", "group_bytes_per_second"),
     *("latency_seconds", "launch_seconds"),
 )
+
+LEVEL_HEADS = ("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
 
 
 def add(app: typer.Typer) -> None:
@@ -140,7 +141,7 @@ def calibrate_command(
     levels: Annotated[
         str | None, typer.Option(help="Sizes of levels from the outermost in; nodes and their ranks if not given.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the cluster; the file's if not given.")] = None,
+    name: Annotated[str | None, typer.Option(help="The cluster's name; the file's if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 7,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
     save: Annotated[Path | None, typer.Option(help="Where to write the measurements, as JSON.")] = None,
@@ -195,16 +196,19 @@ def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -
 def _print_check(measured: measurements.Measurements, cluster: Cluster) -> None:
     rows = calibration.check(measured, cluster)
     sizes = sorted({row.bytes for row in rows})
-    table = Table("collective", "axis", *(bytes_text(size) for size in sizes), title="predicted / measured, ms")
+    lines = []
     for (kind, axis), same in itertools.groupby(rows, key=lambda row: (row.kind, row.axis)):
         by_size = {row.bytes: row for row in same}
-        table.add_row(kind, axis, *(_cell(by_size[size]) for size in sizes))
-    out().print(table)
-    products = Table("product", "dtype", "predicted", "measured", "error")
+        lines.append((kind, axis, *(_cell(by_size[size]) for size in sizes)))
+    heads = ("collective", "axis", *(bytes_text(size) for size in sizes))
+    print_table(heads, lines, keys=2, right=range(2, len(heads)), title="predicted / measured, ms")
+    products = []
     for dtype, shape, predicted, seconds in calibration.compute_check(measured, cluster):
         error = f"{predicted / seconds - 1:+.0%}"
-        products.add_row(shape, dtype, seconds_text(predicted), seconds_text(seconds), error)
-    out().print(products)
+        products.append((shape, dtype, seconds_text(predicted), seconds_text(seconds), error))
+    typer.echo("")
+    print_table(("product", "dtype", "predicted", "measured", "error"), products, right=(2, 3, 4))
+    typer.echo("")
     out().print(_summary(rows))
 
 
@@ -233,7 +237,7 @@ def clusters_command(
     name: Annotated[
         str | None, typer.Argument(help="A cluster of the library, or a TOML file: checked, and shown.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The library of clusters, or one of them."""
     clusters = dict(sorted(library.CLUSTERS.items())) if name is None else {name: _cluster(name)}
@@ -241,11 +245,15 @@ def clusters_command(
         out().print_json(json.dumps({key: _facts(cluster) for key, cluster in clusters.items()}))
         return
     if name is None:
-        table = Table("cluster", "devices", "device", "memory (for a step)", "levels, from the outermost in")
-        for key, cluster in clusters.items():
-            levels = ", ".join(f"{level.name} {level.size}" for level in cluster.levels)
-            table.add_row(key, str(cluster.devices), cluster.device.name, _memory(cluster.device), levels)
-        out().print(table)
+        rows = [
+            (
+                *(key, f"{cluster.devices:,}", cluster.device.name, _memory(cluster.device)),
+                ", ".join(f"{level.name} {level.size}" for level in cluster.levels),
+            )
+            for key, cluster in clusters.items()
+        ]
+        heads = ("cluster", "devices", "device", "memory (for a step)", "levels, from the outermost in")
+        print_table(heads, rows, right=(1,))
         return
     (cluster,) = clusters.values()
     out().print(f"{cluster.name}: {cluster.source}")
@@ -261,26 +269,33 @@ def clusters_command(
     )
     if device.ratios:
         out().print("of that, operators take: " + ", ".join(f"{op} {ratio:.2g}" for op, ratio in device.ratios.items()))
-    table = Table("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
-    for level in cluster.levels:
-        pair = level.bytes_per_second
-        table.add_row(
-            level.name,
-            str(level.size),
-            level.topology,
-            f"{bytes_text(level.group_bytes_per_second)}/s",
-            "a matrix" if isinstance(pair, tuple) else f"{bytes_text(pair)}/s",
-            seconds_text(level.latency_seconds),
-            seconds_text(level.launch_seconds),
-        )
-    out().print(table)
+    typer.echo("")
+    print_table(LEVEL_HEADS, [_level_row(level) for level in cluster.levels], right=(1, 3, 4, 5, 6))
     if cluster.groups:
-        groups = Table("measured groups", "apart", *KINDS, title=f"collectives of {bytes_text(SHOWN_BYTES)}")
-        for measured in cluster.groups:
-            curves = dict(measured.seconds)
-            shown = [seconds_text(interpolated(curves[kind], SHOWN_BYTES)) if kind in curves else "" for kind in KINDS]
-            groups.add_row(f"{measured.ranks} ranks", str(measured.stride), *shown)
-        out().print(groups)
+        typer.echo("")
+        columns = ("measured groups", "apart", *KINDS)
+        title = f"collectives of {bytes_text(SHOWN_BYTES)}"
+        groups = [_group_row(measured) for measured in cluster.groups]
+        print_table(columns, groups, keys=2, right=range(1, len(columns)), title=title)
+
+
+def _level_row(level: Level) -> tuple[str, ...]:
+    pair = level.bytes_per_second
+    return (
+        level.name,
+        str(level.size),
+        level.topology,
+        f"{bytes_text(level.group_bytes_per_second)}/s",
+        "a matrix" if isinstance(pair, tuple) else f"{bytes_text(pair)}/s",
+        seconds_text(level.latency_seconds),
+        seconds_text(level.launch_seconds),
+    )
+
+
+def _group_row(measured: Groups) -> tuple[str, ...]:
+    curves = dict(measured.seconds)
+    shown = [seconds_text(interpolated(curves[kind], SHOWN_BYTES)) if kind in curves else "" for kind in KINDS]
+    return (f"{measured.ranks} ranks", str(measured.stride), *shown)
 
 
 def _memory(device: Device) -> str:

@@ -14,7 +14,7 @@ from . import common
 from .later import Later
 from .names import AUTO
 from .questions import current
-from .working import working
+from .working import DRAWING, working
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def plan_command(
     sequence: common.Length = 128,
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}.")] = None,
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     cost: common.Cost = "analytical",
     memory_limit: common.Limit = None,
@@ -107,7 +107,7 @@ def compare_command(
     sequence: common.Length = 128,
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
-    cluster: Annotated[list[str] | None, typer.Option(help="Of the library, or a TOML file. Repeatable.")] = None,
+    cluster: Annotated[list[str] | None, typer.Option(help=f"{common.CLUSTER_HELP}. Repeatable.")] = None,
     solver: Annotated[
         list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; auto and presets if not given.")
     ] = None,
@@ -143,7 +143,8 @@ def compare_command(
             report=tell,
         )
     if figure is not None:
-        figures.draw(comparison, figure)
+        with working(DRAWING):
+            figures.draw(comparison, figure)
     if as_json:
         typer.echo(json.dumps(comparison.to_json()))
     else:
@@ -161,7 +162,7 @@ def simulate_command(
     sequence: common.Length = 128,
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file; the plan's with --plan.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}; the plan's with --plan.")] = None,
     plan: Annotated[Path | None, typer.Option(help="What plan --out wrote, for the same model.")] = None,
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
@@ -205,12 +206,13 @@ def simulate_command(
             recompute=recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches,
         )
+    timeline, used = simulation.timeline, simulation.plan
     if trace is not None:
-        timeline = simulation.timeline
-        trace.write_text(json.dumps(timeline.to_chrome() if real is None else simulations.merged(timeline, real)))
+        with working("writing the trace"):
+            trace.write_text(json.dumps(timeline.to_chrome() if real is None else simulations.merged(timeline, real)))
     if figure is not None:
-        used = simulation.plan
-        figures.draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
+        with working(DRAWING):
+            figures.draw_timeline(timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
     typer.echo(json.dumps(simulation.to_json()) if as_json else simulation.text(page_width()))
 
 
@@ -235,18 +237,18 @@ def check_command(
     batch: common.Batch = 4,
     sequence: common.Length = 16,
     settings: common.Settings = None,
-    dtype: Annotated[str, typer.Option(help="In which everything is computed.")] = "float64",
+    dtype: Annotated[str, typer.Option(help="The dtype in which everything is computed.")] = "float64",
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
-    plans: Annotated[int, typer.Option(min=0, help="Random plans beside it.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Of SGD.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the random plans and dropout.")] = 0,
+    plans: Annotated[int, typer.Option(min=0, help="Random plans to check beside the solver's.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of SGD to compare.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the random plans and dropout.")] = 0,
     as_json: common.AsJson = False,
 ) -> None:
     """Run a model's plan on simulated ranks, without devices, and compare it with PyTorch. Exit status 1: they differ.
 
     Example: autopar check hf:LlamaConfig --set num_hidden_layers=2 --set hidden_size=64 --mesh dp=2,tp=2 --plans 10
     """
-    with torch.random.fork_rng():
+    with working(), torch.random.fork_rng():
         torch.manual_seed(seed)
         loaded = loading.load(
             model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu"

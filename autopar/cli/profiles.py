@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from autopar.files import text_of
+from autopar.planning.rendering import page_width, rendered
 from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
 
@@ -58,7 +58,7 @@ def profile_command(
     sequence: common.Length = 128,
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help="Of the library, or a TOML file: what orders the search.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}: it orders the search.")] = None,
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
@@ -75,39 +75,41 @@ def profile_command(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
     shape, limit, pins = common.mesh_shape(mesh), common.byte_count(memory_limit), common.constraints(pin or [])
-    loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-    planner = planners.Planner(
-        loaded.model,
-        shape,
-        loaded.args,
-        loaded.kwargs,
-        loss_fn=loaded.loss_fn,
-        cluster=cluster,
-        optimizer=common.optimizer_of(optimizer),
-        device_type=device,
-        profiles=profiles,
-    )
     request = requests.Request(solver=solver, memory_limit_bytes=limit, constraints=pins)
     rank = int(os.environ.get("RANK", 0))
     with common.progress(rank == 0) as tell, profiler.ranks_here(shape, device) as ranks:
+        tell(0.0, "reading the model")
+        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        planner = planners.Planner(
+            loaded.model,
+            shape,
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            cluster=cluster,
+            optimizer=common.optimizer_of(optimizer),
+            device_type=device,
+            profiles=profiles,
+        )
         plan, summary = profiled.profiled(planner, ranks, request, report=tell)
     if rank == 0:
         if save is not None:
             plan.save(save)
-        typer.echo(f"{plan}\n\n{summary}")
+        typer.echo(f"{plan}\n\n{rendered([str(summary)], page_width())}")
 
 
 @common.reports_bad_input
 def list_command(profiles: File = None) -> None:
     """Segment programs that were measured, and how much else."""
     database = _opened(profiles)
-    table = Table("model", "mesh", "plan", "program", "step", "spread", "runs", "peak", "when")
+    heads = ("model", "mesh", "plan", "program", "step", "spread", "runs", "peak", "when")
+    rows = []
     for row in sorted(database.rows("programs"), key=lambda row: row.measured_at):
         when = datetime.datetime.fromtimestamp(row.measured_at).isoformat(" ", "minutes")
         runs = f"{row.runs}{', stopped' if row.abandoned else ''}"
         cells = (seconds_text(row.seconds), seconds_text(row.spread), runs, bytes_text(row.peak_bytes), when)
-        table.add_row(row.model, row.mesh, row.label, row.structure, *cells)
-    common.out().print(table)
+        rows.append((row.model, row.mesh, row.label, row.structure, *cells))
+    common.print_table(heads, rows, keys=3, right=(4, 5, 7))
     for machine, counts in database.machines().items():
         common.out().print(f"{machine}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
     common.out().print(str(database.path))
@@ -134,11 +136,12 @@ def show_command(
             f"{seconds_text(row.composed_seconds)}; optimizer {seconds_text(row.optimizer_seconds)}; peak "
             f"{bytes_text(row.peak_bytes)}"
         )
-    table = Table("operator on local shapes", "seconds", "spread", "runs")
     operators = sorted(database.rows("operators", machine=matches[0].machine), key=lambda row: -row.seconds)
-    for row in operators[:20]:
-        table.add_row(row.key, seconds_text(row.seconds), seconds_text(row.spread), str(row.runs))
-    common.out().print(table)
+    common.print_table(
+        ("operator on local shapes", "seconds", "spread", "runs"),
+        [(row.key, seconds_text(row.seconds), seconds_text(row.spread), str(row.runs)) for row in operators[:20]],
+        right=(1, 2, 3),
+    )
 
 
 @common.reports_bad_input

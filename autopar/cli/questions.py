@@ -96,6 +96,7 @@ def what_if_command(
     dtype: Annotated[str | None, typer.Option(help="Another dtype of the model.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Another setting, repeatable.")] = None,
     model: Annotated[str | None, typer.Option(help="The model, if the plan does not say how to build it.")] = None,
+    effort: common.Effort = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the new plan.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -123,6 +124,7 @@ def what_if_command(
             memory_limit_bytes=asked.memory_limit_bytes if limit is None else limit,
             optimizer=reading.optimizer_of(before) if optimizer is None else common.optimizer_of(optimizer),
             constraints={**(asked.constraints or {}), **common.constraints(pin or [])},
+            effort=effort,
             recompute=recompute or before.training.recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches or before.training.micro_batches,
         )

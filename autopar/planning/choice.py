@@ -78,7 +78,7 @@ class Choice:
             self.bound = self.flow.timed("bound", bound)
             hidden, self.rivals.presets = self.flow.timed("others", find)
         others, self.known = [*hidden, *self.rivals.presets], Known(self.steps)
-        rivals = self._estimated(own, others, request)
+        rivals = self._estimated(own, others, replace(request, stage=request.stage.comparing))
         if error is not None and not rivals and (limit := request.bytes_limit) is not None:
             raise self.own.least(error, limit, (other.assignment for _, other in others))
         plan = self._best_of(rivals, search, request, error)
@@ -98,7 +98,8 @@ class Choice:
         limit = request.bytes_limit
         found = [] if own is None else [self._in_few(OWN, own, limit, math.inf)]
         presets: list[Assignment] = []
-        for name, other in sorted(others, key=lambda item: item[1].score.objective):
+        cheapest_first = sorted(others, key=lambda item: item[1].score.objective)
+        for (name, other), stage in zip(cheapest_first, request.stage.parts(len(others)), strict=True):
             if self.effort.is_over and own is not None and other.score.objective >= own.score.objective:
                 continue  # what remains is to see that no preset is better by the prices
             least = min((one.seconds for one in found), default=math.inf)
@@ -109,7 +110,8 @@ class Choice:
                 continue
             if name in PRESETS and limit is not None:
                 presets.append(other.assignment)
-                if (within := self.rivals.preset_within(name, other, request, least, self.known)) is None:
+                asked = replace(request, stage=stage)
+                if (within := self.rivals.preset_within(name, other, asked, least, self.known)) is None:
                     continue
                 other = within
             if all(other.assignment != one.result.assignment for one in found):
@@ -135,7 +137,7 @@ class Choice:
         """The plan with the shortest step. How far the estimate of the first was off says how far others may be. Raises
         the `error`, or what else the search's own plan raises, if none fits."""
         limit, best, doubt = request.bytes_limit, None, self.effort.unsure
-        for rival in rivals:
+        for rival, _ in zip(rivals, request.stage.writing.parts(len(rivals)), strict=True):
             if best is not None and (self.effort.is_over or rival.seconds * (1 - doubt) > best.seconds):
                 break
             try:

@@ -17,6 +17,7 @@ from autopar.solve.effort import Effort, Purse
 
 from .beside import together
 from .options import Axes, Options, taken
+from .progress import Stage
 from .solving import Solved, Solves
 from .starts import by_blocks
 
@@ -84,7 +85,7 @@ class Descent:
             descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, one())
         return descents
 
-    def from_all_starts(self, *, side_by_side: bool) -> Solved:
+    def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
         space, axes = self.space, self.axes()
         solutions: list[Solved] = []
         pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.options.sites}
@@ -97,7 +98,7 @@ class Descent:
         descents = self.starts()
         first, *others = descents.values()
         tasks: list[Callable[[], Solved | None]] = [first, *(partial(self._in_time, descent) for descent in others)]
-        for name, solved in zip(descents, together(tasks, worthwhile=side_by_side), strict=True):
+        for name, solved in zip(descents, together(stage.told(tasks), worthwhile=side_by_side), strict=True):
             if solved is None:
                 self.log(f"no time is left for a descent from {name}")
                 continue

@@ -150,15 +150,22 @@ class Subject:
             try:
                 choice = parse_choice(decisions[name])
             except ValueError as error:
-                raise ValueError(f"{site.kind} {name} ({site.module}): {error}") from error
+                raise ValueError(f"{site.kind} {name} ({site.module}): {error}; {self._choices(site)}") from error
             if not _offered(self.space, site, choice) or self.space.option(site, choice) is None:
-                words = [" ".join(map(str, choices)) for choices in site.choices.values()]
                 raise ValueError(
-                    f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; "
-                    f"choices on an axis: {', '.join(dict.fromkeys(words))}"
+                    f"{site.kind} {name} ({site.module}) cannot take {decisions[name]!r}; {self._choices(site)}"
                 )
             read[name] = choice
         return read
+
+    def _choices(self, site: Site) -> str:
+        """What a decision of the site is written of."""
+        on = (
+            f"on {axis} {', '.join(map(str, site.choices[ranks]))}"
+            for axis, ranks in zip(self.space.axes, self.space.mesh, strict=True)
+        )
+        policy = "; then keep or regather" if site.kind == "parameter" else ""
+        return f"write one choice for each axis: {'; '.join(on)}{policy}"
 
 
 def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:

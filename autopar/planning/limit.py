@@ -18,6 +18,7 @@ from autopar.solve.problem import Infeasible
 
 from .descent import Descent
 from .options import taken
+from .progress import WHOLE, Stage
 from .shortfall import DoesNotFit
 from .solving import Solved
 
@@ -54,9 +55,10 @@ class Limit:
         quick: bool,
         allowed: Allowed | None,
         log: Callable[[str], None],
+        stage: Stage = WHOLE,
     ) -> None:
         self.cheapest, self.solve_at, self.allowed = cheapest, solve_at, allowed
-        self.descent, self.several, self.quick, self.log = descent, several, quick, log
+        self.descent, self.several, self.quick, self.log, self.stage = descent, several, quick, log, stage
         self.effort, self.peaks = descent.effort, peaks
         self.bytes_limit = self.aim = limit_bytes
         """`aim` is the limit on estimates, so that the exact peak keeps `bytes_limit`."""
@@ -133,6 +135,7 @@ class Limit:
         excess, bound = self._excess(cheapest), cheapest.lower_bound
         price, fits, corrected = 0.0, False, False
         while True:
+            self.stage.part(0.0, 0.5).tell(purse.spent)
             row = self.aim - excess
             solved = pool.solved(row, purse)
             if solved is None and fits:  # at the excess of the last solution nothing does any more
@@ -185,7 +188,7 @@ class Limit:
         """The best mixtures of the pool's options, under limits on their sum, whose peak keeps the limit."""
         limit, kept = self.aim, []
         row, most_kept, least_over = limit - excess, -math.inf, math.inf
-        for _ in range(self.effort.limit_rounds):
+        for _ in self.stage.part(0.5, 1.0).parts(self.effort.limit_rounds):
             solved = pool.solved(row, purse, thorough=True)
             if solved is None:
                 break

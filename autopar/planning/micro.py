@@ -119,7 +119,12 @@ def in_ways(planner: W, request: Request, make: Callable[[W, Request], Plan]) ->
     """The best plan that `make` gives with each way of gathering for micro-batches, if there are several."""
     if planner.training.micro_batches == 1:
         return make(planner, request)
-    return shortest([partial(make, planner.gathering(way), request) for way in GATHERS])
+    stages = request.stage.parts(len(GATHERS))
+
+    def of(way: Gathers) -> Plan:
+        return make(planner.gathering(way), replace(request, stage=next(stages)))
+
+    return shortest([partial(of, way) for way in GATHERS])
 
 
 def shortest(attempts: Sequence[Callable[[], Plan]]) -> Plan:

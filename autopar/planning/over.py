@@ -24,6 +24,10 @@ from .steps import Steps
 logger = logging.getLogger("autopar")
 
 
+SEARCH_LOOKS = 5
+"""Looks at a mesh that a thorough search takes as long as."""
+
+
 class OnMeshes(Protocol):
     """A planner, and those of the same model on other meshes."""
 
@@ -44,17 +48,22 @@ class OnMeshes(Protocol):
 def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
     planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
     mode = COSTS[request.cost]
+    searched = len(candidates) if request.preset else min(len(candidates), planner.effort.mesh_finalists)
+    looks = 0.0 if request.preset else len(candidates) / (len(candidates) + SEARCH_LOOKS * searched)
+    looking = request.stage.part(0.0, looks).parts(len(candidates))
+    searching = request.stage.part(looks, 1.0).parts(searched)
 
     @cache
     def of(axes: tuple[tuple[str, int], ...]) -> Plan:
-        return planners[axes].planned(request)
+        return planners[axes].planned(replace(request, stage=next(searching)))
 
     def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
         plan = of(tuple(mesh.items()))
         return plan.seconds if mode.by_timeline or mode.plan is not None else plan.objective_seconds, plan
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
-        return quick_seconds(planners[tuple(mesh.items())], request, len(candidates), below)
+        asked = replace(request, stage=next(looking))
+        return quick_seconds(planners[tuple(mesh.items())], asked, len(candidates), below)
 
     def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
         try:

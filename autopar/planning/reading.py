@@ -10,6 +10,7 @@ from autopar.cluster.machine import Cluster
 
 from .plan import Plan
 from .planner import Planner
+from .progress import Stage
 from .provenance import EDITED, Candidate
 from .repriced import repriced
 
@@ -33,6 +34,7 @@ def optimizer_of(plan: Plan) -> str | float:
 def refreshed(planner: Planner, plan: Plan) -> Plan:
     """The plan with all figures computed again by a planner for its model. The bound stays if the figures of the
     cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict themselves."""
+    Stage(doing="computing the plan's figures").tell()
     program = planner.program(plan)
     again = repriced(planner, replace(plan, peak=planner.steps.run.peak(program)))
     assert again.provenance is not None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.solve import AUTO, SOLVERS
 
@@ -11,14 +11,15 @@ from .costs import COSTS
 from .given import check_constraints, check_effort, check_limit, check_solver
 from .plan import LimitFrom
 from .presets import PRESETS
+from .progress import WHOLE, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes` bounds a rank's peak: None by
     the device's memory less its reserve, `math.inf` not at all. `constraints` pin placements. After `effort` seconds a
-    search ends with the best that it has (None: when its work is done). (The optimizer, whose states count, belongs to
-    the space.)
+    search ends with the best that it has (None: when its work is done). `stage`: of all that is done for a plan. (The
+    optimizer, whose states count, belongs to the space.)
 
     Raises ValueError for an invalid option. `constraints.pins` checks the names in constraints.
     """
@@ -28,6 +29,7 @@ class Request:
     memory_limit_bytes: float | None = None
     constraints: Constraints | None = None
     effort: float | None = None
+    stage: Stage = field(default=WHOLE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_solver(self.solver)

@@ -26,6 +26,7 @@ from .constraints import Pins
 from .descent import Descent
 from .limit import Limit, Peaks, SolveAt
 from .options import Options, joint, taken
+from .progress import WHOLE, Stage
 from .solving import Solved, Solves
 
 
@@ -54,10 +55,11 @@ class Search:
         effort: Effort = EFFORT,
         blocks: Callable[[], Blocks] | None = None,
         recompute: bool = True,
+        stage: Stage = WHOLE,
     ) -> None:
         """`blocks` returns the graph's blocks, if the caller caches them. `recompute`: copies of segments may be."""
         self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
-        self.options = Options(space, pins or {}, bytes_limit)
+        self.options, self.stage = Options(space, pins or {}, bytes_limit), stage
         self.sites = self.options.sites
         recompute = recompute and bytes_limit is not None and peaks is not None
         self.solve = Solves(space, log, effort, recompute=recompute)
@@ -146,7 +148,7 @@ class Search:
             first = self.options.replicated() if start is None else taken(self.space, start)
             one = descent.purse(self.effort.descents)
             best = found or (
-                descent.from_all_starts(side_by_side=self.is_large)
+                descent.from_all_starts(side_by_side=self.is_large, stage=self.stage.exploring)
                 if thorough
                 else descent.descend(first, descent.axes(), below=below, purse=one)
             )
@@ -198,6 +200,7 @@ class Search:
                 quick=quick,
                 allowed=self.allowed,
                 log=self.log,
+                stage=self.stage.limiting,
             )
             best = limit.best(sure=sure)
         self.limited = limit, best

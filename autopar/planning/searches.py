@@ -54,6 +54,7 @@ class Searches:
             effort=self.effort.share(share),
             blocks=self.blocks,
             recompute=self.training.recompute == "auto",
+            stage=request.stage,
         )
 
     def preset(self, name: str) -> Allowed:

@@ -51,7 +51,9 @@ def fitting(
             return replace(plan, memory_limit_bytes=limit, memory_limit_from="device")
         logger.info("without a limit the plan does not fit in the %d bytes of the device", limit)
     try:
-        plan = attempt(replace(request, memory_limit_bytes=math.inf if limit is None else limit), math.inf)
+        within = request.stage if limit is None else request.stage.within(limit)
+        bounded = replace(request, memory_limit_bytes=math.inf if limit is None else limit, stage=within)
+        plan = attempt(bounded, math.inf)
     except DoesNotFit as error:
         raise shortfall_of(steps, error, request, limit) from error
     assert plan is not None

@@ -1,4 +1,12 @@
-"""Numbers and tables as people read them."""
+"""Numbers, lists and tables as people read them."""
+
+from collections.abc import Sequence
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.planning.page.placements import input_rows, joined, parameter_rows
-from autopar.planning.page.sections import memory_parts
+from autopar.planning.page.sections import PLANS, memory_parts
 from autopar.planning.page.words import legend
 from autopar.planning.plan import Plan
 from autopar.planning.rendering import rendered
@@ -248,7 +248,8 @@ def _gave(before: Plan, after: Plan, operators: int | None, every: int) -> Itera
         times = f"{digits(new_rate)} {unit} a second instead of {digits(old_rate)}"
         yield f"a device computes {times} ({new_rate / old_rate - 1:+.1%})"
         if before.provenance.winner != after.provenance.winner:
-            yield f"the winner is {after.provenance.winner} instead of {before.provenance.winner}"
+            was, now = (PLANS.get(w, f"{w}'s plan") for w in (before.provenance.winner, after.provenance.winner))
+            yield f"it is {now} instead of {was}"
 
 
 def _layers(plan: Plan) -> int:

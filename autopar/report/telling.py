@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.status import Status
 
-FIRST_SECONDS, EVERY_SECONDS = 1.5, 1.8
-"""When the first line comes in a pipe, and how far those after it are apart."""
+PROGRESS = "autopar.progress"
+"""The logger that planning tells its progress to (`planning.progress`)."""
+
+FIRST_SECONDS, NEXT_SECONDS, EVERY_SECONDS = 1.5, 0.2, 1.7
+"""When the first line comes in a pipe; when the first of what follows other work comes, which was silent for up to
+EVERY_SECONDS; and how far lines are apart."""
+
+THREAD = "autopar tells"
 
 
 def notes() -> Console:
@@ -23,19 +32,24 @@ def notes() -> Console:
 class Ticker:
     """Tells what is being done, and for how long, while its block runs; a quick block says nothing in a pipe."""
 
-    def __init__(self, doing: str, *, enabled: bool = True) -> None:
-        self.doing, self.enabled = doing, enabled
+    def __init__(self, doing: str, *, enabled: bool = True, follows: bool = False) -> None:
+        """`follows`: something else was done just before."""
+        self.doing, self.enabled, self.follows = doing, enabled, follows
+        self.done: float | None = None
         self.console = notes()
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._tick, daemon=True)
+        self.thread = threading.Thread(target=self._tick, name=THREAD, daemon=True)
         self.began = time.monotonic()
         self.status: Status | None = None
 
-    def tell(self, doing: str) -> None:
-        """What is being done from now on."""
+    def tell(self, doing: str, done: float | None = None) -> None:
+        """What is being done from now on, and how much of it is done, from 0 to 1, if that is known. Of one work, the
+        most that was told counts: parts of it may search again, and begin anew."""
         if doing != self.doing:
-            self.doing, self.began = doing, time.monotonic()
-            self._update()
+            self.doing, self.done, self.began = doing, done, time.monotonic()
+        elif done is not None:
+            self.done = max(done, self.done or 0.0)
+        self._update()
 
     def __enter__(self) -> Self:
         if self.enabled:
@@ -55,7 +69,7 @@ class Ticker:
                 self.status.stop()
 
     def _tick(self) -> None:
-        wait = 1.0 if self.status is not None else FIRST_SECONDS
+        wait = 1.0 if self.status is not None else NEXT_SECONDS if self.follows else FIRST_SECONDS
         while not self.ended.wait(wait):
             wait = 1.0 if self.status is not None else EVERY_SECONDS
             if self.status is not None:
@@ -69,4 +83,29 @@ class Ticker:
             self.status.update(self._line())
 
     def _line(self) -> str:
-        return f"{self.doing}, {time.monotonic() - self.began:.0f} s"
+        part = "" if self.done is None else f": {self.done:.0%}"
+        return f"{self.doing}{part}, {time.monotonic() - self.began:.0f} s"
+
+
+@contextmanager
+def following(tell: Callable[[str, float], None]) -> Iterator[None]:
+    """`tell` gets what the planner does and how much of it is done, from 0 to 1, as it tells its log; nobody else does
+    meanwhile, whatever the log's level. A forked process tells nothing."""
+    logger, here = logging.getLogger(PROGRESS), os.getpid()
+
+    def emit(record: logging.LogRecord) -> None:
+        if os.getpid() == here:  # another one has no threads, and what they locked stays locked
+            tell(record.doing, record.done)  # type: ignore[attr-defined]
+
+    handler = logging.Handler()
+    handler.emit = emit  # type: ignore[method-assign]
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before[1]
+        logger.setLevel(before[0])

@@ -204,9 +204,16 @@ class Purse:
     """What a part of a search has left of its share."""
 
     left: float = math.inf
+    gone: float = 0.0
 
     def spend(self, work: float) -> None:
+        self.gone += work
         self.left = max(0.0, self.left - work)
+
+    @property
+    def spent(self) -> float:
+        """The part of the share that is gone, from 0 to 1."""
+        return min(1.0, self.gone / (self.gone + self.left)) if self.gone else float(self.is_empty)
 
     @property
     def is_empty(self) -> bool:

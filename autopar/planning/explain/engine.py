@@ -17,6 +17,7 @@ from autopar.passes.space.space import Space
 from ..account import Account, Source, account, sources
 from ..plan import Plan
 from ..planner import Planner
+from ..progress import Stage
 from ..request import Request
 from ..texts import short_bytes, short_seconds
 from .anatomy import Anatomy, anatomy
@@ -30,6 +31,7 @@ CLOSE = 8
 EXACT_INSTRUCTIONS = 20_000
 """The most instructions of programs that are written whole for one answer; further steps are estimated."""
 
+COMPARING = Stage(doing="comparing alternatives")
 
 Candidate = tuple[SiteChoice, Assignment, Account]
 """A choice, the assignment with it, and its account."""
@@ -53,6 +55,7 @@ class Explainer:
         """As `Plan.explain`."""
         if isinstance(replan, bool) or not isinstance(replan, int) or replan < 0:
             raise ValueError(f"replan is {replan!r}: give the number of alternatives to plan again for, 0 for none")
+        COMPARING.tell()
         of = named(self.space, name, self.planner.captured.tied)
         assignment = self.planner.assignment(plan)
         if of.kind == "collective":
@@ -71,8 +74,7 @@ class Explainer:
         (place,) = of.places
         before = account(self.space, assignment)
         own = list(_taken(place, assignment))
-        asked = self._copy_of(place, of.name)
-        choice = own[asked] if asked is not None else own[0]
+        choice = own[self._copy_of(place, of.name) or 0]
         words = choice_words(self.space, place.site, choice)
         candidates = self._candidates(place, assignment, choice)
         others = self._estimated(plan, place, assignment, candidates[:CLOSE])
@@ -80,7 +82,8 @@ class Explainer:
         others = _distinct(others, words)
         others.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0))
         if replan:
-            others = [self._replanned(plan, of, place, a) if k < replan else a for k, a in enumerate(others)]
+            stages = Stage(doing="planning again").parts(min(replan, len(others)))
+            others[:replan] = [self._replanned(plan, of, place, *each) for each in zip(others, stages, strict=False)]
         return Explanation(
             name=place.pattern if place.site.kind != "op" else place.site.name,
             kind=of.kind,
@@ -122,10 +125,10 @@ class Explainer:
 
         steps = {}
         if exact < len(candidates):
-            steps = {changed: step(changed) for _, changed, _ in candidates}
+            steps = {c[1]: step(c[1]) for c in _telling(candidates, COMPARING.part(0.0, 0.5))}
         ordered = sorted(candidates, key=lambda item: steps.get(item[1], (item[2].seconds,))[0])
         others = []
-        for number, (choice, changed, costs) in enumerate(ordered):
+        for number, (choice, changed, costs) in enumerate(_telling(ordered, COMPARING.part(0.5 * bool(steps), 1.0))):
             is_exact = number < exact
             seconds, size = self._step(plan, changed) if is_exact else steps[changed]
             others.append(
@@ -159,13 +162,13 @@ class Explainer:
         steps = self.planner.steps
         return steps.estimated_seconds(assignment, None)[0], steps.peaks_of(None).estimate(assignment)
 
-    def _replanned(self, plan: Plan, of: Named, place: Place, other: Alternative) -> Alternative:
+    def _replanned(self, plan: Plan, of: Named, place: Place, other: Alternative, stage: Stage) -> Alternative:
         """The alternative with the plan that is pinned to it."""
         if (pins := self._pins(place, other)) is None:
             return other
         constraints = {**{name: dict(axes) for name, axes in plan.constraints.items()}, place.pattern: pins}
         try:
-            again = self.planner.planned(replace(request_of(plan), constraints=constraints))
+            again = self.planner.planned(replace(request_of(plan), constraints=constraints, stage=stage))
         except ValueError as error:
             return replace(other, replanned=Replanned(refused=str(error)))
         told = Replanned(seconds=again.seconds, bytes=again.bytes, moved=tuple(moved(plan, again, place.names)))
@@ -284,6 +287,11 @@ class Explainer:
             ),
             omitted=max(0, len(found) - CLOSE),
         )
+
+
+def _telling(candidates: Sequence[Candidate], stage: Stage) -> Iterator[Candidate]:
+    """The candidates, equal parts of a stage."""
+    return (candidate for candidate, _ in zip(candidates, stage.parts(len(candidates)), strict=True))
 
 
 def _none_of(of: Named, every: Sequence[Source]) -> Explanation:

@@ -106,5 +106,6 @@ def _nearest(space: Space, every: list[Place], asked: str) -> str:
     known = [*names, *(module for module in modules if module), *(f"{kind} {a}" for kind in COLLECTIVES
                                                                   for a in space.axes)]  # fmt: skip
     known += [place.site.name for place in every if place.site.kind == "op"]
+    known = list(dict.fromkeys(known))
     close = get_close_matches(asked, known, n=3, cutoff=0.3) or known[:3]
     return f"the nearest names are {', '.join(close)}"

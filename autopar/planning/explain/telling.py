@@ -12,7 +12,7 @@ from autopar.passes.space.space import Space
 from ..account import Account
 from ..description import texts
 from ..record import Record
-from ..texts import short_bytes, short_seconds
+from ..texts import listed, short_bytes, short_seconds
 from .answer import Alternative
 
 SAME_PART = 0.001
@@ -32,7 +32,7 @@ def choice_words(space: Space, site: Site, choice: SiteChoice) -> str:
     for part, axis, ranks in zip(parts, space.axes, space.mesh, strict=True):
         if ranks > 1:
             told.setdefault(part, []).append(axis)
-    words = [f"{part} on {' and '.join(axes)}" for part, axes in told.items()]
+    words = [f"{part} on {listed(axes)}" for part, axes in told.items()]
     return ", ".join([*words, *([choice.policy] if choice.policy and _is_split(choice) else [])])
 
 

@@ -25,6 +25,7 @@ from ..over import quick_seconds
 from ..plan import graph_digest
 from ..planner import Planner
 from ..presets import PRESETS
+from ..progress import Stage
 from ..request import Request
 from .kept import Kept, code_digest, key_of
 from .trial import Trial
@@ -47,12 +48,15 @@ class Progress:
     seconds: float = 0.0
     was_kept: int = 0
 
-    def told(self, what: str) -> None:
+    def told(self, what: str, weight: float) -> Stage:
+        """Reports what is computed next, and gives its part of all."""
         left = ""
         if self.computed:
             seconds = self.seconds / self.computed * (self.total - self.done)
             left = f", {_duration(seconds)} left"
-        self.report(min(1.0, self.done / self.total), f"{what}{left}")
+        stage = Stage(doing=f"{what}{left}").part(self.done / self.total, min(1.0, (self.done + weight) / self.total))
+        self.report(stage.begin, stage.doing)
+        return stage
 
 
 def _duration(seconds: float) -> str:
@@ -156,10 +160,10 @@ class Trials:
     def _scanned(self, mesh: Mapping[str, int], count: int, below: float) -> float:
         key = key_of("scan", *self.depends_on, self.axes, list(mesh.items()), count, repr(below))
 
-        def compute() -> float | None:
+        def compute(stage: Stage) -> float | None:
             try:
                 with uncollected():
-                    seconds = quick_seconds(self._on(mesh), self.request, count, below)
+                    seconds = quick_seconds(self._on(mesh), replace(self.request, stage=stage), count, below)
             except ValueError:  # the search itself says what is wrong
                 return None
             return seconds if math.isfinite(seconds) else None
@@ -170,12 +174,11 @@ class Trials:
 
     def _planned(self, mesh: Mapping[str, int], strategy: str) -> Trial:
         key = key_of("plan", *self.depends_on, list(mesh.items()), strategy)
-        request = replace(self.request, solver=strategy)
 
-        def compute() -> dict[str, Any]:
+        def compute(stage: Stage) -> dict[str, Any]:
+            request = replace(self.request, solver=strategy, stage=stage)
             try:
-                on = self._on(mesh)
-                trial = Trial.of(on.planned(request), strategy)
+                trial = Trial.of(self._on(mesh).planned(request), strategy)
             except ValueError as error:
                 trial = Trial.failed(mesh, strategy, error, self.planner.limit(request))
             return trial.to_json()
@@ -187,16 +190,16 @@ class Trials:
         seconds = answer.pop("seconds")
         return record(Trial, {**answer, **({} if seconds is None else {"seconds": seconds})})
 
-    def _answer(self, key: str, compute: Callable[[], Any], weight: float, what: str) -> Any:
+    def _answer(self, key: str, compute: Callable[[Stage], Any], weight: float, what: str) -> Any:
         progress = self.progress
         answer = self.kept.get(key)
         if answer is not None:
             progress.was_kept += 1
             progress.done += weight
             return answer["is"]
-        progress.told(what)
+        stage = progress.told(what, weight)
         began = time.monotonic()
-        value = compute()
+        value = compute(stage)
         progress.seconds += time.monotonic() - began
         progress.computed += weight
         progress.done += weight

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..provenance import EDITED, Candidate
 from ..record import Record
-from ..texts import digits, short_bytes, short_seconds
+from ..texts import digits, listed, short_bytes, short_seconds
 from ..training import micro_batches_text, recompute_text
 from .full import recomputed
 from .placements import MOST_ROWS, Row, input_rows, joined, parameter_rows
@@ -26,6 +26,13 @@ WINNERS: Mapping[str, str] = {
     "search": "found by the search",
     "hidden buckets": "found by the search with parameters' traffic hidden",
 }
+
+PLANS: Mapping[str, str] = {
+    "search": "the search's plan",
+    "hidden buckets": "the plan of the search with parameters' traffic hidden",
+    EDITED: "a plan that was edited",
+}
+"""Whose plan a candidate's is; that of a preset has its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +233,7 @@ def warnings(plan: Record) -> Iterator[str]:
     if plan.seconds and plan.exposed_seconds > WAITING_PART * plan.seconds:
         yield f"ranks wait for communication {plan.exposed_seconds / plan.seconds:.0%} of the step"
     if idle := _idle(plan):
-        yield f"nothing is split on {' and '.join(idle)}: all of its ranks do the same work"
+        yield f"nothing is split on {listed(idle)}: all of its ranks do the same work"
     if plan.without_rule:
         ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
         yield f"replicated, since the op has no rule: {ops}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ..record import ParameterPlan
+from ..texts import listed
 
 DIMS: Mapping[str, tuple[str, ...]] = {
     "linear": ("column", "row"),
@@ -37,7 +38,7 @@ def parameter_words(plan: ParameterPlan, axes: Sequence[str]) -> str:
         uses = list(dict.fromkeys(layout[i] for layout in plan.in_use))
         if phrase := _on_axis(plan, plan.at_rest[i], uses):
             phrases.setdefault(phrase, []).append(axis)
-    told = [phrase.replace("{axes}", " and ".join(on)) for phrase, on in sorted(phrases.items(), key=_order)]
+    told = [phrase.replace("{axes}", listed(on)) for phrase, on in sorted(phrases.items(), key=_order)]
     gathered = "gathered once" if plan.gather == "keep" else "gathered twice"
     if any("sharded at rest" in phrase for phrase in phrases):
         told.append(gathered)
@@ -90,7 +91,7 @@ def input_words(placements: Sequence[str], axes: Sequence[str], shape: str) -> s
             is_named = dim == 0 or (dim == 1 and dims == 2 and shape.startswith("int"))
             word = INPUT_DIMS[dim] if is_named else f"dim {dim}"
             told.setdefault(f"{word} in periods of {match[2]}" if match[2] else word, []).append(axis)
-    return ", ".join(f"{word} on {' and '.join(on)}" for word, on in told.items()) or "replicated"
+    return ", ".join(f"{word} on {listed(on)}" for word, on in told.items()) or "replicated"
 
 
 def legend(texts: Sequence[str]) -> list[str]:
