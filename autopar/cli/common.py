@@ -129,6 +129,14 @@ Again = Annotated[
 Micros = Annotated[
     int, typer.Option("--micro-batches", min=1, help="Calls of a step, each of --batch; gradients are reduced once.")
 ]
+UsedIn = Annotated[
+    str | None,
+    typer.Option("--param-dtype", help="What parameters are cast to in use; they rest in --dtype, as masters."),
+]
+ReducedIn = Annotated[
+    str | None,
+    typer.Option("--reduce-dtype", help="What gradients are reduced in. Not given: what they are computed in."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."

@@ -14,6 +14,7 @@ from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program
 from autopar.passes.space.choices import REGATHER, Policy
 from autopar.passes.space.operator_layouts import splits_of
+from autopar.passes.space.options import cast_seconds, used_of
 from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder
 from autopar.passes.space.recompute import reacquired, recomputed
 from autopar.passes.space.sites import Option, Region, Site
@@ -164,8 +165,12 @@ class _Tally:
         if site.kind == "parameter":
             assert site.meta is not None
             local = local_meta(site.meta, option.makes[0], self.space.mesh)
+            used = used_of(self.space, site, option.makes[0])
+            casts = cast_seconds(self.space, local, used)
             self.parameters += count * local.bytes
-            self.optimizer += count * option.seconds
+            self.activations += count * (used.bytes if used else 0)
+            self.compute += count * casts
+            self.optimizer += count * (option.seconds - casts)
             if site.reads:
                 self.gradients += count * local.bytes
                 self.states += count * self.space.optimizer.bytes(local)

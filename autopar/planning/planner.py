@@ -112,7 +112,10 @@ class Planner:
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
         training = self.training
-        self.space = replace(space, micro_batches=training.micro_batches, holds=training.gathers == "once")
+        self.space = replace(
+            space, micro_batches=training.micro_batches, holds=training.gathers == "once",
+            reduced_in=training.precision.reduced_in,
+        )  # fmt: skip
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
         self._gather()

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
+from autopar.ir.precision import Precision
 
 from .captured import CaptureError
 from .here import HERE, Here
@@ -45,17 +46,18 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 class Fakes:
-    """Makes fakes of one mode."""
+    """Makes fakes of one mode. Parameters are as operators use them, in the dtypes of `precision`."""
 
-    def __init__(self, mode: Any, here: Here, grad: bool) -> None:
-        self.mode, self.here, self.grad = mode, here, grad
+    def __init__(self, mode: Any, here: Here, grad: bool, precision: Precision) -> None:
+        self.mode, self.here, self.grad, self.precision = mode, here, grad, precision
 
     def tensor(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """A fake of the same shape, dtype and stride, on the CPU, a leaf of autograd."""
+        """A fake of the same shape and stride, on the CPU, a leaf of autograd."""
         if not compat.is_plain(source):
             raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
+        dtype = self.precision.used_in(source.dtype) if isinstance(source, nn.Parameter) else source.dtype
         with self.mode:
-            fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=HERE)
+            fake = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=HERE)
         if isinstance(source, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
             compat.take_notes(fake, source)

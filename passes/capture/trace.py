@@ -9,6 +9,8 @@ on a laptop, and the user's own model is only read.
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from autopar import compat
 from autopar.ir.garbage import uncollected
 from autopar.ir.graph import JointGraph
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tree import flatten
 
 from .captured import Captured, CaptureError, NothingTrainedError, input_names, leaf_of
@@ -43,6 +46,7 @@ def capture(
     device_type: str | None = None,
     stamp: bool = True,
     regions: bool = False,
+    precision: Precision = AS_IS,
 ) -> Captured:
     """Capture one training step of `model(*args, **kwargs)`.
 
@@ -67,6 +71,9 @@ def capture(
 
     With `regions`, nodes say in which calls of `torch.utils.checkpoint` they lie (`Node.region`).
 
+    Parameters are in the dtypes in which `precision` has them used, which the model's Python sees, and where the model
+    holds them in another one, the graph's inputs say so. Casts of inputs and outputs are operators of the graph.
+
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
     gets a gradient although some require one, if two parameters overlap in memory, if the loss is not a floating
     scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
@@ -74,12 +81,13 @@ def capture(
     """
     kind = device_type or _own_device_type(model, args, kwargs)
     is_here = kind == HERE.type or torch.get_default_device().type != kind
+    traced = partial(_capture, model, args, dict(kwargs or {}), loss_fn, kind, regions=regions, precision=precision)
     with uncollected(), compat.autocast_of(kind), contextlib.nullcontext() if is_here else HERE:
         try:
-            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=stamp, regions=regions, lines=False)
+            return traced(stamp=stamp, lines=False)
         except Unlocated:
             # traced again, with the line of each operator, which takes twice the time
-            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=False, regions=regions, lines=True)
+            return traced(stamp=False, lines=True)
 
 
 def _capture(
@@ -92,6 +100,7 @@ def _capture(
     stamp: bool,
     regions: bool,
     lines: bool,
+    precision: Precision,
 ) -> Captured:
     """`capture`; with `lines`, refusals of operators say where they are in the model."""
     mode = compat.fake_mode()
@@ -99,10 +108,10 @@ def _capture(
     canonical = canonical_names(model)
     check_hooks(model)
     here = Here(device_type)
-    fakes = Fakes(mode, here, grad)
+    fakes = Fakes(mode, here, grad, precision)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
-    step = TracedStep(fakes.module(model), pairs, input_spec, loss_fn, here)
+    step = TracedStep(fakes.module(model), pairs, input_spec, loss_fn, here, precision)
     inputs = tuple(fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor))
     tied = {f"model.{a}": f"model.{b}" for a, b in canonical.items()}
     input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
@@ -158,7 +167,7 @@ def _capture(
         missing = _without_gradient(model, graph, step, inputs, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
     return Captured(
-        graph=graph,
+        graph=_with_rest(graph, model),
         input_spec=input_spec,
         input_leaves=input_leaves,
         output_spec=outcome.spec,
@@ -172,7 +181,22 @@ def _capture(
         reads=step.witness.reads,
         pinned=step.outcomes.pinned,
         checkpoints=record.checkpoints,
+        precision=precision,
     )
+
+
+def _with_rest(graph: JointGraph, model: nn.Module) -> JointGraph:
+    """The graph that says in which dtypes the model holds what it uses in others. Raises CaptureError for a parameter
+    that forward writes, of which it has a cast."""
+    held = {name: p.dtype for name, p in model.named_parameters() if name in graph.parameters}
+    cast = {name: dtype for name, dtype in held.items() if graph.metas[graph.parameters[name]].dtype != dtype}
+    if written := [o.target for o in graph.outputs if o.role == "mutation" and o.target in cast]:
+        raise CaptureError(
+            f"forward writes parameter {written[0]}, of which param_dtype gives it a cast: make it a buffer, or leave "
+            f"param_dtype out"
+        )
+    inputs = (replace(i, at_rest=cast.get(i.target)) if i.role == "parameter" else i for i in graph.inputs)
+    return replace(graph, inputs=tuple(inputs)) if cast else graph
 
 
 def _own_device_type(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:

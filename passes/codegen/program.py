@@ -16,11 +16,12 @@ from autopar.passes.space.space import Space
 
 from .demand import Demand, Placed, placed, reacquired_roots
 from .emitter import Emitter
+from .precision import with_casts
 from .values import Values
 
 
 def codegen(space: Space, assignment: Assignment) -> Program:
-    """The program that runs `assignment`. It is the same on every rank.
+    """The program that runs `assignment`, with its casts. It is the same on every rank.
 
     Raises ValueError where the assignment asks for a layout that cannot be had.
     """
@@ -54,7 +55,8 @@ def codegen(space: Space, assignment: Assignment) -> Program:
     for owners in gradients.values():  # a gradient that is an input (a tangent) passed on
         for owner in owners:
             gradient_values[owner.name(owner.site.name)] = values.gradient(owner)
-    return _finish(values, inputs, outputs, gradient_values)
+    at_rest = {i.target: i.at_rest for i in space.graph.inputs if i.at_rest is not None}
+    return with_casts(_finish(values, inputs, outputs, gradient_values), at_rest, space.reduced_in)
 
 
 def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_meta, nest
+from autopar.ir.precision import CAST
 
 from .choices import REPLICATED, SiteChoice
 from .collapse import from_root, to_root
@@ -40,11 +41,26 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
     seconds = size = 0.0
     if site.kind == "parameter":
         local, optimizer = local_meta(site.meta, layout, setting.mesh), setting.optimizer
-        size = float(local.bytes)
+        used = used_of(setting, site, layout)
+        size = float(local.bytes + (used.bytes if used else 0))
         if site.reads:
             size += local.bytes + optimizer.bytes(local)
             seconds = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
+        seconds += cast_seconds(setting, local, used)
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
+
+
+def used_of(setting: Setting, site: Site, layout: Layout) -> TensorMeta | None:
+    """A rank's part of a parameter at rest as it is cast to be used; None where it is used as it is."""
+    used = setting.metas[site.makes[0]]
+    return None if site.meta is None or used.dtype == site.meta.dtype else local_meta(used, layout, setting.mesh)
+
+
+def cast_seconds(setting: Setting, local: TensorMeta, used: TensorMeta | None) -> float:
+    """Of the casts of a parameter in a step."""
+    if used is None:
+        return 0.0
+    return setting.micro_batches * setting.cluster.device.operator_seconds(CAST, [local], [used], 0.0)
 
 
 def _unsplit_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:

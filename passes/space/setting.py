@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
@@ -48,11 +50,14 @@ class Setting:
     """Calls of a step, whose gradients are added up and reduced once."""
     holds: bool = False
     """Whether what forward gathers of parameters is kept from one micro-batch to the next."""
+    reduced_in: torch.dtype | None = None
+    """The dtype in which gradients of parameters are reduced, if not that in which they are computed."""
     memo: Memo = field(default_factory=Memo, repr=False)
 
     def __post_init__(self) -> None:
         """A setting derived from another one keeps its memo where all that it depends on is the same."""
-        of = self.mesh, self.cluster.device, self.optimizer, self.redistributor.links, self.metas
+        machine = self.cluster.device, self.redistributor.links
+        of = self.mesh, machine, self.optimizer, self.metas, self.micro_batches
         if self.memo.of != of:
             object.__setattr__(self, "memo", Memo(of=of))
 
