@@ -187,6 +187,8 @@ def test_gathers_carry_what_is_used_and_reductions_what_is_asked_for(
     found = dtypes_of(program)
     assert found[0] <= {gathered} and found[1] == {reduced}
     assert solver != "fsdp" or found[0]
+    casts = [node for node in (*program.forward, *program.backward) if node.op == CAST]
+    assert all(program.metas[node.inputs[0]].dtype != program.metas[node.name].dtype for node in casts)
     held = {i.meta.dtype for i in program.inputs if i.role == "parameter"}
     returned = {o.meta.dtype for o in program.outputs if o.role == "gradient" and o.meta is not None}
     assert held == returned == {torch.float32}
@@ -369,23 +371,27 @@ def test_a_parameter_that_forward_writes_is_refused() -> None:
         autopar.plan(model, {"a": 2}, (torch.ones(2, 4),), precision=MIXED)
 
 
-def test_inputs_outputs_and_what_python_sees() -> None:
-    seen: list[torch.dtype] = []
+class Looking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x.to(self.weight.dtype)), str(x.dtype), str(self.weight.dtype)
 
-    class Looking(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen[:] = [x.dtype, self.weight.dtype]
-            return super().forward(x.to(self.weight.dtype))
 
+@pytest.mark.parametrize(
+    ("precision", "seen", "output"),
+    [
+        (Precision(param_dtype="bfloat16", output_dtype="float32"), ("bfloat16", "bfloat16"), torch.float32),
+        (Precision(param_dtype="bfloat16", cast_forward_inputs=False), ("float32", "bfloat16"), torch.bfloat16),
+        (Precision(reduce_dtype="bfloat16"), ("float32", "float32"), torch.float32),
+    ],
+)
+def test_inputs_outputs_and_what_python_sees(
+    precision: Precision, seen: tuple[str, str], output: torch.dtype
+) -> None:
     batch = torch.ones(2, 4)
-    for precision, dtypes, output in (
-        (Precision(param_dtype="bfloat16", output_dtype="float32"), [torch.bfloat16, torch.bfloat16], torch.float32),
-        (Precision(param_dtype="bfloat16", cast_forward_inputs=False), [torch.float32, torch.bfloat16], torch.bfloat16),
-        (Precision(reduce_dtype="bfloat16"), [torch.float32, torch.float32], torch.float32),
-    ):
-        made = Planner(Looking(4, 4), {"a": 2}, (batch,), training=Training(precision=precision))
-        assert seen == dtypes and made.captured.output_leaves[0].meta == TensorMeta((2, 4), output)
-        assert made.captured.input_leaves[0].meta == TensorMeta((2, 4), torch.float32)
+    captured = Planner(Looking(4, 4), {"a": 2}, (batch,), training=Training(precision=precision)).captured
+    assert captured.input_leaves[0].meta == TensorMeta((2, 4), torch.float32)
+    assert captured.output_leaves[0].meta == TensorMeta((2, 4), output)
+    assert [leaf.constant for leaf in captured.output_leaves[1:]] == [f"torch.{name}" for name in seen]
 
 
 # --- real ranks
@@ -417,7 +423,8 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer, case: models.Ca
 def on_ranks() -> None:
     """Masters, states and checkpoints are float32, and a step is that of one process that casts."""
     module, case = parallel(MIXED, solver="fsdp", verify=1)
-    alone = ByHand(copy.deepcopy(case.model), torch.bfloat16, None)
+    model = copy.deepcopy(case.model)
+    alone = ByHand(model, torch.bfloat16, None)
     ours = trained(module, module.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4), case, autopar.clip_grad_norm_)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
     theirs = trained(alone, optimizer, case, torch.nn.utils.clip_grad_norm_)
@@ -425,8 +432,8 @@ def on_ranks() -> None:
         assert_close(found, expected, "a loss or a norm", 2e-2)
     for name, parameter in module.named_parameters():
         assert parameter.dtype == torch.float32
-        start = case.model.get_parameter(name)
-        moved, expected = whole(parameter) - start, alone.get_parameter(name) - start
+        start = case.model.get_parameter(name).detach()
+        moved, expected = whole(parameter) - start, model.get_parameter(name).detach() - start
         assert (moved - expected).norm() < 0.2 * expected.norm(), name
     # a step that bfloat16 would round away is kept
     weight = module.get_parameter("lm_head.weight")

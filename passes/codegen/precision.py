@@ -24,7 +24,7 @@ def with_casts(program: Program, at_rest: Mapping[str, torch.dtype], reduced_in:
     `reduced_in` a dtype (None: in that in which they are computed)."""
     if reduced_in is not None:
         program = _reduced(program, reduced_in)
-    return _rested(program, at_rest) if at_rest else program
+    return _rested(program, at_rest) if at_rest or reduced_in is not None else program
 
 
 @dataclass(eq=False)
@@ -80,8 +80,9 @@ def _reduced(program: Program, dtype: torch.dtype) -> Program:
 
 
 def _rested(program: Program, at_rest: Mapping[str, torch.dtype]) -> Program:
-    """With parameters in other dtypes outside of it, and their gradients."""
+    """With parameters in other dtypes outside of it, and the gradients of all in those of their parameters."""
     held = {i.name: _at_rest(i, at_rest) for i in program.inputs if i.role == "parameter" and i.target in at_rest}
+    parameters = {i.target for i in program.inputs if i.role == "parameter"}
     metas, late = dict(program.metas), readers(program.backward)
     again = {name for name in held if _is_gathered(name, program.backward, late)}
     early = {name for node in program.forward for name in node.inputs}
@@ -96,11 +97,13 @@ def _rested(program: Program, at_rest: Mapping[str, torch.dtype]) -> Program:
     def returned(output: ProgramOutput) -> ProgramOutput:
         if output.role != "gradient":
             return replace(output, name=forward.names.get(output.name or "", output.name))
-        if output.name is None or output.target not in at_rest:
+        if output.name is None or output.target not in parameters:
             return output
         assert output.meta is not None
-        dtype = at_rest[output.target]
-        name = gradients.of(output.name, dtype, "at_rest", serves=f"gradient of {output.target}")
+        dtype = at_rest.get(output.target, output.meta.dtype)
+        name = output.name
+        if metas[name].dtype != dtype:
+            name = gradients.of(name, dtype, "at_rest", serves=f"gradient of {output.target}")
         return replace(output, name=name, meta=TensorMeta(output.meta.shape, dtype))
 
     outputs = tuple(map(returned, program.outputs))
