@@ -22,6 +22,7 @@ from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import skeleton
+from autopar.passes.codegen.precision import at_rest
 
 from .agree import together
 from .held import State as _State
@@ -195,8 +196,8 @@ class Check:
 
     def _at_rest(self, gradients: Values) -> Values:
         """Gradients in the dtypes in which the module holds their parameters."""
-        at_rest = {i.target: i.at_rest for i in self.state.captured.graph.inputs if i.at_rest is not None}
-        return {name: g.to(at_rest.get(name, g.dtype)) for name, g in gradients.items()}
+        held_in = at_rest(self.state.captured.graph)
+        return {name: g.to(held_in.get(name, g.dtype)) for name, g in gradients.items()}
 
     def _eager(self) -> Eager:
         try:

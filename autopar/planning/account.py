@@ -14,9 +14,9 @@ from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program
 from autopar.passes.space.choices import REGATHER, Policy
 from autopar.passes.space.operator_layouts import splits_of
-from autopar.passes.space.options import cast_seconds, used_of
 from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder
 from autopar.passes.space.recompute import reacquired, recomputed
+from autopar.passes.space.setting import cast_seconds, used_of
 from autopar.passes.space.sites import Option, Region, Site
 from autopar.passes.space.space import Space, operand_layouts
 

@@ -58,6 +58,12 @@ class Training:
         return replace(self, gathers="each")
 
     @property
+    def setting(self) -> dict[str, Any]:
+        """What a search space is judged by of it (`passes.space.setting.Setting`)."""
+        reduced_in = self.precision.reduced_in
+        return {"micro_batches": self.micro_batches, "holds": self.gathers == "once", "reduced_in": reduced_in}
+
+    @property
     def given(self) -> dict[str, Any]:
         """What is not as by default, as a file says it."""
         given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}

@@ -9,7 +9,6 @@ on a laptop, and the user's own model is only read.
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from .fakes import Fakes, canonical_names
 from .here import HERE, Here
 from .looks import listed
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
+from .rest import with_rest
 from .stamp import Unfit, stamped
 from .step import Replaced, TracedStep
 from .witness import check_constants, check_hooks, check_memory
@@ -71,8 +71,7 @@ def capture(
 
     With `regions`, nodes say in which calls of `torch.utils.checkpoint` they lie (`Node.region`).
 
-    Parameters are in the dtypes in which `precision` has them used, which the model's Python sees, and where the model
-    holds them in another one, the graph's inputs say so. Casts of inputs and outputs are operators of the graph.
+    Python sees parameters in the dtypes in which `precision` has them used; the graph's inputs name those at rest.
 
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
     gets a gradient although some require one, if two parameters overlap in memory, if the loss is not a floating
@@ -96,12 +95,8 @@ def _capture(
     kwargs: Mapping[str, Any],
     loss_fn: Callable[[Any], torch.Tensor] | None,
     device_type: str,
-    *,
-    stamp: bool,
-    regions: bool,
-    lines: bool,
-    precision: Precision,
-) -> Captured:
+    *, stamp: bool, regions: bool, lines: bool, precision: Precision,
+) -> Captured:  # fmt: skip
     """`capture`; with `lines`, refusals of operators say where they are in the model."""
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
@@ -167,7 +162,7 @@ def _capture(
         missing = _without_gradient(model, graph, step, inputs, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
     return Captured(
-        graph=_with_rest(graph, model),
+        graph=with_rest(graph, model),
         input_spec=input_spec,
         input_leaves=input_leaves,
         output_spec=outcome.spec,
@@ -183,20 +178,6 @@ def _capture(
         checkpoints=record.checkpoints,
         precision=precision,
     )
-
-
-def _with_rest(graph: JointGraph, model: nn.Module) -> JointGraph:
-    """The graph that says in which dtypes the model holds what it uses in others. Raises CaptureError for a parameter
-    that forward writes, of which it has a cast."""
-    held = {name: p.dtype for name, p in model.named_parameters() if name in graph.parameters}
-    cast = {name: dtype for name, dtype in held.items() if graph.metas[graph.parameters[name]].dtype != dtype}
-    if written := [o.target for o in graph.outputs if o.role == "mutation" and o.target in cast]:
-        raise CaptureError(
-            f"forward writes parameter {written[0]}, of which param_dtype gives it a cast: make it a buffer, or leave "
-            f"param_dtype out"
-        )
-    inputs = (replace(i, at_rest=cast.get(i.target)) if i.role == "parameter" else i for i in graph.inputs)
-    return replace(graph, inputs=tuple(inputs)) if cast else graph
 
 
 def _own_device_type(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:

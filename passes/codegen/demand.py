@@ -139,9 +139,8 @@ class Demand:
                 continue
             demand._produce(space, item, reacquired)
             if reduced_in is not None:
-                roots = gradients.intersection(item.site.makes)
-                metas = {item.name(root): TensorMeta(space.metas[root].shape, reduced_in) for root in roots}
-                demand.reduced.update(metas)
+                own = gradients.intersection(item.site.makes)
+                demand.reduced.update({item.name(g): TensorMeta(space.metas[g].shape, reduced_in) for g in own})
             for read, layout in zip(item.site.reads, item.option.reads, strict=True):
                 name = item.name(read.alias.root)
                 readers.setdefault(name, []).append(item.site)

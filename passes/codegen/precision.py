@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, readers
+from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import local_meta
 from autopar.ir.precision import CAST
 from autopar.ir.program import GATHERED, LAYOUT, Program, ProgramInput, ProgramOutput
@@ -19,12 +19,17 @@ from autopar.ir.rewrite import distinct, reading
 from autopar.passes.lower.accumulate import tail
 
 
-def with_casts(program: Program, at_rest: Mapping[str, torch.dtype], reduced_in: torch.dtype | None) -> Program:
+def at_rest(graph: JointGraph) -> dict[str, torch.dtype]:
+    """Parameters that rest in another dtype than that in which operators use them -> that dtype."""
+    return {i.target: i.at_rest for i in graph.inputs if i.at_rest is not None}
+
+
+def with_casts(program: Program, held_in: Mapping[str, torch.dtype], reduced_in: torch.dtype | None) -> Program:
     """The program whose parameters rest in other dtypes, given by their names, and whose gradients of parameters are
     `reduced_in` a dtype (None: in that in which they are computed)."""
     if reduced_in is not None:
         program = _reduced(program, reduced_in)
-    return _rested(program, at_rest) if at_rest or reduced_in is not None else program
+    return _rested(program, held_in) if held_in or reduced_in is not None else program
 
 
 @dataclass(eq=False)
@@ -79,9 +84,9 @@ def _reduced(program: Program, dtype: torch.dtype) -> Program:
     return replace(program, backward=casts.among(backward), metas=metas)
 
 
-def _rested(program: Program, at_rest: Mapping[str, torch.dtype]) -> Program:
+def _rested(program: Program, held_in: Mapping[str, torch.dtype]) -> Program:
     """With parameters in other dtypes outside of it, and the gradients of all in those of their parameters."""
-    held = {i.name: _at_rest(i, at_rest) for i in program.inputs if i.role == "parameter" and i.target in at_rest}
+    held = {i.name: _at_rest(i, held_in) for i in program.inputs if i.role == "parameter" and i.target in held_in}
     parameters = {i.target for i in program.inputs if i.role == "parameter"}
     metas, late = dict(program.metas), readers(program.backward)
     again = {name for name in held if _is_gathered(name, program.backward, late)}
@@ -100,7 +105,7 @@ def _rested(program: Program, at_rest: Mapping[str, torch.dtype]) -> Program:
         if output.name is None or output.target not in parameters:
             return output
         assert output.meta is not None
-        dtype = at_rest.get(output.target, output.meta.dtype)
+        dtype = held_in.get(output.target, output.meta.dtype)
         name = output.name
         if metas[name].dtype != dtype:
             name = gradients.of(name, dtype, "at_rest", serves=f"gradient of {output.target}")
@@ -120,8 +125,8 @@ def _rested(program: Program, at_rest: Mapping[str, torch.dtype]) -> Program:
     )
 
 
-def _at_rest(i: ProgramInput, at_rest: Mapping[str, torch.dtype]) -> ProgramInput:
-    return replace(i, meta=TensorMeta(i.meta.shape, at_rest[i.target]))
+def _at_rest(i: ProgramInput, held_in: Mapping[str, torch.dtype]) -> ProgramInput:
+    return replace(i, meta=TensorMeta(i.meta.shape, held_in[i.target]))
 
 
 def _is_gathered(name: str, nodes: Sequence[Node], reading: Mapping[str, Sequence[int]]) -> bool:

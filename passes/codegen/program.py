@@ -16,7 +16,7 @@ from autopar.passes.space.space import Space
 
 from .demand import Demand, Placed, placed, reacquired_roots
 from .emitter import Emitter
-from .precision import with_casts
+from .precision import at_rest, with_casts
 from .values import Values
 
 
@@ -55,8 +55,7 @@ def codegen(space: Space, assignment: Assignment) -> Program:
     for owners in gradients.values():  # a gradient that is an input (a tangent) passed on
         for owner in owners:
             gradient_values[owner.name(owner.site.name)] = values.gradient(owner)
-    at_rest = {i.target: i.at_rest for i in space.graph.inputs if i.at_rest is not None}
-    return with_casts(_finish(values, inputs, outputs, gradient_values), at_rest, space.reduced_in)
+    return with_casts(_finish(values, inputs, outputs, gradient_values), at_rest(space.graph), space.reduced_in)
 
 
 def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:

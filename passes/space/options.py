@@ -4,12 +4,11 @@ from dataclasses import replace
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_meta, nest
-from autopar.ir.precision import CAST
 
 from .choices import REPLICATED, SiteChoice
 from .collapse import from_root, to_root
 from .operator_layouts import operator_layouts, splits_of
-from .setting import Setting, operator_seconds
+from .setting import Setting, cast_seconds, operator_seconds, used_of
 from .sites import Option, Site
 
 
@@ -48,19 +47,6 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
             seconds = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
         seconds += cast_seconds(setting, local, used)
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
-
-
-def used_of(setting: Setting, site: Site, layout: Layout) -> TensorMeta | None:
-    """A rank's part of a parameter at rest as it is cast to be used; None where it is used as it is."""
-    used = setting.metas[site.makes[0]]
-    return None if site.meta is None or used.dtype == site.meta.dtype else local_meta(used, layout, setting.mesh)
-
-
-def cast_seconds(setting: Setting, local: TensorMeta, used: TensorMeta | None) -> float:
-    """Of the casts of a parameter in a step."""
-    if used is None:
-        return 0.0
-    return setting.micro_batches * setting.cluster.device.operator_seconds(CAST, [local], [used], 0.0)
 
 
 def _unsplit_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 from autopar.cost.redistribute import Acquired
-from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Partial, Routed, local_meta
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
@@ -62,18 +61,15 @@ class ProblemBuilder:
         self.space = space
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
-        alone = space.micro_batches == 1 and space.reduced_in is None
-        self.gradients = frozenset() if alone else gradients_of(space.regions())
+        self.gradients = gradients_of(space.regions()) if space.has_own_reductions else frozenset()
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Again.of(body) for body in space.bodies)
         self.switches = SwitchedTensors(self.tables, self.cost, self.moved, space.mesh)
 
     def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
         """As `moved_of`, in a region of which there are so many copies."""
-        moved = moved_of(self.space.metas[root], maker, readers)
-        if root in self.gradients:
-            meta = TensorMeta(moved.meta.shape, self.space.reduced_in or moved.meta.dtype)
-            moved = moved._replace(is_gradient=True, meta=meta)
+        moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.gradients)
+        moved = self.space.reduced(moved)
         return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:

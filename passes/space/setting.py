@@ -12,7 +12,8 @@ from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.redistribute import Acquired, Redistributor
 from autopar.ir.graph import WAIT, TensorMeta
-from autopar.ir.layout import Layout, Shape
+from autopar.ir.layout import Layout, Shape, local_meta
+from autopar.ir.precision import CAST
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import Emission, expands, fillings, local_program, local_shapes
 from autopar.ops.rule import Call, OpRule
@@ -60,6 +61,17 @@ class Setting:
         of = self.mesh, machine, self.optimizer, self.metas, self.micro_batches
         if self.memo.of != of:
             object.__setattr__(self, "memo", Memo(of=of))
+
+    @property
+    def has_own_reductions(self) -> bool:
+        """Whether gradients of parameters are reduced less often than others, or in a dtype of their own."""
+        return self.micro_batches > 1 or self.reduced_in is not None
+
+    def reduced(self, moved: Moved) -> Moved:
+        """What is moved of a tensor: gradients of parameters in the dtype in which they are reduced."""
+        if self.reduced_in is None or not moved.is_gradient:
+            return moved
+        return moved._replace(meta=TensorMeta(moved.meta.shape, self.reduced_in))
 
     def times(
         self, moved: Moved, phase: Sequence[Acquired], wanted: Sequence[tuple[Layout, bool]], *, late: bool
@@ -128,6 +140,19 @@ def _share(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
         if on_axis.splits or on_axis.routes:
             share *= max(1.0, on_axis.period / rule.factors[on_axis.factor].size) / setting.mesh[axis]
     return share
+
+
+def used_of(setting: Setting, site: Site, layout: Layout) -> TensorMeta | None:
+    """A rank's part of a parameter at rest as it is cast to be used; None where it is used as it is."""
+    used = setting.metas[site.makes[0]]
+    return None if site.meta is None or used.dtype == site.meta.dtype else local_meta(used, layout, setting.mesh)
+
+
+def cast_seconds(setting: Setting, local: TensorMeta, used: TensorMeta | None) -> float:
+    """Of the casts of a parameter in a step."""
+    if used is None:
+        return 0.0
+    return setting.micro_batches * setting.cluster.device.operator_seconds(CAST, [local], [used], 0.0)
 
 
 def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpRule, choice: SiteChoice) -> float:
