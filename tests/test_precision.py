@@ -36,7 +36,7 @@ from autopar.planning.account import account
 from autopar.planning.micro import MicroBatches
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.training import Training
+from autopar.planning.training import Gathers, Training
 from autopar.runtime.simulate import simulate_step
 
 GRID = {"dp": 2, "tp": 2}
@@ -194,19 +194,21 @@ def test_gathers_carry_what_is_used_and_reductions_what_is_asked_for(
     assert held == returned == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "micro_batches", "seed"), pairwise(NAMES, (MIXED, NARROW), (1, 4), tuple(range(5)))
-)
+WAYS: tuple[tuple[int, Gathers], ...] = ((1, "each"), (4, "each"), (4, "once"))
+
+
+@pytest.mark.parametrize(("name", "precision", "way", "seed"), pairwise(NAMES, (MIXED, NARROW), WAYS, tuple(range(5))))
 def test_the_objective_counts_the_collectives_that_are_issued(
-    name: str, precision: Precision, micro_batches: int, seed: int
+    name: str, precision: Precision, way: tuple[int, Gathers], seed: int
 ) -> None:
-    made = planner(name, precision, micro_batches=micro_batches)
+    micro_batches, gathers = way
+    made = planner(name, precision, micro_batches=micro_batches).gathering(gathers)
     assignment = plans.random_assignment(made.space, seed)
     promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(made.space, assignment).collectives}
     program = codegen(made.space, assignment)
     issued = Counter(program.collectives())
     if micro_batches > 1:
-        issued = MicroBatches.of(program, micro_batches, holds=False).collectives()
+        issued = MicroBatches.of(program, micro_batches, holds=gathers == "once").collectives()
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for (kind, axis, size), times in issued.items():
         count, total = found.get((kind, axis), (0, 0))
