@@ -166,7 +166,7 @@ class _Tally:
             assert site.meta is not None
             local = local_meta(site.meta, option.makes[0], self.space.mesh)
             used = used_of(self.space, site, option.makes[0])
-            casts = cast_seconds(self.space, local, used)
+            casts = cast_seconds(self.space, local, used, bool(site.reads))
             self.parameters += count * local.bytes
             self.activations += count * (used.bytes if used else 0)
             self.compute += count * casts
@@ -239,6 +239,7 @@ class _Tally:
         phases = self.builder.acquired(moved, produced, policy, wanted)
         if phases is None:
             raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
+        self.compute += count * self.space.reduction_cast_seconds(moved, phases)
         redistributor = self.space.redistributor
         steps = (
             (step, count * times)

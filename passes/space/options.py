@@ -45,7 +45,7 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
         if site.reads:
             size += local.bytes + optimizer.bytes(local)
             seconds = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
-        seconds += cast_seconds(setting, local, used)
+        seconds += cast_seconds(setting, local, used, bool(site.reads))
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
 
 
