@@ -398,7 +398,7 @@ def test_inputs_outputs_and_what_python_sees(
 
 # --- real ranks
 
-LAYERS, STEPS = 2, 3
+STEPS = 2
 
 
 def parallel(precision: Precision, **options: Any) -> Any:
@@ -467,10 +467,8 @@ def on_ranks() -> None:
     assert {value.dtype for value in weights.values()} == {torch.float32}
     other, _ = parallel(MIXED, solver="ddp")
     other.load_state_dict(weights)
-    args, kwargs = case.batch(9)
-    with torch.no_grad():
-        losses = [whole(each.eval()(*args, **kwargs).loss).float() for each in (module, other)]
-    assert_close(losses[0], losses[1], "evaluation", 1e-2)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(whole(parameter), whole(module.get_parameter(name))), name
 
 
 def test_ranks_train_masters_and_use_what_is_cast() -> None:
@@ -481,9 +479,9 @@ def scaled() -> None:
     """`GradScaler` with float16: a step with an infinite gradient is skipped on all ranks, and the scale halves."""
     module, case = parallel(Precision(param_dtype=torch.float16, reduce_dtype=torch.float32), solver="fsdp")
     optimizer = module.optimizer(torch.optim.AdamW, lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
     scales, moved = [], []
-    for step in range(16):
+    for step in range(12):
         before = whole(module.get_parameter("lm_head.weight")).clone()
         args, kwargs = case.batch(step)
         scaler.scale(module(*args, **kwargs).loss.float()).backward()
@@ -492,7 +490,7 @@ def scaled() -> None:
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
         moved.append(not torch.equal(before, whole(module.get_parameter("lm_head.weight"))))
-    assert scales[0] == 2.0**29 and not moved[0] and moved[-1] and scales[-1] == scales[-2]
+    assert scales[0] == 2.0**25 and not moved[0] and moved[-1] and scales[-1] == scales[-2]
     assert all(p.isfinite().all() for p in map(whole, module.parameters()))
 
 
