@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from autopar.api import compare, parallelize, plan, read_plan
     from autopar.cluster.library import CLUSTERS, read_cluster, register_cluster
     from autopar.cluster.machine import Cluster, Device, Level
+    from autopar.ir.precision import Precision
     from autopar.ops.oracle import check_rule
     from autopar.ops.registry import register_rule
     from autopar.passes import register_lowering
@@ -31,6 +32,7 @@ MODULES = {
     "autopar.api": ("compare", "parallelize", "plan", "read_plan"),
     "autopar.cluster.library": ("CLUSTERS", "read_cluster", "register_cluster"),
     "autopar.cluster.machine": ("Cluster", "Device", "Level"),
+    "autopar.ir.precision": ("Precision",),
     "autopar.ops.oracle": ("check_rule",),
     "autopar.ops.registry": ("register_rule",),
     "autopar.passes": ("register_lowering",),
@@ -80,6 +82,7 @@ __all__ = [
     "Metrics",
     "Padding",
     "Plan",
+    "Precision",
     "Preset",
     "Simulation",
     "Solver",

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
+from autopar.ir.precision import AS_IS, Precision
 from autopar.planning.at_rest import Decided
 from autopar.planning.constraints import Constraints
 from autopar.planning.explain.engine import Explainer
@@ -53,6 +54,7 @@ def plan(
     effort: float | None = None,
     recompute: Recompute = "auto",
     micro_batches: int = 1,
+    precision: Precision = AS_IS,
     profiles: str | Path | None = None,
 ) -> Plan:
     """The plan for a model on a mesh, without devices and without a process group.
@@ -93,6 +95,10 @@ def plan(
     `no_sync()`, and one step of the optimizer. The objective, the step and the peak are those of the whole step, with
     one reduction; whether what forward gathers is held from one micro-batch to the next is chosen too.
 
+    `precision` says in which dtypes parameters are used and gradients reduced, where these are not the model's own:
+    `autopar.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` trains a float32 model in bfloat16.
+    Gathers, reductions, casts and the peak are those of these dtypes (see docs/howto.md).
+
     A search ends when its work is done, which is counted so that the same inputs give the same plan on any machine.
     With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
     first, and the program is written after that; the model's capture comes before).
@@ -105,7 +111,7 @@ def plan(
     )
     planner = partial(
         Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles,
-        training=Training(recompute=recompute, micro_batches=micro_batches),
+        training=Training(recompute=recompute, micro_batches=micro_batches, precision=precision),
     )  # fmt: skip
     if isinstance(mesh_shape, Mapping):
         on = planner(mesh_shape, cluster=cluster)
@@ -171,6 +177,7 @@ def compare(
     constraints: Constraints | None = None,
     recompute: Recompute = "auto",
     micro_batches: int = 1,
+    precision: Precision = AS_IS,
     report: Callable[[float, str], None] = lambda part, what: None,
 ) -> Comparison:
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
@@ -199,7 +206,7 @@ def compare(
     for mesh, machine in cases:
         check_mesh(mesh)
         named_cluster(machine)
-    training = Training(recompute=recompute, micro_batches=micro_batches)
+    training = Training(recompute=recompute, micro_batches=micro_batches, precision=precision)
     report(0.0, "reading the model")
     planner = Planner(
         model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer, training=training
@@ -238,6 +245,7 @@ def parallelize(
     effort: float | None = None,
     recompute: Recompute = "auto",
     micro_batches: int = 1,
+    precision: Precision = AS_IS,
     profiles: str | Path | None = None,
     plan: Plan | None = None,
     whole_outputs: bool = False,
@@ -285,6 +293,7 @@ def parallelize(
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         if padding is not None and not isinstance(padding, Padding):
             raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
+        training = Training(recompute=recompute, micro_batches=micro_batches, precision=precision)
         padder = None if padding is None else Padder(padding, model)
         if padder is not None:
             args, kwargs = padder.example(args, kwargs)
@@ -299,7 +308,7 @@ def parallelize(
                 optimizer=optimizer,
                 device_type=mesh.device_type,
                 profiles=profiles,
-                training=Training(recompute=recompute, micro_batches=micro_batches) if plan is None else plan.training,
+                training=training if plan is None else plan.training,
             )
             if plan is not None:
                 planner.check(plan)

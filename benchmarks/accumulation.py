@@ -1,11 +1,12 @@
 """Micro-batches whose gradients are reduced once, on links slowed down as configured:
-`sudo .venv/bin/python benchmarks/accumulation.py [CELL ...] [--json accumulation.json]`.
+`sudo .venv/bin/python benchmarks/accumulation.py [CELL ...] [--plans PLAN ...] [--json accumulation.json]`.
 
 Cells are those of `benchmarks/lab.py`; a step is some micro-batches of a cell's batch, and one of SGD. In the same
 ranks, by turns: DDP within `no_sync()`, FSDP2 after `set_requires_gradient_sync(False)` (resharded after forward, and
 not), the combinations of tensor and data parallel by hand, which reduce after the last micro-batch; autopar's plan for
 so many micro-batches, its presets, and its plan for one, all within `no_sync()`; and the first without it. Printed are
-medians of the slowest rank, the predicted seconds, and what the network's interfaces of all nodes sent in a step.
+medians of the slowest rank, the predicted seconds, and what the network interfaces of all ranks sent in a step.
+`--plans` takes some of them alone, by the names that are printed: all take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ from lab import (  # noqa: E402
 
 from autopar import lab  # noqa: E402
 
-INTERFACES = Path("/sys/class/net")
+INTERFACES = Path("/proc/self/net/dev")
+"""Of the rank's own network namespace, which /sys does not show."""
+REDUCING = "autopar, reducing each"
 CLEAN = 2
 """Steps for counting bytes."""
 
 
 def sent() -> int:
-    """Bytes that this node has sent to others."""
-    counts = (path / "statistics" / "tx_bytes" for path in INTERFACES.iterdir() if path.name != "lo")
-    return sum(int(path.read_text()) for path in counts)
+    """Bytes that this rank has sent to others."""
+    lines = (line.split(":") for line in INTERFACES.read_text().splitlines() if ":" in line)
+    return sum(int(counts.split()[8]) for name, counts in lines if name.strip() != "lo")
 
 
 def fsdp(cell: Cell, *, reshards: bool) -> Any:
@@ -95,8 +98,9 @@ def step_of(module: Any, batch: Mapping[str, Any], count: int, *, waits: bool = 
     return step
 
 
-def measure(cell_fields: dict[str, Any], file: str, rounds: int, count: int) -> dict[str, Any]:
-    """On one rank: seconds of every step, bytes that its node sent, and what was predicted."""
+def measure(cell_fields: dict[str, Any], file: str, rounds: int, count: int, taken: list[str]) -> dict[str, Any]:
+    """On one rank: seconds of every step, bytes that it sent, and what was predicted. `taken` are the names of
+    the plans that take part; all if it is empty."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -111,6 +115,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, count: int) -> 
     kept = fsdp(cell, reshards=False)
     kept.reshards = False
     hand["FSDP2, kept"] = kept, hand["FSDP2"][1]
+    hand = {name: module for name, module in hand.items() if not taken or name in taken}
     steps = {name: step_of(module, inputs, count) for name, (module, inputs) in hand.items()}
     grid = (cell.nodes, cell.ranks) if cell.nodes > 1 else (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
@@ -119,14 +124,16 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, count: int) -> 
         ("autopar", "dp", count), ("autopar, ddp", "ddp", count), ("autopar, fsdp", "fsdp", count),
         ("autopar, planned for one", "dp", 1),
     ):  # fmt: skip
+        if taken and name not in taken:
+            continue
         module = autopar.parallelize(
             model_of(cell), mesh, kwargs=batch, solver=solver, cluster=file, optimizer="sgd", micro_batches=planned
         )
         steps[name], plans[name] = step_of(module, batch, count), str(module.plan.training.given)
         if planned == count:
             predicted[name] = module.plan.seconds
-        if name == "autopar":
-            steps["autopar, reducing each"] = step_of(module, batch, count, waits=False)
+        if name == "autopar" and (not taken or REDUCING in taken):
+            steps[REDUCING] = step_of(module, batch, count, waits=False)
     bytes_sent = {}
     for name, step in steps.items():
         step()
@@ -146,8 +153,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, count: int) -> 
 def report(name: str, cell: Cell, count: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     steps, first = steps_of(ranks), ranks[0]
     medians = {plan: statistics.median(times) for plan, times in steps.items()}
-    # each rank reads the counters of its whole node, so that the ranks of a node say the same
-    sizes = {plan: statistics.mean(rank["bytes"][plan] for rank in ranks) * cell.nodes for plan in medians}
+    sizes = {plan: sum(rank["bytes"][plan] for rank in ranks) for plan in medians}
     print(f"\n{name}: {count} micro-batches of {cell.batch} x {cell.sequence}, {cell.links()}")
     print(f"{'plan':<26} {'measured ms':>12} {'predicted ms':>13} {'MB sent':>9}")
     for plan in sorted(medians, key=lambda plan: medians[plan]):
@@ -170,14 +176,17 @@ def main() -> None:
     parser.add_argument("cells", nargs="*", default=["small model"], help=f"of {', '.join(CELLS)}")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7, help="turns of each plan")
+    parser.add_argument("--plans", nargs="+", default=[], help="those that take part, autopar among them; all if none")
     parser.add_argument("--json", type=Path, default=Path("accumulation.json"))
     options = parser.parse_args()
     if unknown := sorted(set(options.cells) - set(CELLS)):
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(CELLS)}")
+    if options.plans and "autopar" not in options.plans:
+        parser.error("--plans lacks autopar, with which all are compared")
     results = {}
     for name in options.cells:
         cell = CELLS[name]
-        arguments = (asdict(cell), calibrated(cell, False), options.rounds, options.micro_batches)
+        arguments = (asdict(cell), calibrated(cell, False), options.rounds, options.micro_batches, options.plans)
         ranks = lab.run(cell.links(), measure, *arguments, timeout_seconds=TIMEOUT_SECONDS)
         results[name] = report(name, cell, options.micro_batches, ranks)
         options.json.write_text(json.dumps(results, indent=1) + "\n")

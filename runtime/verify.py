@@ -22,6 +22,7 @@ from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import skeleton
+from autopar.passes.codegen.precision import at_rest
 
 from .agree import together
 from .held import State as _State
@@ -64,8 +65,8 @@ class Eager:
         inputs = {path: x.requires_grad_(path in given.trained) for path, x in given.inputs.items()}
         self.leaves |= {path: x for path, x in inputs.items() if x.requires_grad}  # type: ignore[misc]
         leaves = [leaf.constant if leaf.meta is None else inputs[leaf.path] for leaf in captured.input_leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, captured.input_spec)
-        output = model(*args, **kwargs)
+        args, kwargs = captured.precision.cast_inputs(pytree.tree_unflatten(leaves, captured.input_spec))
+        output = captured.precision.cast_outputs(model(*args, **kwargs))
         output = output if loss_fn is None else loss_fn(output)
         self.outputs = {path: x for path, x in flatten("output", output)[0] if isinstance(x, torch.Tensor)}
         self.buffers = dict(model.named_buffers())
@@ -112,7 +113,8 @@ class GraphReference:
 
 @dataclass(kw_only=True)
 class Given:
-    """What a step starts from, as global tensors. `trained` are the parameters and inputs that take a gradient."""
+    """What a step starts from, as global tensors, parameters as operators use them. `trained` are the parameters
+    and inputs that take a gradient."""
 
     parameters: Values
     buffers: Values
@@ -139,9 +141,10 @@ class Verifier:
             for name, x in (*held.items(), *inputs.items())
             if x.requires_grad and torch.is_grad_enabled() and name in state.trained
         }
+        used_in = state.captured.precision.used_in
         given = Given(
-            parameters={name: gathered(x) for name, x in held.items() if isinstance(x, nn.Parameter)},
-            buffers={name: gathered(x) for name, x in held.items() if not isinstance(x, nn.Parameter)},
+            parameters={name: gathered(x).to(used_in(x.dtype)) for name, x in held.items() if _is_parameter(x)},
+            buffers={name: gathered(x) for name, x in held.items() if not _is_parameter(x)},
             inputs={path: gathered(x) for path, x in inputs.items()},
             constants={name: x.clone() for name, x in state.constants.items()},
             trained=frozenset(trained),
@@ -187,9 +190,14 @@ class Check:
                 for i in self.state.tangents
                 for t in [given.get(i.target)]
             }
-            expected = self.reference.gradients(filled)
+            expected = self._at_rest(self.reference.gradients(filled))
             pairs = [(f"the gradient of {name}", name, "gradient", g, expected.get(name)) for name, g in actual.items()]
             self._compare(pairs, filled)
+
+    def _at_rest(self, gradients: Values) -> Values:
+        """Gradients in the dtypes in which the module holds their parameters."""
+        held_in = at_rest(self.state.captured.graph)
+        return {name: g.to(held_in.get(name, g.dtype)) for name, g in gradients.items()}
 
     def _eager(self) -> Eager:
         try:
@@ -213,8 +221,9 @@ class Check:
     ) -> None:
         """Raises ValueError for the first tensor, in the order of the graph, that differs."""
         graph = self.state.captured.graph
-        floating = [m.dtype for m in graph.metas.values() if m.dtype in TOLERANCES]
-        dtype = min(floating, key=lambda d: -TOLERANCES[d], default=torch.float32)
+        reduced_in = self.state.captured.precision.reduced_in or torch.float64
+        dtypes = [reduced_in, *(meta.dtype for meta in graph.metas.values() if meta.dtype in TOLERANCES)]
+        dtype = max(dtypes, key=lambda d: TOLERANCES[d])
         largest = max((_largest(x) for _, _, role, _, x in pairs if role == "gradient" and x is not None), default=0.0)
         wrong = []
         for what, target, role, actual, expected in pairs:
@@ -245,10 +254,14 @@ class Check:
             return f"The ranks do not compute the captured graph: {report}"
         graph = self._graph()
         expected = {"output": graph.outputs, "mutation": graph.buffers}.get(role)
-        expected = graph.gradients(tangents) if expected is None else expected
+        expected = self._at_rest(graph.gradients(tangents)) if expected is None else expected
         if target in expected and difference(actual, expected[target], 0.0) <= limit:
             return f"The ranks compute the captured graph, and that is not the model: {report}"
         return f"The ranks do not compute the captured graph: {report}"
+
+
+def _is_parameter(value: torch.Tensor) -> bool:
+    return isinstance(value, nn.Parameter)
 
 
 @torch.no_grad()

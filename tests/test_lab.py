@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import signal
 import subprocess
@@ -133,6 +135,13 @@ def fails_on(rank: int) -> None:
     dist.barrier()
 
 
+def fails_with_collectives_under_way() -> None:
+    atexit.register(print, "the interpreter ends", file=sys.stderr)
+    for _ in range(3000):
+        dist.all_reduce(torch.ones(1000), async_op=True)
+    raise KeyError("the reason")
+
+
 def waits() -> None:
     time.sleep(1000)
 
@@ -169,6 +178,23 @@ def test_links_are_as_slow_as_they_are_told_to_be(slow: list[tuple[dict[str, Any
 def test_an_error_on_a_rank_is_quoted() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)KeyError: 'the reason'.*rank 1 ended with exit status 1; ending the"):
         lab.run(lab.flat(2, "1gbit"), fails_on, 1, timeout_seconds=200.0)
+
+
+def test_a_rank_that_fails_ends_before_its_interpreter_can_abort(tmp_path: Path) -> None:
+    """One rank, without a lab. About every sixth interpreter aborted that ended with such collectives under way."""
+    call = tmp_path / "call.json"
+    where = {"file": __file__, "function": fails_with_collectives_under_way.__name__}
+    call.write_text(json.dumps({"arguments": [], **where}))
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar.lab.rank", str(call), str(tmp_path / "result.json")],
+        env={**os.environ, **alone, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1 and "KeyError: 'the reason'" in done.stderr, done.stderr[-2000:]
+    assert "the interpreter ends" not in done.stderr and not (tmp_path / "result.json").exists()
 
 
 @needs_lab

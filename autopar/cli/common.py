@@ -145,6 +145,14 @@ Micros = Annotated[
     int, typer.Option("--micro-batches", min=1, help="Calls of a step, each of --batch; gradients are reduced once.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all as JSON, for scripts, instead of as text.")]
+UsedIn = Annotated[
+    str | None,
+    typer.Option("--param-dtype", help="What parameters are cast to in use; they rest in --dtype, as masters."),
+]
+ReducedIn = Annotated[
+    str | None,
+    typer.Option("--reduce-dtype", help="What gradients are reduced in. Not given: what they are computed in."),
+]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
 CLUSTER_HELP = "A name of the library (see autopar clusters), or a TOML file"
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."

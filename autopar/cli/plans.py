@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from autopar import api, testing
+    from autopar.ir import precision as dtypes
     from autopar.planning import plan as planning
     from autopar.report import figure as figures
     from autopar.report import simulation as simulations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 else:
     torch = Later("torch")
     api = Later("autopar.api")
+    dtypes = Later("autopar.ir.precision")
     testing = Later("autopar.testing")
     planning = Later("autopar.planning.plan")
     figures = Later("autopar.report.figure")
@@ -65,6 +67,8 @@ def plan_command(
     effort: common.Effort = None,
     recompute: common.Again = "auto",
     micro_batches: common.Micros = 1,
+    param_dtype: common.UsedIn = None,
+    reduce_dtype: common.ReducedIn = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     full: common.Full = False,
     as_json: common.AsJson = False,
@@ -92,6 +96,7 @@ def plan_command(
             effort=effort,
             recompute=recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches,
+            precision=dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),  # type: ignore[arg-type]
         )
     plan = loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
@@ -117,6 +122,8 @@ def compare_command(
     pin: common.Pins = None,
     recompute: common.Again = "auto",
     micro_batches: common.Micros = 1,
+    param_dtype: common.UsedIn = None,
+    reduce_dtype: common.ReducedIn = None,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -140,6 +147,7 @@ def compare_command(
             constraints=common.constraints(pin or []),
             recompute=recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches,
+            precision=dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),  # type: ignore[arg-type]
             report=tell,
         )
     if figure is not None:
@@ -170,6 +178,8 @@ def simulate_command(
     pin: common.Pins = None,
     recompute: common.Again = "auto",
     micro_batches: common.Micros = 1,
+    param_dtype: common.UsedIn = None,
+    reduce_dtype: common.ReducedIn = None,
     trace: Annotated[Path | None, typer.Option(help="Where to write the timeline, for Perfetto.")] = None,
     real: Annotated[
         Path | None,
@@ -205,6 +215,7 @@ def simulate_command(
             constraints=common.constraints(pin or []),
             recompute=recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches,
+            precision=dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),  # type: ignore[arg-type]
         )
     timeline, used = simulation.timeline, simulation.plan
     if trace is not None:

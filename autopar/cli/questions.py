@@ -127,6 +127,7 @@ def what_if_command(
             effort=effort,
             recompute=recompute or before.training.recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches or before.training.micro_batches,
+            precision=before.training.precision,
         )
     after = loading.with_source(after, source)
     if save is not None:

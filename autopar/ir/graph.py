@@ -121,11 +121,13 @@ def _nameless(value: Any) -> str:
 class GraphInput:
     """`target` is the parameter's or buffer's name, the path of an input in (args, kwargs)
     ("args.0", "kwargs.input_ids"), for a tangent the path of the output it belongs to, or, for a seed,
-    the number of the random operator that it is the key of."""
+    the number of the random operator that it is the key of. `at_rest` is the dtype in which the module holds a
+    parameter, where that is not the one in which operators use it."""
 
     name: str
     role: InputRole
     target: str
+    at_rest: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,16 @@
 """One rank of `autopar.lab.run`: python -m autopar.lab.rank CALL RESULT, both files of JSON."""
 
+import gc
 import importlib
 import importlib.util
 import json
+import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -16,9 +20,26 @@ def main() -> None:
     asked = json.loads(call.read_text())
     function = getattr(_module(asked), asked["function"])
     dist.init_process_group("gloo")
-    value = function(*asked["arguments"])
-    dist.destroy_process_group()
+    try:
+        value = function(*asked["arguments"])
+        dist.destroy_process_group()
+    except Exception:
+        _fail()
+    gc.collect()  # groups that modules hold end with their threads, and not with the interpreter
     result.write_text(json.dumps(value))
+
+
+def _fail() -> NoReturn:
+    """Ends the process with the traceback of the error at hand.
+
+    Not by way of the interpreter's end: tensors of collectives that are under way are freed in gloo's threads, which
+    then ask for an interpreter that is ending, so that the process aborts (pytorch/pytorch#179291) and the error seems
+    to be a SIGABRT.
+    """
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _module(asked: Mapping[str, str]) -> ModuleType:

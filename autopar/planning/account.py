@@ -16,6 +16,7 @@ from autopar.passes.space.choices import REGATHER, Policy
 from autopar.passes.space.operator_layouts import splits_of
 from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder
 from autopar.passes.space.recompute import reacquired, recomputed
+from autopar.passes.space.setting import cast_seconds, used_of
 from autopar.passes.space.sites import Option, Region, Site
 from autopar.passes.space.space import Space, operand_layouts
 
@@ -164,8 +165,12 @@ class _Tally:
         if site.kind == "parameter":
             assert site.meta is not None
             local = local_meta(site.meta, option.makes[0], self.space.mesh)
+            used = used_of(self.space, site, option.makes[0])
+            casts = cast_seconds(self.space, local, used, bool(site.reads))
             self.parameters += count * local.bytes
-            self.optimizer += count * option.seconds
+            self.activations += count * (used.bytes if used else 0)
+            self.compute += count * casts
+            self.optimizer += count * (option.seconds - casts)
             if site.reads:
                 self.gradients += count * local.bytes
                 self.states += count * self.space.optimizer.bytes(local)
@@ -234,6 +239,7 @@ class _Tally:
         phases = self.builder.acquired(moved, produced, policy, wanted)
         if phases is None:
             raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
+        self.compute += count * self.space.reduction_cast_seconds(moved, phases)
         redistributor = self.space.redistributor
         steps = (
             (step, count * times)

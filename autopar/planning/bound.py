@@ -94,7 +94,8 @@ def _alone(space: Space, axis: int) -> _Alone:
     free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
     redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
     redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
-    return _Alone(replace(sub, redistributor=redistributor, micro_batches=space.micro_batches, holds=space.holds))
+    calls = {name: getattr(space, name) for name in ("micro_batches", "holds", "reduced_in")}
+    return _Alone(replace(sub, redistributor=redistributor, **calls))
 
 
 def _site(

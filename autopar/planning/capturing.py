@@ -33,8 +33,12 @@ def captured_for_planning(
     """What `capture` returns, with random operators that read keys, experts' rows in the order of tokens, attention
     without masks that are known, and, if that is asked for, what lies in checkpoints made again in backward."""
     flow = Flow() if flow is None else flow
-    asked = training is not None and training.recompute == "asked"
-    captured = flow.run(CAPTURE, model, args, kwargs, loss_fn=loss_fn, device_type=device_type, regions=asked)
+    training = training or Training()
+    asked = training.recompute == "asked"
+    captured = flow.run(
+        CAPTURE, model, args, kwargs,
+        loss_fn=loss_fn, device_type=device_type, regions=asked, precision=training.precision,
+    )  # fmt: skip
     in_order = flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of)
     graph = flow.run(MASKS, in_order, rule_of)
     if asked:

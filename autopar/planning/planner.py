@@ -111,8 +111,7 @@ class Planner:
         check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
-        training = self.training
-        self.space = replace(space, micro_batches=training.micro_batches, holds=training.gathers == "once")
+        self.space = replace(space, **self.training.setting)
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
         self._gather()
@@ -140,7 +139,7 @@ class Planner:
         """A planner for the same, with parameters gathered so in a step of several micro-batches."""
         other = copy(self)
         other.training = replace(self.training, gathers=gathers)
-        other.space = replace(self.space, holds=gathers == "once")
+        other.space = replace(self.space, **other.training.setting)
         other._gather()
         return other
 

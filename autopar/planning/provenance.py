@@ -111,7 +111,8 @@ class ModelFacts:
     def provenance(self, cluster: Cluster, ranks: int) -> Provenance:
         graph = self.captured.graph
         metas = input_metas(self.captured)
-        sizes = [graph.metas[value] for value in graph.parameters.values()]
+        given = [(graph.metas[i.name], i.at_rest) for i in graph.inputs if i.role == "parameter"]
+        sizes = [TensorMeta(meta.shape, at_rest or meta.dtype) for meta, at_rest in given]
         unit, items = work_of(self.captured)
         peak = cluster.device.peak_flops
         return Provenance(

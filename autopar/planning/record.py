@@ -127,6 +127,11 @@ class Record:
         return self.peak.bytes
 
     @property
+    def held_in(self) -> str:
+        """The dtype in which the module holds most parameters; "" if the plan does not say it."""
+        return "" if self.provenance is None else self.provenance.dtype
+
+    @property
     def headroom_bytes(self) -> float | None:
         """What is left of the limit at the peak; None without a limit."""
         return None if self.memory_limit_bytes is None else self.memory_limit_bytes - self.bytes

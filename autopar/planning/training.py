@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from autopar.extensions import nearest
+from autopar.ir.precision import AS_IS, Precision
 
 Recompute = Literal["auto", "asked", "none"]
 """What backward makes again: what the planner chooses; what lies in the calls of `torch.utils.checkpoint` that the
@@ -25,12 +26,13 @@ GATHERS: tuple[Gathers, ...] = get_args(Gathers)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """`recompute` says what backward makes again. A step calls the module `micro_batches` times, each time with a batch
-    of the size of the example, adds gradients up and reduces them once; `gathers` is the planner's choice. Raises
-    ValueError for an invalid option."""
+    of the size of the example, adds gradients up and reduces them once; `gathers` is the planner's choice. `precision`
+    says what it casts. Raises ValueError for an invalid option."""
 
     recompute: Recompute = "auto"
     micro_batches: int = 1
     gathers: Gathers = "each"
+    precision: Precision = AS_IS
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -44,6 +46,11 @@ class Training:
             raise ValueError(
                 f"micro_batches is {count!r}: give how many calls of the module a step has, 1 to {MICRO_BATCHES_MOST}"
             )
+        if not isinstance(self.precision, Precision):
+            raise ValueError(
+                f"precision is {self.precision!r}: give an autopar.Precision, such as "
+                f"Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+            )
 
     @property
     def asked(self) -> Training:
@@ -51,9 +58,16 @@ class Training:
         return replace(self, gathers="each")
 
     @property
+    def setting(self) -> dict[str, Any]:
+        """What a search space is judged by of it (`passes.space.setting.Setting`)."""
+        reduced_in = self.precision.reduced_in
+        return {"micro_batches": self.micro_batches, "holds": self.gathers == "once", "reduced_in": reduced_in}
+
+    @property
     def given(self) -> dict[str, Any]:
-        """What is not as by default."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        """What is not as by default, as a file says it."""
+        given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        return given | ({"precision": self.precision.given} if "precision" in given else {})
 
 
 def recompute_text(training: Training, checkpoints: int) -> Iterator[str]:
@@ -72,3 +86,15 @@ def micro_batches_text(training: Training) -> Iterator[str]:
     if training.micro_batches > 1:
         gathers = {"each": "in each of them", "once": "once, and held from the first to the last"}[training.gathers]
         yield f"{training.micro_batches} a step, whose gradients are reduced once; forward gathers parameters {gathers}"
+
+
+def precision_text(training: Training, held: str) -> Iterator[str]:
+    """What a step casts, as a plan says it; `held` is the dtype in which the module holds most parameters."""
+    precision = training.precision
+    if precision.param_dtype is not None:
+        inputs = "" if precision.cast_forward_inputs else "; inputs stay as they are"
+        yield f"parameters rest in {held or 'their own dtype'} and are used in {precision.param_dtype}{inputs}"
+    if precision.reduce_dtype is not None:
+        yield f"gradients are reduced in {precision.reduce_dtype}"
+    if precision.output_dtype is not None:
+        yield f"outputs are cast to {precision.output_dtype}"

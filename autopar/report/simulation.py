@@ -13,6 +13,7 @@ from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.files import MOST, is_number, json_of, text_of
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.program import COLLECTIVES
 from autopar.planning.constraints import Constraints
 from autopar.planning.plan import Plan, seconds_text
@@ -98,13 +99,15 @@ def simulate(
     constraints: Constraints | None = None,
     recompute: Recompute = "auto",
     micro_batches: int = 1,
+    precision: Precision = AS_IS,
 ) -> Simulation:
     """Simulates one training step of `plan`, or of the plan of `autopar.plan`, on a cluster, without devices.
 
     Arguments as for `autopar.plan`. A given plan may run on another cluster than the one that it is for.
     Raises ValueError for what cannot be planned, and for a plan of another model or mesh.
     """
-    training = Training(recompute=recompute, micro_batches=micro_batches) if plan is None else plan.training
+    asked = Training(recompute=recompute, micro_batches=micro_batches, precision=precision)
+    training = asked if plan is None else plan.training
     planner = Planner(
         model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, training=training
     )

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar.ir.graph import JointGraph, TensorMeta, meta_of
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tree import flatten
 
 from .concrete import Pinned, same_value
@@ -50,7 +51,8 @@ class Captured:
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
     `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
     Python read while the model was traced. `pinned` is what Python read of the values of inputs: the graph is the step
-    of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`.
+    of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`. `precision`
+    says what is cast.
     """
 
     graph: JointGraph
@@ -67,6 +69,7 @@ class Captured:
     reads: Reads = field(default_factory=Reads, repr=False)
     pinned: Pinned = field(default_factory=Pinned, repr=False)
     checkpoints: int = 0
+    precision: Precision = AS_IS
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a call by path. Raises ValueError where the call differs from the captured one in

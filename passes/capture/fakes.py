@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
+from autopar.ir.precision import Precision
 
 from .captured import CaptureError
 from .here import HERE, Here
@@ -45,17 +46,17 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 class Fakes:
-    """Makes fakes of one mode."""
+    """Makes fakes of one mode. Parameters of a module are as operators use them, in the dtypes of `precision`."""
 
-    def __init__(self, mode: Any, here: Here, grad: bool) -> None:
-        self.mode, self.here, self.grad = mode, here, grad
+    def __init__(self, mode: Any, here: Here, grad: bool, precision: Precision) -> None:
+        self.mode, self.here, self.grad, self.precision = mode, here, grad, precision
 
-    def tensor(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """A fake of the same shape, dtype and stride, on the CPU, a leaf of autograd."""
+    def tensor(self, name: str, source: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A fake of the same shape and stride, and dtype if none is given, on the CPU, a leaf of autograd."""
         if not compat.is_plain(source):
             raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
         with self.mode:
-            fake = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=HERE)
+            fake = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype, device=HERE)
         if isinstance(source, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
             compat.take_notes(fake, source)
@@ -71,8 +72,10 @@ class Fakes:
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""
         memo: dict[int, Any] = {}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            memo[id(tensor)] = self.tensor(name, tensor)
+        for name, parameter in model.named_parameters():
+            memo[id(parameter)] = self.tensor(name, parameter, self.precision.used_in(parameter.dtype))
+        for name, buffer in model.named_buffers():
+            memo[id(buffer)] = self.tensor(name, buffer)
         for name, tensor in _other_tensors(model):  # real ones become constants of the graph
             if id(tensor) not in memo:
                 bare = tensor.device.type == "meta" or compat.is_fake(tensor)

@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar import compat
 from autopar.ir.graph import meta_of
+from autopar.ir.precision import Precision
 from autopar.ir.tree import flatten
 
 from .captured import CaptureError, Leaf, is_constant
@@ -59,9 +60,10 @@ class TracedStep(nn.Module):
         spec: pytree.TreeSpec,
         loss_fn: Callable[[Any], torch.Tensor] | None,
         here: Here,
+        precision: Precision,
     ) -> None:
         super().__init__()
-        self.model, self.here = model, here
+        self.model, self.here, self.precision = model, here, precision
         self.training = model.training
         # a list, lest nn.Module take a loss that is a module for a part of the model
         self.loss_fn = [loss_fn]
@@ -88,7 +90,8 @@ class TracedStep(nn.Module):
             values,
             without_checks(self.outcomes.checks),
         ):
-            output = self.model(*args, **kwargs)
+            args, kwargs = self.precision.cast_inputs((args, kwargs))
+            output = self.precision.cast_outputs(self.model(*args, **kwargs))
             if self.loss_fn[0] is not None:
                 output = self.loss_fn[0](output)
         self.outcomes.pinned = values.pinned()

@@ -9,6 +9,7 @@ on a laptop, and the user's own model is only read.
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from autopar import compat
 from autopar.ir.garbage import uncollected
 from autopar.ir.graph import JointGraph
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tree import flatten
 
 from .captured import Captured, CaptureError, NothingTrainedError, input_names, leaf_of
@@ -27,6 +29,7 @@ from .fakes import Fakes, canonical_names
 from .here import HERE, Here
 from .looks import listed
 from .refusals import OfData, Unlocated, line_raised, refusal, unread_refusal
+from .rest import with_rest
 from .stamp import Unfit, stamped
 from .step import Replaced, TracedStep
 from .witness import check_constants, check_hooks, check_memory
@@ -43,6 +46,7 @@ def capture(
     device_type: str | None = None,
     stamp: bool = True,
     regions: bool = False,
+    precision: Precision = AS_IS,
 ) -> Captured:
     """Capture one training step of `model(*args, **kwargs)`.
 
@@ -67,6 +71,8 @@ def capture(
 
     With `regions`, nodes say in which calls of `torch.utils.checkpoint` they lie (`Node.region`).
 
+    Python sees parameters in the dtypes in which `precision` has them used; the graph's inputs name those at rest.
+
     Raises CaptureError (a ValueError) if the model cannot be traced, if an input is an empty batch, if no parameter
     gets a gradient although some require one, if two parameters overlap in memory, if the loss is not a floating
     scalar, or if Python does what a graph cannot hold: keep state from one call for the next, draw random numbers of
@@ -74,12 +80,13 @@ def capture(
     """
     kind = device_type or _own_device_type(model, args, kwargs)
     is_here = kind == HERE.type or torch.get_default_device().type != kind
+    traced = partial(_capture, model, args, dict(kwargs or {}), loss_fn, kind, regions=regions, precision=precision)
     with uncollected(), compat.autocast_of(kind), contextlib.nullcontext() if is_here else HERE:
         try:
-            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=stamp, regions=regions, lines=False)
+            return traced(stamp=stamp, lines=False)
         except Unlocated:
             # traced again, with the line of each operator, which takes twice the time
-            return _capture(model, args, dict(kwargs or {}), loss_fn, kind, stamp=False, regions=regions, lines=True)
+            return traced(stamp=False, lines=True)
 
 
 def _capture(
@@ -88,21 +95,18 @@ def _capture(
     kwargs: Mapping[str, Any],
     loss_fn: Callable[[Any], torch.Tensor] | None,
     device_type: str,
-    *,
-    stamp: bool,
-    regions: bool,
-    lines: bool,
-) -> Captured:
+    *, stamp: bool, regions: bool, lines: bool, precision: Precision,
+) -> Captured:  # fmt: skip
     """`capture`; with `lines`, refusals of operators say where they are in the model."""
     mode = compat.fake_mode()
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
     check_hooks(model)
     here = Here(device_type)
-    fakes = Fakes(mode, here, grad)
+    fakes = Fakes(mode, here, grad, precision)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
-    step = TracedStep(fakes.module(model), pairs, input_spec, loss_fn, here)
+    step = TracedStep(fakes.module(model), pairs, input_spec, loss_fn, here, precision)
     inputs = tuple(fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor))
     tied = {f"model.{a}": f"model.{b}" for a, b in canonical.items()}
     input_paths = [leaf.path for leaf in input_leaves if leaf.meta is not None]
@@ -158,7 +162,7 @@ def _capture(
         missing = _without_gradient(model, graph, step, inputs, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
     return Captured(
-        graph=graph,
+        graph=with_rest(graph, model),
         input_spec=input_spec,
         input_leaves=input_leaves,
         output_spec=outcome.spec,
@@ -172,6 +176,7 @@ def _capture(
         reads=step.witness.reads,
         pinned=step.outcomes.pinned,
         checkpoints=record.checkpoints,
+        precision=precision,
     )
 
 

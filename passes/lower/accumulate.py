@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.graph import WAIT, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import Layout, Replicate
+from autopar.ir.precision import CAST
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import distinct, reading
 
 ADD = "aten.add.Tensor"
 
-LINEAR = LAYOUT | {WAIT, ADD, "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor"}
+LINEAR = LAYOUT | {WAIT, ADD, CAST, "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor"}
 """Local operators of a tail."""
 
 MOVING = frozenset({"all_gather", "all_to_all", "shift", "rotate", "broadcast"})
@@ -43,13 +44,10 @@ class Accumulation:
 def accumulation(program: Program) -> Accumulation:
     """The parts of a program whose gradients of parameters are to be added up before they are reduced."""
     parameters = {i.target for i in program.inputs if i.role == "parameter"}
-    kept = [o for o in program.outputs if not (o.role == "gradient" and o.target in parameters)]
     reduced = [o for o in program.outputs if o.role == "gradient" and o.target in parameters]
-    others = {o.name for o in kept if o.name is not None}
-    results = {o.name for o in reduced if o.name is not None}
-    tail = _tail(program, results, others)
-    produced = {name for instruction in tail for name in instruction.outputs if name}
-    entering = [name for instruction in tail for name in instruction.inputs]
+    last = tail(program)
+    produced = {name for instruction in last for name in instruction.outputs if name}
+    entering = [name for instruction in last for name in instruction.inputs]
     entering += [o.name for o in reduced if o.name is not None]
     names = tuple(dict.fromkeys(name for name in entering if name not in produced))
     metas = dict(program.metas)
@@ -79,7 +77,7 @@ def accumulation(program: Program) -> Accumulation:
             program,
             inputs=tangents,
             forward=(),
-            backward=tuple(reading(i, pending) for i in tail),
+            backward=tuple(reading(i, pending) for i in last),
             saved=(),
             outputs=alone,
             metas=metas,
@@ -87,8 +85,14 @@ def accumulation(program: Program) -> Accumulation:
     )
 
 
-def _tail(program: Program, results: set[str], others: set[str]) -> tuple[Node, ...]:
-    """The linear instructions of backward, from the first collective of each on, that only `results` depend on."""
+def tail(program: Program) -> tuple[Node, ...]:
+    """The linear instructions of backward that only gradients of parameters depend on: those from the first collective
+    on, or from the cast before it that makes what is reduced narrower, so that sums are as wide as what is added up."""
+    parameters = {i.target for i in program.inputs if i.role == "parameter"}
+    results, others = set[str](), set[str]()
+    for o in program.outputs:
+        if o.name is not None:
+            (results if o.role == "gradient" and o.target in parameters else others).add(o.name)
     every = readers(program.backward)
     only: set[str] = set()
     linear: list[Node] = []
@@ -103,13 +107,18 @@ def _tail(program: Program, results: set[str], others: set[str]) -> tuple[Node, 
         ):
             only.update(named)
             linear.append(instruction)
-    tail: list[Node] = []
+    last: list[Node] = []
     within: set[str] = set()
     for instruction in reversed(linear):
-        if instruction.collective or not within.isdisjoint(instruction.inputs):
-            tail.append(instruction)
+        if instruction.collective or _narrows(instruction, program.metas) or not within.isdisjoint(instruction.inputs):
+            last.append(instruction)
             within.update(name for name in instruction.outputs if name)
-    return tuple(tail)
+    return tuple(last)
+
+
+def _narrows(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:
+    sizes = [metas[name].dtype.itemsize for name in (*instruction.inputs, *instruction.outputs)]
+    return instruction.op == CAST and sizes[0] > sizes[-1]
 
 
 def _is_linear(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:

@@ -207,7 +207,7 @@ class _Builder:
         return self.roots.alias(value, home)
 
     def _input(self, name: str, home: int, *, fixed: bool = False) -> Site:
-        graph_input = self.input_roles[name]
+        graph_input, meta = self.input_roles[name], self.graph.metas[name]
         reads: tuple[Read, ...] = ()
         if graph_input.role == "parameter" and graph_input.target in self.gradients:
             alias = self.roots.alias(self.gradients[graph_input.target], home)
@@ -217,7 +217,7 @@ class _Builder:
             kind=graph_input.role,
             reads=reads,
             makes=(name,),
-            meta=self.graph.metas[name],
+            meta=TensorMeta(meta.shape, graph_input.at_rest or meta.dtype),
             module=graph_input.target,
             backward=graph_input.role == "tangent",
             fixed=fixed,

@@ -8,7 +8,7 @@ from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_c
 from .choices import REPLICATED, SiteChoice
 from .collapse import from_root, to_root
 from .operator_layouts import operator_layouts, splits_of
-from .setting import Setting, operator_seconds
+from .setting import Setting, cast_seconds, operator_seconds, used_of
 from .sites import Option, Site
 
 
@@ -40,10 +40,12 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
     seconds = size = 0.0
     if site.kind == "parameter":
         local, optimizer = local_meta(site.meta, layout, setting.mesh), setting.optimizer
-        size = float(local.bytes)
+        used = used_of(setting, site, layout)
+        size = float(local.bytes + (used.bytes if used else 0))
         if site.reads:
             size += local.bytes + optimizer.bytes(local)
             seconds = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
+        seconds += cast_seconds(setting, local, used, bool(site.reads))
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
 
 

@@ -61,7 +61,7 @@ class ProblemBuilder:
         self.space = space
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
-        self.gradients = gradients_of(space.regions()) if space.micro_batches > 1 else frozenset()
+        self.gradients = gradients_of(space.regions()) if space.has_own_reductions else frozenset()
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Again.of(body) for body in space.bodies)
         self.switches = SwitchedTensors(self.tables, self.cost, self.moved, space.mesh)
@@ -69,6 +69,7 @@ class ProblemBuilder:
     def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
         """As `moved_of`, in a region of which there are so many copies."""
         moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.gradients)
+        moved = self.space.reduced(moved)
         return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:

@@ -5,12 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.redistribute import Acquired, Redistributor
 from autopar.ir.graph import WAIT, TensorMeta
-from autopar.ir.layout import Layout, Shape
+from autopar.ir.layout import Layout, Shape, local_meta
+from autopar.ir.precision import CAST
+from autopar.ir.program import COLLECTIVES
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import Emission, expands, fillings, local_program, local_shapes
 from autopar.ops.rule import Call, OpRule
@@ -48,13 +52,28 @@ class Setting:
     """Calls of a step, whose gradients are added up and reduced once."""
     holds: bool = False
     """Whether what forward gathers of parameters is kept from one micro-batch to the next."""
+    reduced_in: torch.dtype | None = None
+    """The dtype in which gradients of parameters are reduced, if not that in which they are computed."""
     memo: Memo = field(default_factory=Memo, repr=False)
 
     def __post_init__(self) -> None:
         """A setting derived from another one keeps its memo where all that it depends on is the same."""
-        of = self.mesh, self.cluster.device, self.optimizer, self.redistributor.links, self.metas
+        machine, training = (self.cluster.device, self.redistributor.links), (self.micro_batches, self.reduced_in)
+        of = self.mesh, machine, self.optimizer, self.metas, training
         if self.memo.of != of:
             object.__setattr__(self, "memo", Memo(of=of))
+
+    @property
+    def has_own_reductions(self) -> bool:
+        """Whether gradients of parameters are reduced less often than others, or in a dtype of their own."""
+        return self.micro_batches > 1 or self.reduced_in is not None
+
+    def reduced(self, moved: Moved) -> Moved:
+        """What is moved of a tensor: gradients of parameters in the dtype in which they are reduced."""
+        if self.reduced_in is None or not moved.is_gradient:
+            return moved
+        meta, before = TensorMeta(moved.meta.shape, self.reduced_in), moved.meta.dtype
+        return moved._replace(meta=meta, cast_from=None if before == self.reduced_in else before)
 
     def times(
         self, moved: Moved, phase: Sequence[Acquired], wanted: Sequence[tuple[Layout, bool]], *, late: bool
@@ -78,7 +97,16 @@ class Setting:
         for late, phase in enumerate(phases):
             times = self.times(moved, phase, wanted, late=bool(late))
             seconds += sum(n * item.route.seconds for n, item in zip(times, phase, strict=True))
-        return seconds
+        return seconds + self.reduction_cast_seconds(moved, phases)
+
+    def reduction_cast_seconds(self, moved: Moved, phases: Sequence[Sequence[Acquired]]) -> float:
+        """Of the casts of a gradient before its reductions."""
+        if moved.cast_from is None:
+            return 0.0
+        steps = [item.route.steps[0] for phase in phases for item in phase if item.route.steps]
+        layouts = dict.fromkeys(step.before for step in steps if step.kind in COLLECTIVES)
+        wide = [local_meta(moved.meta, layout, self.mesh) for layout in layouts]
+        return sum(_cast(self, TensorMeta(meta.shape, moved.cast_from), meta) for meta in wide)
 
 
 def operator_seconds(
@@ -123,6 +151,25 @@ def _share(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
         if on_axis.splits or on_axis.routes:
             share *= max(1.0, on_axis.period / rule.factors[on_axis.factor].size) / setting.mesh[axis]
     return share
+
+
+def used_of(setting: Setting, site: Site, layout: Layout) -> TensorMeta | None:
+    """A rank's part of a parameter at rest as it is cast to be used; None where it is used as it is."""
+    used = setting.metas[site.makes[0]]
+    return None if site.meta is None or used.dtype == site.meta.dtype else local_meta(used, layout, setting.mesh)
+
+
+def cast_seconds(setting: Setting, local: TensorMeta, used: TensorMeta | None, trained: bool) -> float:
+    """Of the casts of a parameter in a step, each time that it is used, and of its gradient at the end."""
+    seconds = 0.0 if used is None else setting.micro_batches * _cast(setting, local, used)
+    reduced = setting.reduced_in or (used or local).dtype
+    if trained and reduced != local.dtype:
+        seconds += _cast(setting, TensorMeta(local.shape, reduced), local)
+    return seconds
+
+
+def _cast(setting: Setting, source: TensorMeta, result: TensorMeta) -> float:
+    return setting.cluster.device.operator_seconds(CAST, [source], [result], 0.0)
 
 
 def emission_seconds(setting: Setting, emission: Emission, call: Call, rule: OpRule, choice: SiteChoice) -> float:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
 from autopar.solve.problem import unions_of
@@ -26,6 +28,8 @@ class Moved(NamedTuple):
     """How many copies of a repeat share it."""
     is_gradient: bool = False
     """Whether only parameters and sums of their gradients read it, so that it is reduced once a step."""
+    cast_from: torch.dtype | None = None
+    """The dtype in which such a gradient is computed, where `meta` says that it is reduced in another one."""
 
 
 def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..record import LIMIT_WORDS, ParameterPlan, Record
 from ..rendering import rendered, tables
 from ..texts import bytes_text, seconds_text
-from ..training import micro_batches_text, recompute_text
+from ..training import micro_batches_text, precision_text, recompute_text
 
 
 def full_text(plan: Record, width: int) -> str:
@@ -34,6 +34,7 @@ def full_text(plan: Record, width: int) -> str:
         limit_text(plan),
         *recomputed(plan),
         *_pinned(plan),
+        *(f"precision: {text}" for text in precision_text(plan.training, plan.held_in)),
         *(f"micro-batches: {text}" for text in micro_batches_text(plan.training)),
         *(f"made again in backward: {text}" for text in recompute_text(plan.training, plan.checkpoints)),
         "",

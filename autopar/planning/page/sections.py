@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..provenance import EDITED, Candidate
 from ..record import Record
 from ..texts import digits, listed, short_bytes, short_seconds
-from ..training import micro_batches_text, recompute_text
+from ..training import micro_batches_text, precision_text, recompute_text
 from .full import recomputed
 from .placements import MOST_ROWS, Row, input_rows, joined, parameter_rows
 from .words import legend
@@ -63,6 +63,8 @@ def verdict(plan: Record) -> Iterator[tuple[str, str]]:
     if plan.constraints:
         pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
         yield "pinned", ", ".join(pins)
+    for text in precision_text(plan.training, plan.held_in):
+        yield "dtypes", text
     for text in micro_batches_text(plan.training):
         yield "micros", text
     for text in recompute_text(plan.training, plan.checkpoints):

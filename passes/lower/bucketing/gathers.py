@@ -7,6 +7,7 @@ while the bucket before it is computed with.
 from collections.abc import Sequence
 
 from autopar.ir.graph import WAIT, Node
+from autopar.ir.precision import CAST
 from autopar.ir.program import GATHERED, LAYOUT
 
 from .packing import Bucket, BucketWriter
@@ -39,7 +40,7 @@ class _Lazy:
     def __init__(self, writer: BucketWriter, instructions: Sequence[Node], parameters: set[str]) -> None:
         self.writer, self.instructions = writer, instructions
         self.producer = {name: i for i in instructions for name in i.outputs if name}
-        head: set[str] = set()  # values of one parameter, by way of gathers and layouts
+        head: set[str] = set()  # values of one parameter, by way of casts, gathers and layouts
         self.depth: dict[str, int] = {}
         """Gather -> gathers of the same parameter before it."""
         self.delayed: set[str] = set()
@@ -52,7 +53,7 @@ class _Lazy:
                 self.depth[name] = depths[source]
                 depths[name] = depths[source] + 1
                 head.add(name)
-            elif instruction.op in LAYOUT and from_parameter:
+            elif (instruction.op in LAYOUT or instruction.op == CAST) and from_parameter:
                 depths[name] = depths[source]
                 head.add(name)
             elif instruction.op == WAIT or (instruction.op in LAYOUT and source in self.delayed):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.ir.graph import WAIT, Node, readers
+from autopar.ir.precision import CAST
 from autopar.ir.program import LAYOUT, REDUCED
 
 from .packing import Bucket, BucketWriter
@@ -53,7 +54,7 @@ class _Tail:
         only: set[str] = set()
         for instruction in reversed(instructions):
             name = instruction.outputs[0]
-            movable = instruction.op in LAYOUT or instruction.op == WAIT
+            movable = instruction.op in LAYOUT or instruction.op in (CAST, WAIT)
             movable |= instruction.collective in REDUCED
             used = name in gradients or name in every
             if movable and used and all(reader.outputs[0] in only for reader in every.get(name, ())):
