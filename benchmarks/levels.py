@@ -27,10 +27,9 @@ from grouping.level import at_level, operator_level
 from torch import nn
 
 from autopar.planning.planner import Planner
-from autopar.planning.solving import priced
 from autopar.solve import TooWide, solve
 from autopar.solve.ilp import solve_ilp
-from autopar.solve.pricing import Library
+from autopar.solve.pricing import Library, priced_at
 from autopar.solve.problem import Problem, Score, Solution, evaluate
 
 ROOT = Path(__file__).parent.parent
@@ -149,7 +148,7 @@ def largest_table(problem: Problem) -> int | None:
 
 def optimum(problem: Problem, price: float) -> Solution:
     """With memory paid for in seconds; as an integer program where message passing finds nothing."""
-    weighed = priced(problem, price)
+    weighed = priced_at(problem, price)
     try:
         return solve(weighed, "dp")
     except TooWide:

@@ -18,9 +18,9 @@ from test_solve import random_problem, variable
 
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.codegen.program import codegen
-from autopar.planning.solving import priced
 from autopar.solve import SOLVERS, solve
 from autopar.solve.presolve import Presolved, presolved
+from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -306,7 +306,7 @@ def test_blocks_lose_nothing_and_are_fewer(name: str, mesh: dict[str, int], clus
         assert made.option_count < (0.95 if limited else 0.8) * problem.option_count
         for price in PRICES if limited else PRICES[:1]:
             price *= fastest.seconds / fastest.bytes
-            there, here = (solve(priced(p, price), "dp") for p in (problem, made))
+            there, here = (solve(priced_at(p, price), "dp") for p in (problem, made))
             assert here.score.objective == pytest.approx(there.score.objective, rel=1e-9)
 
 

@@ -143,9 +143,9 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_the_time_that_is_left_is_that_of_what_was_computed() -> None:
     told: list[tuple[float, str]] = []
     progress = Progress(report=lambda part, what: told.append((part, what)), total=10.0)
-    progress.told("one")
+    progress.told("one", 4.0)
     progress.done, progress.computed, progress.seconds = 4.0, 2.0, 100.0  # the other 2 were kept
-    progress.told("two")
+    progress.told("two", 2.0)
     assert told == [(0.0, "one"), (0.4, "two, about 5 min left")]
 
 

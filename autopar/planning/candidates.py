@@ -12,6 +12,7 @@ from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.passes import Flow
+from autopar.passes.segments.facts import fingerprint
 from autopar.profile.database import ProgramRow
 from autopar.profile.programs import Costs, Measure, Order, segment_programs, structure
 
@@ -194,11 +195,12 @@ class Candidates:
             measurement = self.phases.timed("measure", self.measure, order)
             self.phases["measure"] -= measurement.compile_seconds
             self.phases["compile"] += measurement.compile_seconds
+            copies = (repeat.copies[0] for repeat in planner.segments.repeats)
             about = {
                 "model": plan.model,
                 "mesh": ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
                 "label": plan.solver,
-                "fingerprint": planner.fingerprints,
+                "fingerprint": " ".join(fingerprint(planner.captured.graph, copy) for copy in copies),
             }
             optimizer, moved = planner.optimizer.name, moved_bytes(planner, program)
             row = self.phases.timed("compose", self.costs.keep, program, measurement, optimizer, moved, about)

@@ -16,7 +16,7 @@ from autopar.solve import SOLVERS, TooWide
 from autopar.solve.effort import Effort, Purse
 
 from .beside import together
-from .options import Axes, Options, taken
+from .options import Axes, Options, coarser_axes, one_by_one, taken
 from .progress import Stage
 from .solving import Solved, Solves
 from .starts import by_blocks
@@ -50,26 +50,12 @@ class Descent:
 
     def axes(self) -> list[Axes]:
         """The axes of more than one rank, one by one, the slowest first."""
-        return self._slowest_first((axis,) for axis, ranks in enumerate(self.space.mesh) if ranks > 1)
-
-    def _slowest_first(self, groups: Iterable[Axes]) -> list[Axes]:
-        links = self.space.redistributor.links
-        return sorted(groups, key=lambda axes: min(links[axis].bytes_per_second for axis in axes))
-
-    def _coarser(self) -> list[list[Axes]]:
-        """The axes of coarser meshes, in which two neighbours are one axis."""
-        wide = [axis for axis, ranks in enumerate(self.space.mesh) if ranks > 1]
-        if len(wide) < 3:
-            return []
-        return [
-            self._slowest_first([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])])
-            for at in range(len(wide) - 1)
-        ]
+        return one_by_one(self.space)
 
     def starts(self) -> dict[str, Callable[[], Solved]]:
         """Name of a start -> the descent from there. Where all is replicated, slow axes are freed first; where blocks
         have split the fastest axis, last, so that the first axes to be freed see how the others split."""
-        axes, coarser = self.axes(), self._coarser()
+        axes, coarser = self.axes(), coarser_axes(self.space)
 
         def one() -> Purse:
             return self.purse(self.effort.descents / (2 + len(coarser)))
@@ -172,17 +158,15 @@ class Descent:
     def _freed(
         self, current: dict[str, list[SiteChoice]], axes: Axes, price: float, best: Solved | None, purse: Purse
     ) -> Solved:
-        """The solution with one axis free, beside the choices on the others that are taken now. Where these differ from
-        copy to copy and are too many, beside those of middle copies; if that is too wide, too, `best`, which is better
-        than what a cheaper way of solving would find."""
-        options, last_resort = self.options, best is None
+        """The solution with one axis free, beside the choices on the others that are taken now; where these differ from
+        copy to copy and are too many, beside those of middle copies; and where that is too wide, too, `best`, which is
+        better than what a cheaper way of solving would find."""
         middle = current if best is None else taken(self.space, best.assignment, in_middle=True)
         for beside in (current, middle) if middle != current else (current,):
-            allowed = {name: options.free(options.sites[name], choices, axes) for name, choices in beside.items()}
+            allowed = {n: self.options.free(self.options.sites[n], choices, axes) for n, choices in beside.items()}
+            is_first = best is None
             try:
-                return self.solve(
-                    allowed, self.steps, price=price, bounded=False, last_resort=last_resort, purse=purse
-                )
+                return self.solve(allowed, self.steps, price=price, bounded=False, last_resort=is_first, purse=purse)
             except TooWide as error:
                 self.log(f"{error}: this axis stays as it is beside {sum(map(len, beside.values()))} choices")
         assert best is not None

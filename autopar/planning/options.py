@@ -18,6 +18,26 @@ Axes = tuple[int, ...]
 """An axis, or several that choose alike."""
 
 
+def one_by_one(space: Space) -> list[Axes]:
+    """The axes of more than one rank, one by one, the slowest first."""
+    return _slowest_first(space, ((axis,) for axis, ranks in enumerate(space.mesh) if ranks > 1))
+
+
+def coarser_axes(space: Space) -> list[list[Axes]]:
+    """The axes of coarser meshes, in which two neighbours are one axis, the slowest first."""
+    wide = [axis for axis, ranks in enumerate(space.mesh) if ranks > 1]
+    if len(wide) < 3:
+        return []
+    pairs = range(len(wide) - 1)
+    groups = ([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])] for at in pairs)
+    return [_slowest_first(space, of_mesh) for of_mesh in groups]
+
+
+def _slowest_first(space: Space, groups: Iterable[Axes]) -> list[Axes]:
+    links = space.redistributor.links
+    return sorted(groups, key=lambda axes: min(links[axis].bytes_per_second for axis in axes))
+
+
 def unique_sites(space: Space) -> dict[str, Site]:
     """Name -> site; a border site of two regions appears once."""
     return {name: site for region in space.regions() for name, site in region.sites.items()}

@@ -25,7 +25,6 @@ from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.passes import SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
-from autopar.passes.segments.facts import fingerprint
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
@@ -151,11 +150,6 @@ class Planner:
         other.costs, other.writer, other.operators = costs, self.writer, TimelineCache(placements=self.memory)
         other._gather()
         return other
-
-    @property
-    def fingerprints(self) -> str:
-        """Of the model's repeated segments."""
-        return " ".join(fingerprint(self.captured.graph, repeat.copies[0]) for repeat in self.segments.repeats)
 
     @property
     def kind_of_device(self) -> str:

@@ -11,6 +11,7 @@ from autopar.passes.space.space import Space
 from autopar.solve import TooWide, solve
 from autopar.solve.effort import Effort, Meter, Purse
 from autopar.solve.presolve import presolved
+from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Problem, Score, Solution, evaluate, in_runs
 
 
@@ -103,7 +104,7 @@ class Solves:
     ) -> Solved:
         recompute = self.recompute and (bytes_limit is not None or (price > 0 and (narrow or not self.is_wide)))
         problem, decoder = self.builder.build(allowed, recompute=recompute)
-        weighed = priced(problem, price) if price else problem
+        weighed = priced_at(problem, price) if price else problem
         if narrow or (recompute and bytes_limit is None):
             effort = meter.effort
             meter.effort = replace(effort, message_entries=0.0)
@@ -115,7 +116,7 @@ class Solves:
                 self.is_wide = True
                 problem, decoder = self.builder.build(allowed)
                 meter.effort = effort
-                solution = self._solution(priced(problem, price), solver, bytes_limit, bounded, last_resort, meter)
+                solution = self._solution(priced_at(problem, price), solver, bytes_limit, bounded, last_resort, meter)
             finally:
                 meter.effort = effort
         else:
@@ -145,18 +146,3 @@ class Solves:
                     raise
                 self.log(f"{error}; by {after}:")
         return replace(solution, choice=fewer.expand(solution.choice))
-
-
-def priced(problem: Problem, price: float) -> Problem:
-    """The problem with memory paid for in seconds, `price` a byte."""
-    return Problem(
-        branch=problem.branch,
-        variables=tuple(
-            replace(v, seconds=tuple(s + price * b for s, b in zip(v.seconds, v.bytes, strict=True)))
-            for v in problem.variables
-        ),
-        tensors=tuple(
-            replace(t, costs={state: (s + price * b, b) for state, (s, b) in t.costs.items()}) for t in problem.tensors
-        ),
-        repeats=tuple(replace(r, body=priced(r.body, price)) for r in problem.repeats),
-    )

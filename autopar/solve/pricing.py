@@ -365,3 +365,17 @@ class Pricing:
         keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
         assigned, _ = border_pairs(repeat, keep)
         return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep], price)
+
+def priced_at(problem: Problem, price: float) -> Problem:
+    """The problem with memory paid for: `price` seconds a byte."""
+    return Problem(
+        branch=problem.branch,
+        variables=tuple(
+            replace(v, seconds=tuple(s + price * b for s, b in zip(v.seconds, v.bytes, strict=True)))
+            for v in problem.variables
+        ),
+        tensors=tuple(
+            replace(t, costs={state: (s + price * b, b) for state, (s, b) in t.costs.items()}) for t in problem.tensors
+        ),
+        repeats=tuple(replace(r, body=priced_at(r.body, price)) for r in problem.repeats),
+    )
