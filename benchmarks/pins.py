@@ -1,9 +1,10 @@
-"""No better plan by pinning: `python benchmarks/pins.py [--changes N] [--json FILE]`.
+"""No better plan by pinning: `python benchmarks/pins.py [--model hf:GPT2Config --set n_layer=12] [--changes N] ...`.
 
-The plan of README's 7B Llama is compared with those that a person might try instead: for each parameter of a layer and
-outside of layers, and each placement on the mesh that it can take at rest, the plan with that pin. Then, at random
-(fixed seed), one to eight sites of the free plan are changed to other options, and the steps of what comes out are
-predicted by the timeline of the program of few copies. A table says the step of the free plan, and what was shorter.
+The plan of README's 7B Llama, or of another model, is compared with those that a person might try instead: for each
+parameter of a layer and outside of layers, and each placement on the mesh that it can take at rest, the plan with that
+pin. Then, at random (fixed seed), one to eight sites of the free plan are changed to other options, and the steps of
+what comes out are predicted by the timeline of the program of few copies. A table says the step of the free plan, and
+what was shorter.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,21 +26,21 @@ GAIN = 1e-3
 """A step is shorter if it is by this part."""
 
 
-def planner_of(layers: int) -> Any:
+def planner_of(options: argparse.Namespace) -> Any:
     from autopar.cli.loading import load
     from autopar.planning.planner import Planner
 
-    model = load("hf:LlamaConfig", {"num_hidden_layers": layers}, batch=64, sequence=4096, dtype="bfloat16")
-    return Planner(model.model, MESH, kwargs=model.kwargs, cluster="dgx-h100")
+    settings = {name: json.loads(value) for name, value in (one.split("=", 1) for one in options.set)}
+    model = load(options.model, settings, batch=options.batch, sequence=options.seq, dtype="bfloat16")
+    return Planner(model.model, MESH, kwargs=model.kwargs, cluster=options.cluster)
 
 
 def pins(planner: Any) -> list[dict[str, dict[str, str]]]:
     """A pin of each placement on all axes for each parameter, those of all copies of a layer at once."""
     graph, every = planner.captured.graph, []
-    names = {"model.layers.*." + n.split(".", 3)[3] if n.startswith("model.layers.") else n for n in graph.parameters}
-    for name in sorted(names):
-        shape = graph.metas[graph.parameters[name.replace("*", "0")]].shape
-        texts = ("R", *(f"S({dim})" for dim in range(len(shape))))
+    names = {re.sub(r"\.\d+(?=\.)", ".*", name): value for name, value in graph.parameters.items()}
+    for name, value in sorted(names.items()):
+        texts = ("R", *(f"S({dim})" for dim in range(len(graph.metas[value].shape))))
         for placements in itertools.product(texts, repeat=len(MESH)):
             every.append({name: dict(zip(MESH, placements, strict=True))})
     return every
@@ -96,12 +98,16 @@ def changed(planner: Any, free: Any, number: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", default="hf:LlamaConfig")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of the model's configuration")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--cluster", default="dgx-h100")
     parser.add_argument("--changes", type=int, default=200, help="how many random changes are tried")
     parser.add_argument("--only", nargs="*", help="parameters that are pinned, such as lm_head.weight (none: all)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    planner = planner_of(options.layers)
+    planner = planner_of(options)
     free = planner.plan()
     print(f"free plan: {free.seconds * 1e3:.3f} ms, {free.bytes / 1e9:.2f} GB", flush=True)
     by_pin = pinned(planner, free, options.only)
