@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.masks import without_masks
 from autopar.passes.masks.known import Known
+from autopar.passes.space.choices import SiteChoice
 from autopar.planning.capturing import captured_for_planning
 from autopar.planning.planner import Planner
 from autopar.testing.plans import random_assignment
@@ -242,6 +244,33 @@ def test_models_with_and_without_padding(name: str, masked: str | None) -> None:
         there = torch.arange(LENGTH) < torch.tensor([8, 3, 5, 6])[:, None]
         batch["attention_mask"] = (there if masked == "right" else there.flip(-1)).long()
     same_on_random_plans(hf_case(name, **batch), 2, 1e-5)  # norms and losses are in float32
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_joins_parts_is_made_where_it_is_read(ranks: int) -> None:
+    """The table of rotations joins two halves. A split of it is none of the halves, of which the last ranks would have
+    nothing: whatever a site that reads what is made takes, the program computes what the model does."""
+    tokens = torch.randint(1, 32, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    config = hf.Qwen3Config(**SMALL, num_hidden_layers=2, num_key_value_heads=2, head_dim=4)
+    batch = {"input_ids": tokens, "labels": tokens}
+    case = Case(model=hf.Qwen3ForCausalLM(config).double(), batch=lambda step: ((), batch))
+    planner = Planner(case.model, {"a": ranks}, (), batch)
+    whole, expected, space = planner.assignment(planner.plan(solver="ddp")), eager(case), planner.space
+    tried = 0
+    for number, region in enumerate(space.regions(), -1):
+        for site in region.sites.values():
+            if site.kind != "op" or all(read.alias.root not in space.making.sites for read in site.reads):
+                continue
+            for choice in site.choices[ranks]:
+                if str(choice) != "S3%4":
+                    continue
+                changed = {site.name: SiteChoice((choice,), "")}
+                rest = whole.rest | changed if number < 0 else whole.rest
+                copies = [[one | changed for one in of] if at == number else of for at, of in enumerate(whole.copies)]
+                program = codegen(space, replace(whole, rest=rest, copies=tuple(map(tuple, copies))))
+                tried += 1
+                assert_same(simulated(program, planner.captured, case), expected, 1e-9)
+    assert tried
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -116,7 +116,10 @@ class Making:
                 if placement == REPLICATE:
                     axes.append(REPLICATED)
                 elif isinstance(placement, Split) and (digit := rule.output_factor(position, placement)) is not None:
-                    axes.append(AxisChoice("S", *digit))
+                    factor, period = digit
+                    # a part beyond the end of what is joined would lie in the middle of the result
+                    if period <= rule.factors[factor].size or not rule.factors[factor].even:
+                        axes.append(AxisChoice("S", factor, period))
             if len(axes) == len(layout):
                 found.append(SiteChoice(tuple(axes)))
         return found
