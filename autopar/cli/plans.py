@@ -45,6 +45,11 @@ def add(app: typer.Typer) -> None:
     app.command("check", rich_help_panel="Plans")(check_command)
 
 
+def _precision(param_dtype: str | None, reduce_dtype: str | None) -> dtypes.Precision:
+    """What was typed as a policy, which says what is no dtype."""
+    return dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+
+
 @common.reports_bad_input
 def plan_command(
     model: common.Model,
@@ -96,7 +101,7 @@ def plan_command(
             effort=effort,
             recompute=recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches,
-            precision=dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),  # type: ignore[arg-type]
+            precision=_precision(param_dtype, reduce_dtype),
         )
     plan = loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
@@ -147,7 +152,7 @@ def compare_command(
             constraints=common.constraints(pin or []),
             recompute=recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches,
-            precision=dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),  # type: ignore[arg-type]
+            precision=_precision(param_dtype, reduce_dtype),
             report=tell,
         )
     if figure is not None:
@@ -215,7 +220,7 @@ def simulate_command(
             constraints=common.constraints(pin or []),
             recompute=recompute,  # type: ignore[arg-type]
             micro_batches=micro_batches,
-            precision=dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),  # type: ignore[arg-type]
+            precision=_precision(param_dtype, reduce_dtype),
         )
     timeline, used = simulation.timeline, simulation.plan
     if trace is not None:

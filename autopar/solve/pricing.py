@@ -366,6 +366,7 @@ class Pricing:
         assigned, _ = border_pairs(repeat, keep)
         return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep], price)
 
+
 def priced_at(problem: Problem, price: float) -> Problem:
     """The problem with memory paid for: `price` seconds a byte."""
     return Problem(
