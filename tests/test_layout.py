@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import networkx
 import pytest
@@ -351,16 +352,25 @@ def test_a_route_sends_what_it_is_priced_for(mesh: Shape) -> None:
         assert route.seconds == pytest.approx(sum(map(rates.step_seconds, route.steps)), rel=1e-12)
         links = sum(collective_seconds(s.kind, s.bytes, rates.links[s.axis]) for s in route.steps if s.kind != "slice")
         assert links <= route.seconds
-        copied = sum(s.copied_bytes for s in route.steps)
+        copied = sum(s.copies.bytes for s in route.steps)
         assert copied >= copied_bytes_of(program)
+        assert sum(s.copies.operators for s in route.steps) == operators_of(program)
         if all(s.kind != "slice" for s in route.steps):
             assert copied == copied_bytes_of(program)
 
 
 def copied_bytes_of(program: Program) -> float:
     """What the operators of a program read and write: its seconds on a device that moves a byte a second."""
-    named = named_cluster(None, device_type="cpu").device
-    device = replace(named, memory_bytes_per_second=1.0, memory_efficiency=((1.0, 1.0),), seconds_per_op=0.0, ratios={})
+    return local_seconds(program, memory_bytes_per_second=1.0, memory_efficiency=((1.0, 1.0),), seconds_per_op=0.0)
+
+
+def operators_of(program: Program) -> float:
+    """The operators of a program that are no views: its seconds on a device on which each takes a second."""
+    return local_seconds(program, memory_bytes_per_second=math.inf, seconds_per_op=1.0)
+
+
+def local_seconds(program: Program, **rates: Any) -> float:
+    device = replace(named_cluster(None, device_type="cpu").device, ratios={}, **rates)
     local = LocalOperators(program, device, {}, PlacementCache())
     total = 0.0
     for instruction in program.forward:

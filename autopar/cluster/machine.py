@@ -106,6 +106,10 @@ class Device:
         """Seconds in which an operator reads and writes so many bytes."""
         return moved_bytes / self.memory_bytes_per_second / interpolated(self.memory_efficiency, moved_bytes)
 
+    def copying_seconds(self, moved_bytes: float, operators: float) -> float:
+        """Seconds of so many operators that together read and write so many bytes."""
+        return operators * self.seconds_per_op + self.moving_seconds(moved_bytes)
+
     def ratio(self, op: str) -> float:
         """The factor between an op's measured seconds and its roofline."""
         return self.ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)

@@ -39,21 +39,25 @@ from autopar.ir.layout import (
     padded_shape,
 )
 
-from .copies import copied_bytes
+from .copies import Copies, copies
+
+
+PACKING = 2
+"""Operators of a bucket that put its tensors side by side, and take them apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteStep:
     """`kind` is all_reduce, all_gather, reduce_scatter, all_to_all, or slice (local) on `axis`,
     between two layouts that differ on that axis alone. `bytes` is the larger of what a rank puts in
-    and gets out, padding included; `copied_bytes` is what operators beside it read and write (`copies`)."""
+    and gets out, padding included; `copies` are the operators beside it."""
 
     kind: str
     axis: int
     before: Layout
     after: Layout
     bytes: int
-    copied_bytes: int
+    copies: Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +267,7 @@ class Redistributor:
             kind = "all_to_all"
             if here.dim != there.dim:
                 put = got = put // given[there.dim] * taken[there.dim] * n
-        copied = copied_bytes(kind, axis, shape, itemsize, before, after, self.mesh)
+        copied = copies(kind, axis, shape, itemsize, before, after, self.mesh)
         return RouteStep(kind, axis, before, after, max(put, got), copied)
 
     def link_seconds(self, step: RouteStep, bucketed: bool = False) -> float:
@@ -279,13 +283,19 @@ class Redistributor:
         link = self.links[step.axis]
         if not bucketed:
             return collective_seconds(step.kind, step.bytes, link)
-        share = min(1.0, step.bytes / self.bucket_bytes[step.axis])
+        share = self._bucket_share(step)
         return (1.0 - self.hidden) * collective_seconds(step.kind, step.bytes, link, share)
+
+    def _bucket_share(self, step: RouteStep) -> float:
+        """The part of a bucket that a step's bytes fill."""
+        return min(1.0, step.bytes / self.bucket_bytes[step.axis])
 
     def step_seconds(self, step: RouteStep, bucketed: bool = False) -> float:
         """Seconds of one step: the collective, and the local copies that put chunks in order, or several tensors side
         by side in a bucket."""
-        copied = step.copied_bytes
-        if bucketed and step.kind not in ("slice", "all_reduce") and step.bytes < ALONE_BYTES:
-            copied = max(copied, 2 * step.bytes)
-        return self.link_seconds(step, bucketed) + self.device.moving_seconds(copied)
+        size, operators = step.copies.bytes, float(step.copies.operators)
+        if bucketed and step.kind != "slice" and step.bytes < ALONE_BYTES:
+            # laid side by side, and what comes back in parts of ranks is put together tensor by tensor
+            size += 2 * step.bytes
+            operators += PACKING * self._bucket_share(step) + (step.kind == "all_gather")
+        return self.link_seconds(step, bucketed) + self.device.copying_seconds(size, operators)

@@ -75,5 +75,6 @@ class Searches:
 
 
 def hidden_buckets(given: Redistributor, part: float, routes: Redistributor | None = None) -> Redistributor:
-    """Prices a part of the traffic in buckets at nothing, and takes the routes of another redistributor, if given."""
-    return Redistributor(given.mesh, given.links, given.device, part, routes=routes or given.routes)
+    """Prices a part of the traffic in buckets at nothing. The routes are those of another redistributor, or of `given`:
+    programs take these, whatever is hidden."""
+    return Redistributor(given.mesh, given.links, given.device, part, routes=routes or given.routes or given)
