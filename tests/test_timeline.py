@@ -209,7 +209,7 @@ def test_copies_of_what_travels_alone_are_those_of_the_program(preset: str) -> N
 
 @pytest.mark.parametrize("solver", ["dp", "fsdp", "ddp", "megatron", "meshslice"])
 def test_what_travels_in_buckets_takes_the_operators_that_it_is_priced_for(solver: str) -> None:
-    """Small tensors take more launches than bytes: each gathered one is put together from the ranks' parts by itself."""
+    """Small tensors take more launches than bytes: each gathered one is put together from ranks' parts by itself."""
     planner = captured("gpt2").on({"dp": 4, "tp": 2}, "dgx-h100")
     plan = planner.plan(solver=solver)
     local_seconds = plan.account.compute_seconds + plan.account.copy_seconds

@@ -41,7 +41,6 @@ from autopar.ir.layout import (
 
 from .copies import Copies, copies
 
-
 PACKING = 2
 """Operators of a bucket that put its tensors side by side, and take them apart."""
 
