@@ -15,12 +15,11 @@ from autopar.passes import Flow
 from autopar.passes.space.problem import Assignment
 from autopar.solve.problem import Infeasible
 
-from .account import least_seconds
+from .account import account, least_seconds
 from .beside import beside
 from .known import Known
 from .own import Own
 from .plan import Plan
-from .presets import PRESETS
 from .request import Request
 from .rivals import Rival, Rivals
 from .search import Search, SearchResult
@@ -38,13 +37,16 @@ Describe = Callable[[SearchResult, Request], Plan]
 OWN = "search"
 """The name of the search's own result among its rivals."""
 
+AGAIN = "search again"
+"""The name of the best near another one, where more or less of the traffic in buckets is hidden."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimated:
     """A rival with the seconds of its step, estimated from a program of few copies."""
 
     name: str
-    result: SearchResult
+    solved: Solved
     seconds: float
 
 
@@ -72,66 +74,89 @@ class Choice:
                 return None
         with (
             self._bounding(search, bounded) as bound,
-            beside(lambda: self.rivals.find(cheapest, request), worthwhile=search.is_large) as find,
+            beside(lambda: self.rivals.of_presets(request), worthwhile=search.is_large) as find,
         ):
             own, error = self.flow.timed("search", self.own.within, search)
+            self.known = Known(self.steps)
+            found = [] if own is None else self._with_near(self._in_few(OWN, own, request.bytes_limit), request)
             self.bound = self.flow.timed("bound", bound)
-            hidden, self.rivals.presets = self.flow.timed("others", find)
-        others, self.known = [*hidden, *self.rivals.presets], Known(self.steps)
-        rivals = self._estimated(own, others, replace(request, stage=request.stage.comparing))
+            presets = self.rivals.presets = self.flow.timed("others", find)
+        rivals = self._estimated(found, presets, replace(request, stage=request.stage.comparing))
+        if rivals and rivals[0] not in found:
+            rivals = self._with_near(rivals[0], request) + rivals[1:]
         if error is not None and not rivals and (limit := request.bytes_limit) is not None:
-            raise self.own.least(error, limit, (other.assignment for _, other in others))
+            raise self.own.least(error, limit, (other.assignment for _, other in presets))
         plan = self._best_of(rivals, search, request, error)
-        free = {name: other.assignment for name, other in others} if request.bytes_limit is None else {}
+        free = {name: other.assignment for name, other in presets} if request.bytes_limit is None else {}
         plan = self.known.added(plan, free)
-        bound_seconds = max(0.0 if own is None else own.lower_bound, self.bound)
         seconds = time.perf_counter() - self.started
-        return replace(plan, lower_bound_seconds=bound_seconds, solve_seconds=seconds)
+        return replace(plan, lower_bound_seconds=self.bound, solve_seconds=seconds)
 
     def _bounding(self, search: Search, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
         known = self.bound
         return search.bounding(bounded) if known is None else nullcontext(lambda: known)
 
-    def _estimated(self, own: SearchResult | None, others: Sequence[Rival], request: Request) -> list[Estimated]:
-        """The search's own result and those of the others that may have a shorter step, under the limit, the shortest
+    def _with_near(self, rival: Estimated, request: Request) -> list[Estimated]:
+        """A rival, and before it the best near it, if that has a shorter step: what a descent finds with less of the
+        traffic in buckets hidden, or with more."""
+        priced, best = account(self.space, rival.solved.assignment), rival
+        if priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
+            return [rival]
+        first = () if rival.name == OWN else ((self.effort.hidden_part,),)
+        for parts in (*first, *self.effort.hidden_parts):
+            for part in parts:
+                near = None if self.effort.is_over else self.rivals.near(part, best.solved, request)
+                if near is None or near.assignment in (best.solved.assignment, rival.solved.assignment):
+                    break
+                other = self._in_few(AGAIN, near, request.bytes_limit, best.seconds)
+                if other.seconds >= best.seconds * (1 - self.effort.gain):
+                    break
+                best = other
+            if best is not rival:
+                self.known.tell(AGAIN, best.seconds, "estimated")
+                return [best, rival]
+        self.known.forget(AGAIN)
+        return [rival]
+
+    def _estimated(self, own: list[Estimated], presets: Sequence[Rival], request: Request) -> list[Estimated]:
+        """The search's own results and those of the presets that may have a shorter step, under the limit, the shortest
         estimated step first."""
-        limit = request.bytes_limit
-        found = [] if own is None else [self._in_few(OWN, own, limit, math.inf)]
-        presets: list[Assignment] = []
-        cheapest_first = sorted(others, key=lambda item: item[1].score.objective)
-        for (name, other), stage in zip(cheapest_first, request.stage.parts(len(others)), strict=True):
-            if self.effort.is_over and own is not None and other.score.objective >= own.score.objective:
+        limit, found = request.bytes_limit, [*own]
+        tried: list[Assignment] = []
+        cheapest_first = sorted(presets, key=lambda item: item[1].score.objective)
+        for (name, other), stage in zip(cheapest_first, request.stage.parts(len(presets)), strict=True):
+            if self.effort.is_over and own and other.score.objective >= own[-1].solved.score.objective:
                 continue  # what remains is to see that no preset is better by the prices
             least = min((one.seconds for one in found), default=math.inf)
-            if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in presets:
+            if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in tried:
                 self.known.tell(name, bound, "at least")
                 continue
-            if own is None and limit is not None and self._is_far(other, limit):
-                continue
-            if name in PRESETS and limit is not None:
-                presets.append(other.assignment)
+            if limit is not None:
+                if not own and self._is_far(other, limit):
+                    continue
+                tried.append(other.assignment)
                 asked = replace(request, stage=stage)
                 if (within := self.rivals.preset_within(name, other, asked, least, self.known)) is None:
                     continue
                 other = within
-            if all(other.assignment != one.result.assignment for one in found):
+            if all(other.assignment != one.solved.assignment for one in found):
                 found.append(self._in_few(name, other, limit, least))
         return sorted(found, key=lambda one: one.seconds)
 
-    def _is_far(self, other: SearchResult, limit: float) -> bool:
+    def _is_far(self, other: Solved, limit: float) -> bool:
         """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
         return self.steps.peaks_of(limit).estimate(other.assignment) > limit * (1 + self.effort.limit_near)
 
-    def _in_few(self, name: str, result: SearchResult, limit: float | None, least: float) -> Estimated:
+    def _in_few(self, name: str, solved: Solved, limit: float | None, least: float = math.inf) -> Estimated:
         """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""
-        sure, assignment = 1 - self.effort.unsure, result.assignment
+        sure, assignment = 1 - self.effort.unsure, solved.assignment
         seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
         # what is written in parts saves no more than what is exposed
         if (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least:
             seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
         self.known.tell(name, seconds, "estimated")
-        return Estimated(name=name, result=result, seconds=seconds)
+        return Estimated(name=name, solved=solved, seconds=seconds)
 
     def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request, error: Infeasible | None) -> Plan:
         """The plan with the shortest step. How far the estimate of the first was off says how far others may be. Raises
@@ -141,12 +166,13 @@ class Choice:
             if best is not None and (self.effort.is_over or rival.seconds * (1 - doubt) > best.seconds):
                 break
             try:
-                result = self.flow.timed("search", self.own.confirmed, search) if rival.name == OWN else rival.result
+                solved = self.flow.timed("search", self.own.confirmed, search) if rival.name == OWN else rival.solved
             except DoesNotFit as raised:
                 error = raised
                 continue
+            result = self.searches.found(solved)
             plan = self.known.described(self.flow.timed("describe", self.describe, result, request), rival.name)
-            if result.assignment == rival.result.assignment and plan.seconds:
+            if solved.assignment == rival.solved.assignment and plan.seconds:
                 wrong = abs(rival.seconds / plan.seconds - 1)
                 doubt = min(doubt, max(self.effort.least_doubt, self.effort.doubt_rise * wrong))
             logger.info("%s: a step of %.3f ms, %d bytes", rival.name, plan.seconds * 1e3, plan.bytes)

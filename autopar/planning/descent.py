@@ -119,7 +119,8 @@ class Descent:
         return self.descend(taken(self.space, start.assignment), self.axes(), purse=purse)
 
     def at_price(self, price: float, start: Solved, purse: Purse) -> Solved:
-        return self.descend(taken(self.space, start.assignment), self.axes(), price, purse=purse)
+        start_options = taken(self.space, start.assignment, in_middle=True)
+        return self.descend(start_options, self.axes(), price, purse=purse)
 
     def descend(
         self,

@@ -70,6 +70,18 @@ class Limit:
         """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
         return self._within_limit(sure=sure) if self._is_over(self.cheapest) else self.cheapest
 
+    def near(self, kept: Solved, further: Solved) -> Solved:
+        """The best mixture of the options of two solutions that keeps the limit, by estimated peaks; `kept` keeps it.
+        Raises `Infeasible` if there is none."""
+        if kept.price == 0.0 and not self._is_over(further):
+            return further
+        pool = _Pool(self.descent, kept, self.allowed)
+        pool.add(further)
+        mixed = self._mixed(pool, self._excess(kept), self.descent.purse(self.effort.limit))
+        if not mixed:
+            raise Infeasible(f"no mixture of two plans keeps {self.aim:.0f} bytes")
+        return min(mixed, key=lambda solved: solved.score.objective)
+
     def confirmed(self, best: Solved) -> Solved:
         """`best` if its exact peak keeps the limit, or the best whose exact peak does. If a peak is over, the next
         round aims below the limit by as much; the last round estimates nothing."""
@@ -100,7 +112,7 @@ class Limit:
         if alone is not None:
             pool.add(alone[0])
         excess, bound = self._generate(pool, purse, sure=sure)
-        kept = self._mixed(pool, excess, purse)
+        kept = self._mixed(pool, excess, self.descent.purse(self.effort.limit))
         if not kept:  # sums fit, and peaks do not: what needs the least memory, and what lies between
             smallest = self.solve_at(self.effort.price_most * _unit(self.cheapest), pool.solutions[-1], purse)
             if pool.add(smallest):
@@ -246,6 +258,8 @@ class _Pool:
     def __init__(self, descent: Descent, first: Solved, allowed: Allowed | None) -> None:
         self.descent, self.allowed = descent, allowed
         self.solutions: list[Solved] = []
+        self.price = 0.0
+        """Of a byte, in what was solved last."""
         self.took: list[dict[str, list[SiteChoice]]] = []
         """What each solution took, and may take of a parameter instead."""
         self.add(first)
@@ -267,15 +281,15 @@ class _Pool:
         return [c for c in policies if self.allowed is None or c in self.allowed[name]]
 
     def _smaller(self) -> Iterator[tuple[int, Allowed]]:
-        """(number of latest solutions, the options that they took): of all, then of fewer."""
-        every = len(self.solutions)
-        for latest in dict.fromkeys((every, min(2, every), 1)):
-            took = self.took[-latest:]
-            names = self.descent.options.sites
-            yield latest, {name: list(dict.fromkeys(c for of_one in took for c in of_one[name])) for name in names}
+        """(number of solutions, the options that they took): of all, then of the cheapest at the last price."""
+        ranked = sorted(range(len(self.solutions)), key=lambda number: _weighed(self.solutions[number], self.price))
+        names = self.descent.options.sites
+        for count in dict.fromkeys((len(ranked), min(2, len(ranked)), 1)):
+            took = [self.took[number] for number in sorted(ranked[:count])]
+            yield count, {name: list(dict.fromkeys(c for of_one in took for c in of_one[name])) for name in names}
 
     def at_price(self, price: float) -> list[Solved]:
-        """The cheapest of the pool, or of its latest solutions, at a price of memory; none if even that is too wide."""
+        """The cheapest of the pool, or of its best solutions, at a price of memory; none if even that is too wide."""
         descent = self.descent
         for _, options in self._smaller():
             purse = descent.purse(descent.effort.limit)
@@ -287,21 +301,23 @@ class _Pool:
 
     def solved(self, row: float, purse: Purse, *, thorough: bool = False) -> Solved | None:
         """The cheapest of the pool with at most `row` bytes in sum, or None if there is none; `thorough`: by the solver
-        that was asked for. A pool that is too wide is solved for its latest solutions; that of one is small, and solved
+        that was asked for. A pool that is too wide is solved for its best solutions; that of one is small, and solved
         when the purse is empty too."""
         descent = self.descent
         solver = descent.solver if thorough else descent.steps
-        for latest, options in self._smaller():
-            if purse.is_empty and latest > 1:
+        for count, options in self._smaller():
+            if purse.is_empty and count > 1:
                 continue
-            if latest == 1 and len(self.solutions) > 1:
+            if count == 1 and len(self.solutions) > 1:
                 purse = descent.purse(descent.effort.limit)
             try:
-                return descent.solve(options, solver, bytes_limit=row, narrow=latest > 1, purse=purse)
+                solved = descent.solve(options, solver, bytes_limit=row, narrow=count > 1, purse=purse)
             except TooWide:
                 continue
             except Infeasible:
                 return None
+            self.price = solved.price
+            return solved
         raise AssertionError("one solution is not too wide")
 
 

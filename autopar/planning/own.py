@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from autopar.passes.space.problem import Assignment
 from autopar.solve.problem import Infeasible
 
-from .search import Search, SearchResult
+from .search import Search
 from .shortfall import DoesNotFit
+from .solving import Solved
 from .steps import BUCKETS, Steps
 
 logger = logging.getLogger("autopar")
@@ -23,7 +24,7 @@ class Own:
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
 
-    def within(self, search: Search) -> tuple[SearchResult | None, DoesNotFit | None]:
+    def within(self, search: Search) -> tuple[Solved | None, DoesNotFit | None]:
         """The best under the limit by estimated peaks, or why there is none."""
         try:
             return self._within(search), None
@@ -31,7 +32,7 @@ class Own:
             logger.info("the search: %s", error)
             return None, error
 
-    def confirmed(self, search: Search) -> SearchResult:
+    def confirmed(self, search: Search) -> Solved:
         """The best under the limit by exact peaks. Raises `DoesNotFit` if there is none."""
         limit = search.bytes_limit
         try:
@@ -51,7 +52,7 @@ class Own:
             error.smallest_bytes, error.smallest = needed, smallest
         return error
 
-    def _within(self, search: Search) -> SearchResult:
+    def _within(self, search: Search) -> Solved:
         limit = search.bytes_limit
         if limit is None:
             return search.within(None)
@@ -60,7 +61,7 @@ class Own:
         except Infeasible as error:
             return self._with_smaller_buckets(search, error)
 
-    def _with_smaller_buckets(self, search: Search, error: Infeasible) -> SearchResult:
+    def _with_smaller_buckets(self, search: Search, error: Infeasible) -> Solved:
         logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
         self.steps.forget()
         return search.within(self.steps.peaks_of(search.bytes_limit))

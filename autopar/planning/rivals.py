@@ -1,7 +1,7 @@
-"""Rivals of the cheapest plan: those that overlap may favour.
+"""Rivals of the search's own plan: those that overlap may favour.
 
-Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. Where most of the
-traffic in buckets is hidden, another plan may be the quickest, and what some presets leave hides much.
+Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. Where more or less
+of the traffic in buckets is hidden, another plan may be the quickest, and what some presets leave hides much.
 """
 
 import logging
@@ -11,22 +11,21 @@ from dataclasses import replace
 
 from autopar.passes import Flow
 from autopar.passes.space.problem import Allowed
+from autopar.passes.space.space import Space
 from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible
 
-from .account import account
 from .known import Known
 from .options import resting_bytes
 from .presets import PRESETS
 from .request import Request
-from .search import SearchResult
 from .searches import Searches
 from .solving import Solved
 from .steps import Steps
 
 logger = logging.getLogger("autopar")
 
-Rival = tuple[str, SearchResult]
+Rival = tuple[str, Solved]
 
 
 class Rivals:
@@ -38,28 +37,27 @@ class Rivals:
         self.effort = searches.effort
         self.presets: list[Rival] | None = None
 
-    def find(self, cheapest: Solved, request: Request) -> tuple[list[Rival], list[Rival]]:
-        """The result, under the limit, of a second search from the cheapest plan, in which most of the traffic in
-        buckets is hidden; and those of the presets, without a limit yet."""
-        hidden = list(self._hidden(cheapest, request))
-        return hidden, list(self._of_presets(request)) if self.presets is None else self.presets
+    @property
+    def _space(self) -> Space:
+        return self.searches.hiding(self.effort.hidden_part)
 
-    def _hidden(self, cheapest: Solved, request: Request) -> Iterator[Rival]:
-        priced = account(self.searches.space, cheapest.assignment)
-        worth = priced.communication_seconds >= self.effort.hidden_worth * priced.seconds
-        if worth and not self.effort.is_over:
-            search = self.searches.search(
-                request, self.searches.hiding(self.effort.hidden_part), self.effort.hidden_share
-            )
-            try:
-                hidden = search.run(start=cheapest.assignment, bounded=False, thorough=False)
-                yield "hidden buckets", self.searches.priced(hidden)
-            except Infeasible as error:
-                logger.info("no plan with most of the traffic in buckets hidden: %s", error)
+    def near(self, part: float, kept: Solved, request: Request) -> Solved | None:
+        """The best under the limit near a plan that keeps it, if so much of the traffic in buckets is hidden; None if
+        nothing near keeps it."""
+        search = self.searches.search(request, self.searches.hiding(part), self.effort.hidden_share)
+        try:
+            return self.flow.timed("others", search.near, kept)
+        except Infeasible as error:
+            logger.info("no plan with %.0f%% of the traffic in buckets hidden: %s", 100 * part, error)
+            return None
+
+    def of_presets(self, request: Request) -> list[Rival]:
+        """Of each preset the best without a limit."""
+        return list(self._of_presets(request)) if self.presets is None else self.presets
 
     def _of_presets(self, request: Request) -> Iterator[Rival]:
         free = replace(request, solver="dp", memory_limit_bytes=math.inf)
-        search = self.searches.search(free, share=self.effort.preset_share)
+        search = self.searches.search(free, self._space, self.effort.preset_share)
         tried: list[Allowed] = []
         for name in PRESETS if SOLVERS[request.solver].exact else ():
             try:
@@ -69,13 +67,13 @@ class Rivals:
                     logger.info("no plan by %s: it leaves %.0f options a site", name, options)
                 elif allowed not in tried:
                     tried.append(allowed)
-                    yield name, self.searches.priced(search.run(allowed, bounded=False))
+                    yield name, search.explore(allowed, bounded=False)
             except ValueError as error:
                 logger.info("no plan by %s: %s", name, error)
 
     def preset_within(
-        self, name: str, free: SearchResult, request: Request, least: float, known: Known
-    ) -> SearchResult | None:
+        self, name: str, free: Solved, request: Request, least: float, known: Known
+    ) -> Solved | None:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
         its best without a limit says."""
         limit, allowed = request.bytes_limit, self.searches.preset(name)
@@ -88,12 +86,10 @@ class Rivals:
         if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
             logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
             return None
-        search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
+        search = self.searches.search(replace(request, solver="dp"), self._space, self.effort.limited_preset)
         try:
-            cheapest = Solved(assignment=free.assignment, score=free.score, lower_bound=free.lower_bound)
-            best = self.flow.timed("others", search.mixed, cheapest, allowed)
+            return self.flow.timed("others", search.mixed, free, allowed)
         except Infeasible as error:
             logger.info("no plan by %s: %s", name, error)
             known.forget(name)
             return None
-        return self.searches.priced(best)

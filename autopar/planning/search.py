@@ -111,7 +111,7 @@ class Search:
             sure = thorough if sure is None else sure
             result = self._result(self._limited(self.peaks, sure=sure), started)
             if sure:
-                result = self.confirmed()
+                result = self._result(self.confirmed(), started)
             result = replace(result, lower_bound=max(result.lower_bound, bound()))
         return replace(result, seconds=time.perf_counter() - started)
 
@@ -167,44 +167,55 @@ class Search:
         self.log(f"lower bound {bound * 1e3:.3f} ms")
         return bound
 
-    def mixed(self, cheapest: Solved, allowed: Allowed) -> SearchResult:
+    def mixed(self, cheapest: Solved, allowed: Allowed) -> Solved:
         """What keeps the limit of the options of the `cheapest` of those `allowed`; of others where these do not. Its
         peak is estimated, roughly. Raises `Infeasible` as `run`."""
-        started = time.perf_counter()
         self.explore(allowed, bounded=False, known=[cheapest])
-        return self._result(self._limited(self.peaks, sure=False, quick=True), started)
+        return self._limited(self.peaks, sure=False, quick=True)
 
-    def within(self, peaks: Peaks | None) -> SearchResult:
+    def near(self, kept: Solved) -> Solved:
+        """The best within the limit, roughly estimated, of one descent from what another search of the space keeps it
+        with, at the price that a byte has there. Raises `Infeasible` as `run`."""
+        descent, purse = self.descent, self.descent.purse(self.effort.descents)
+        start = taken(self.space, kept.assignment, in_middle=True)
+        further = descent.descend(start, descent.axes(), kept.price, purse=purse)
+        if self.bytes_limit is None:
+            return further
+        return self._limit(further, descent.at_price, self.peaks).near(kept, further)
+
+    def within(self, peaks: Peaks | None) -> Solved:
         """The best that keeps the limit, if any, by such peaks, which are estimated, after `explore`. Raises
         `Infeasible` as `run`."""
-        started = time.perf_counter()
-        return self._result(self._limited(peaks, sure=True), started)
+        return self._limited(peaks, sure=True)
 
-    def confirmed(self) -> SearchResult:
+    def confirmed(self) -> Solved:
         """What `within` returned if its exact peak keeps the limit, or the best that does. Raises `Infeasible` as
         `run`."""
-        started = time.perf_counter()
         assert self.limited is not None
         limit, best = self.limited
         self.limited = limit, best if limit is None else limit.confirmed(best)
-        return self._result(self.limited[1], started)
+        return self.limited[1]
 
     def _limited(self, peaks: Peaks | None, *, sure: bool, quick: bool = False) -> Solved:
         assert self.cheapest is not None
         best, solve_at = self.cheapest
         limit = None
         if self.bytes_limit is not None:
-            limit = Limit(
-                *(self.descent, self.bytes_limit, peaks, best, solve_at),
-                several=self.several,
-                quick=quick,
-                allowed=self.allowed,
-                log=self.log,
-                stage=self.stage.limiting,
-            )
+            limit = self._limit(best, solve_at, peaks, quick=quick)
             best = limit.best(sure=sure)
         self.limited = limit, best
         return best
+
+    def _limit(self, cheapest: Solved, solve_at: SolveAt, peaks: Peaks | None, *, quick: bool = False) -> Limit:
+        assert self.bytes_limit is not None
+        return Limit(
+            *(self.descent, self.bytes_limit, peaks, cheapest, solve_at),
+            several=self.several,
+            quick=quick,
+            allowed=self.allowed,
+            log=self.log,
+            stage=self.stage.limiting,
+        )
 
     def _result(self, best: Solved, started: float) -> SearchResult:
         return SearchResult(

@@ -18,6 +18,7 @@ from .constraints import Pins, pins
 from .presets import PRESETS, Preset, allowed_by
 from .request import Request
 from .search import Search, SearchResult
+from .solving import Solved
 from .steps import Steps
 from .training import Training
 
@@ -31,6 +32,7 @@ class Searches:
         self.space, self.steps, self.effort, self.training = space, steps, effort, training
         self.presets: dict[Preset, Allowed] = {}
         """Preset -> the options that it leaves."""
+        self._hiding: dict[float, Space] = {}
         self.blocks: Callable[[], Blocks] = cache(partial(steps.writer.flow.run, BLOCKS, space.graph, max(space.mesh)))
 
     def search(
@@ -65,13 +67,20 @@ class Searches:
         return self.presets[preset]
 
     def hiding(self, part: float) -> Space:
-        """The space with a part of the traffic in buckets at no price."""
-        return replace(self.space, redistributor=hidden_buckets(self.space.redistributor, part))
+        """The space with a part of the traffic in buckets at no price, always the same one."""
+        if part not in self._hiding:
+            self._hiding[part] = replace(self.space, redistributor=hidden_buckets(self.space.redistributor, part))
+        return self._hiding[part]
 
     def priced(self, result: SearchResult) -> SearchResult:
         """The result at the prices of the space, in which nothing is hidden."""
         score = Score(seconds=account(self.space, result.assignment).seconds, bytes=result.score.bytes)
         return replace(result, score=score)
+
+    def found(self, solved: Solved) -> SearchResult:
+        """As a result at the prices of the space, without a bound."""
+        result = SearchResult(assignment=solved.assignment, score=solved.score, lower_bound=0.0, seconds=0.0)
+        return self.priced(result)
 
 
 def hidden_buckets(given: Redistributor, part: float, routes: Redistributor | None = None) -> Redistributor:

@@ -67,7 +67,8 @@ class Effort:
     bound: float = 0.1
     """The lower bound: without it there is no gap, and the plan is the same."""
     hidden: float = 0.1
-    """The second search, with most of what travels in buckets hidden: one descent and its limit."""
+    """Searches from the best plan, with other parts of what travels in buckets hidden: a descent each, and its
+    limit."""
     presets: float = 0.2
     """What each preset leaves, in equal parts, beside a search."""
 
@@ -89,10 +90,13 @@ class Effort:
     """Joint options of a space from which on parts of its search are worth a process of their own."""
 
     # ---- the choice among candidates
-    hidden_part: float = 0.8
-    """Of what travels in buckets: what the second search takes to pass while the rank computes."""
+    hidden_part: float = 0.5
+    """Of what travels in buckets: what the search takes to pass while the rank computes."""
+    hidden_parts: tuple[tuple[float, ...], ...] = ((0.25, 0.0), (0.75, 0.9))
+    """Other such parts, at which the best plan is searched on: less and less, and else more and more, as long as that
+    makes the step shorter."""
     hidden_worth: float = 0.02
-    """A second search runs where communication has at least this part of the first one's step."""
+    """It is searched on where communication has at least this part of a step."""
     unsplit: float = 0.15
     """Of a step that a program of few copies predicts, with nothing in parts: parts may save so much."""
     unsure: float = 0.05
@@ -168,8 +172,8 @@ class Effort:
 
     @property
     def hidden_share(self) -> float:
-        """Of the work: the second search is one descent, and what the limit takes."""
-        return self.hidden / (self.descents + self.limit)
+        """Of the work: such a search is one descent, and what the limit takes."""
+        return self.hidden / (self.descents + self.limit) / len(self.hidden_parts)
 
     @property
     def preset_share(self) -> float:
