@@ -74,8 +74,8 @@ def plan(
     `cost` is one of
 
     - "serial": the cheapest plan as if nothing overlapped;
-    - "analytical": that plan, the cheapest with most of the traffic in buckets hidden, or that of a preset, whichever
-      has the shortest step on its timeline (`autopar.cost.timeline`);
+    - "analytical": the cheapest plan with half of the traffic in buckets hidden, one near it, or that of a preset,
+      whichever has the shortest step on its timeline (`autopar.cost.timeline`);
     - "volume": the plan with the fewest bytes on links as Alpa counts them (`autopar.planning.costs`);
     - "hybrid": as "analytical", with operators measured on this device, and recorded in the database `profiles` (a
       file; the user's own if not given; see docs/profiling.md).

@@ -98,9 +98,9 @@ class Choice:
 
     def _with_near(self, rival: Estimated, request: Request) -> list[Estimated]:
         """A rival, and before it the best near it, if that has a shorter step: what a descent finds with less of the
-        traffic in buckets hidden, or with more."""
+        traffic in buckets hidden, or with more. Where memory has a price, none was found that was worth its search."""
         priced, best = account(self.space, rival.solved.assignment), rival
-        if priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
+        if rival.solved.price or priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
             return [rival]
         first = () if rival.name == OWN else ((self.effort.hidden_part,),)
         for parts in (*first, *self.effort.hidden_parts):

@@ -105,8 +105,8 @@ COSTS = Table(
     (
         CostMode(
             name="analytical",
-            meaning="of the cheapest plan as if nothing overlapped, the cheapest as if most of what travels in buckets "
-            "did, and the presets' plans, the one with the shortest timeline",
+            meaning="of the cheapest plan as if half of what travels in buckets overlapped, others near it, and the "
+            "presets' plans, the one with the shortest timeline",
             by_timeline=True,
         ),
         CostMode(name="serial", meaning="the cheapest plan as if nothing overlapped"),

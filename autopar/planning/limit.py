@@ -70,18 +70,6 @@ class Limit:
         """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
         return self._within_limit(sure=sure) if self._is_over(self.cheapest) else self.cheapest
 
-    def near(self, kept: Solved, further: Solved) -> Solved:
-        """The best mixture of the options of two solutions that keeps the limit, by estimated peaks; `kept` keeps it.
-        Raises `Infeasible` if there is none."""
-        if kept.price == 0.0 and not self._is_over(further):
-            return further
-        pool = _Pool(self.descent, kept, self.allowed)
-        pool.add(further)
-        mixed = self._mixed(pool, self._excess(kept), self.descent.purse(self.effort.limit))
-        if not mixed:
-            raise Infeasible(f"no mixture of two plans keeps {self.aim:.0f} bytes")
-        return min(mixed, key=lambda solved: solved.score.objective)
-
     def confirmed(self, best: Solved) -> Solved:
         """`best` if its exact peak keeps the limit, or the best whose exact peak does. If a peak is over, the next
         round aims below the limit by as much; the last round estimates nothing."""
@@ -178,10 +166,6 @@ class Limit:
                 break
             if not corrected and self.peaks is not None:
                 excess, corrected = self._corrected(solved, sure=sure), True
-        # the cheapest plan without a limit may lie far from the cheapest within it
-        if self.several and price and not self._is_spent(purse):
-            start = self.descent.options.replicated()
-            pool.add(self.descent.descend(start, self.descent.axes(), price, purse=purse))
         return excess, bound
 
     def _is_spent(self, purse: Purse) -> bool:

@@ -59,8 +59,8 @@ class Provenance:
     """`inputs` are types and shapes by name. `items` of the kind `unit` ("tokens", "samples") are computed in a step.
     `flops` are the arithmetic of one step of the whole model, and `ideal_seconds` what it takes at the peak of all
     devices. `cluster` are the lines of the cluster's file. `winner` names the candidate that was chosen: "search",
-    "hidden buckets" (a search in which most of the traffic of parameters is hidden), or a preset. `effort_seconds` were
-    given to the search, if any were, and `is_cut` says that it ended with them."""
+    "search again" (near another candidate, with more or less of parameters' traffic hidden), or a preset.
+    `effort_seconds` were given to the search, if any were, and `is_cut` says that it ended with them."""
 
     dtype: str
     inputs: Mapping[str, str]

@@ -25,7 +25,7 @@ logger = logging.getLogger("autopar")
 
 def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
     """The results of two descents from a plan at a planner's prices: one as if nothing overlapped, the other as
-    if most of the traffic in buckets did."""
+    if half of the traffic in buckets did."""
     start = planner.assignment(plan)
     plans: list[Plan] = []
 

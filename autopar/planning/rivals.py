@@ -41,15 +41,10 @@ class Rivals:
     def _space(self) -> Space:
         return self.searches.hiding(self.effort.hidden_part)
 
-    def near(self, part: float, kept: Solved, request: Request) -> Solved | None:
-        """The best under the limit near a plan that keeps it, if so much of the traffic in buckets is hidden; None if
-        nothing near keeps it."""
+    def near(self, part: float, start: Solved, request: Request) -> Solved | None:
+        """The best near another plan if so much of the traffic in buckets is hidden; None if it needs more memory."""
         search = self.searches.search(request, self.searches.hiding(part), self.effort.hidden_share)
-        try:
-            return self.flow.timed("others", search.near, kept)
-        except Infeasible as error:
-            logger.info("no plan with %.0f%% of the traffic in buckets hidden: %s", 100 * part, error)
-            return None
+        return self.flow.timed("others", search.near, start)
 
     def of_presets(self, request: Request) -> list[Rival]:
         """Of each preset the best without a limit."""

@@ -173,15 +173,14 @@ class Search:
         self.explore(allowed, bounded=False, known=[cheapest])
         return self._limited(self.peaks, sure=False, quick=True)
 
-    def near(self, kept: Solved) -> Solved:
-        """The best within the limit, roughly estimated, of one descent from what another search of the space keeps it
-        with, at the price that a byte has there. Raises `Infeasible` as `run`."""
+    def near(self, start: Solved) -> Solved | None:
+        """What one descent finds from a solution of another search of the space, if it keeps the limit, roughly
+        estimated."""
         descent, purse = self.descent, self.descent.purse(self.effort.descents)
-        start = taken(self.space, kept.assignment, in_middle=True)
-        further = descent.descend(start, descent.axes(), kept.price, purse=purse)
-        if self.bytes_limit is None:
-            return further
-        return self._limit(further, descent.at_price, self.peaks).near(kept, further)
+        found = descent.descend(taken(self.space, start.assignment), descent.axes(), purse=purse)
+        limit, peaks = self.bytes_limit, self.peaks
+        is_over = limit is not None and peaks is not None and peaks.rough(found.assignment) > limit
+        return None if is_over else found
 
     def within(self, peaks: Peaks | None) -> Solved:
         """The best that keeps the limit, if any, by such peaks, which are estimated, after `explore`. Raises

@@ -67,8 +67,7 @@ class Effort:
     bound: float = 0.1
     """The lower bound: without it there is no gap, and the plan is the same."""
     hidden: float = 0.1
-    """Searches from the best plan, with other parts of what travels in buckets hidden: a descent each, and its
-    limit."""
+    """Searches from the best plan, with other parts of what travels in buckets hidden: a descent each."""
     presets: float = 0.2
     """What each preset leaves, in equal parts, beside a search."""
 
@@ -172,8 +171,8 @@ class Effort:
 
     @property
     def hidden_share(self) -> float:
-        """Of the work: such a search is one descent, and what the limit takes."""
-        return self.hidden / (self.descents + self.limit) / len(self.hidden_parts)
+        """Of the work: such a search is one descent."""
+        return self.hidden / self.descents / max(1, len(self.hidden_parts))
 
     @property
     def preset_share(self) -> float:

@@ -117,7 +117,7 @@ def verdict(plan: Record, others: Sequence[Alternative]) -> Iterator[str]:
         saved = plan.seconds - (best.seconds or 0)
         yield (
             f"{best.words} would make the step {short_seconds(saved)} shorter on its timeline; the search compares "
-            f"plans as if nothing overlapped, or with parameters' traffic hidden, and did not come to it"
+            f"plans with a part of parameters' traffic hidden, and did not come to it"
         )
         return
     same = [o for o in fitting if (o.seconds or 0) <= plan.seconds * (1 + SAME_PART)]

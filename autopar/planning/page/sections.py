@@ -24,12 +24,12 @@ WAITING_PART = 0.25
 
 WINNERS: Mapping[str, str] = {
     "search": "found by the search",
-    "hidden buckets": "found by the search with parameters' traffic hidden",
+    "search again": "found by the search, with more or less of parameters' traffic hidden",
 }
 
 PLANS: Mapping[str, str] = {
     "search": "the search's plan",
-    "hidden buckets": "the plan of the search with parameters' traffic hidden",
+    "search again": "the search's plan with more or less of parameters' traffic hidden",
     EDITED: "a plan that was edited",
 }
 """Whose plan a candidate's is; that of a preset has its name."""
