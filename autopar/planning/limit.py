@@ -100,9 +100,13 @@ class Limit:
         if alone is not None:
             pool.add(alone[0])
         excess, bound = self._generate(pool, purse, sure=sure)
-        kept = self._mixed(pool, excess, self.descent.purse(self.effort.limit))
+        kept = self._mixed(pool, excess, purse)
+        if not kept and self.peaks is not None:  # another excess may lead to sums that can be had
+            least = min(self._excess(solved) for solved, _ in self.estimated.values())
+            kept = self._mixed(pool, least, self.descent.purse(self.effort.limit))
         if not kept:  # sums fit, and peaks do not: what needs the least memory, and what lies between
             smallest = self.solve_at(self.effort.price_most * _unit(self.cheapest), pool.solutions[-1], purse)
+            pool.price = self.effort.price_most * _unit(self.cheapest)
             if pool.add(smallest):
                 kept = self._mixed(pool, self._excess(smallest), self.descent.purse(self.effort.limit))
         least = min((solved.score.objective for solved in kept), default=math.inf)
@@ -146,13 +150,14 @@ class Limit:
                     break
                 price = min(most, max(self.effort.price_first * unit, self.effort.price_rise * price))
                 if self._is_spent(purse):  # what needs the least memory is looked for in any case
-                    price, purse = most, self.descent.purse(self.effort.limit)
+                    price, purse = most, self.descent.purse(self.effort.descents)
             else:
                 price, fits = solved.price, True
             if solved is not None and (self.quick or self._is_spent(purse)):
                 if not corrected:
                     excess = self._corrected(solved, sure=sure)
                 break
+            pool.price = price
             further = self.solve_at(price, solved or pool.solutions[-1], purse)
             if self.peaks is None:
                 bound = max(bound, further.lower_bound - price * row)
@@ -183,21 +188,23 @@ class Limit:
     def _mixed(self, pool: "_Pool", excess: float, purse: Purse) -> list[Solved]:
         """The best mixtures of the pool's options, under limits on their sum, whose peak keeps the limit."""
         limit, kept = self.aim, []
-        row, most_kept, least_over = limit - excess, -math.inf, math.inf
+        row, most_kept, least_over = limit - excess, 0.0, math.inf
         for _ in self.stage.part(0.5, 1.0).parts(self.effort.limit_rounds):
             solved = pool.solved(row, purse, thorough=True)
             if solved is None:
-                break
-            over = self._is_over(solved)
-            self.log(f"at most {row:.0f} bytes in sum: peak {self._peak(solved):.0f}, {'over' if over else 'within'}")
-            if over:
+                if kept or math.isinf(least_over):
+                    break
+                most_kept = row  # no sum is as small, and none that was larger fitted
+            elif self._is_over(solved):
                 least_over = row
             else:
                 kept.append(solved)
                 most_kept = row
+            if solved is not None:
+                self.log(f"at most {row:.0f} bytes in sum: a peak of {self._peak(solved):.0f}, of {limit:.0f}")
+                row = limit - self._excess(solved)
             if self._is_spent(purse) and kept:
                 break
-            row = limit - self._excess(solved)
             if not most_kept < row < least_over:  # bisect between what fits and what does not
                 row = (most_kept + least_over) / 2 if most_kept > 0 else 0.95 * least_over
             if row - most_kept <= self.effort.limit_slack * limit or row <= 0 or math.isinf(row):
@@ -206,7 +213,8 @@ class Limit:
 
     def _smallest(self, pool: "_Pool", *, sure: bool) -> Solved:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
-        least = pool.at_price(self.effort.price_most * _unit(self.cheapest))
+        pool.price = self.effort.price_most * _unit(self.cheapest)
+        least = pool.at_price()
         smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions, *least], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)
         if true > self.bytes_limit:
@@ -243,7 +251,7 @@ class _Pool:
         self.descent, self.allowed = descent, allowed
         self.solutions: list[Solved] = []
         self.price = 0.0
-        """Of a byte, in what was solved last."""
+        """Of a byte: the solutions that cost least at it are the best."""
         self.took: list[dict[str, list[SiteChoice]]] = []
         """What each solution took, and may take of a parameter instead."""
         self.add(first)
@@ -265,20 +273,20 @@ class _Pool:
         return [c for c in policies if self.allowed is None or c in self.allowed[name]]
 
     def _smaller(self) -> Iterator[tuple[int, Allowed]]:
-        """(number of solutions, the options that they took): of all, then of the cheapest at the last price."""
+        """(number of solutions, the options that they took): of all, then of the best."""
         ranked = sorted(range(len(self.solutions)), key=lambda number: _weighed(self.solutions[number], self.price))
         names = self.descent.options.sites
         for count in dict.fromkeys((len(ranked), min(2, len(ranked)), 1)):
             took = [self.took[number] for number in sorted(ranked[:count])]
             yield count, {name: list(dict.fromkeys(c for of_one in took for c in of_one[name])) for name in names}
 
-    def at_price(self, price: float) -> list[Solved]:
-        """The cheapest of the pool, or of its best solutions, at a price of memory; none if even that is too wide."""
+    def at_price(self) -> list[Solved]:
+        """The cheapest of the pool, or of its best solutions, at its price of memory; none if even that is too wide."""
         descent = self.descent
         for _, options in self._smaller():
             purse = descent.purse(descent.effort.limit)
             try:
-                return [descent.solve(options, descent.steps, price=price, bounded=False, narrow=True, purse=purse)]
+                return [descent.solve(options, descent.steps, price=self.price, bounded=False, narrow=True, purse=purse)]
             except TooWide:
                 continue
         return []

@@ -200,6 +200,7 @@ class ProblemFronts:
         prices = 1 if self._every else len(self._pricing.weights)
         count = self._states.shape[1]
         feasible = np.isfinite(table.reshape(len(self._pricing.weights), count)[:prices])
+        feasible[self._too_many(prices, count)] = False
         price, state = np.nonzero(feasible)
         seconds = np.full((prices, count), np.inf)
         size = np.full((prices, count), np.inf)
@@ -208,6 +209,15 @@ class ProblemFronts:
             at = (price[start : start + block], state[start : start + block])
             seconds[at], size[at] = self._pricing.costs(self._bare, self._wide, at[0], self._states[:, at[1]])
         return seconds, size
+
+    def _too_many(self, prices: int, count: int) -> Ints:
+        """The prices, furthest first from that of the window, for which there is no work: the borders of repeats alone
+        may have many states. Bytes alone stay, and the nearest price."""
+        most = max(2, SWEEP_ENTRIES // max(1, count * len(self.problem.variables)))
+        seconds, size = self._pricing.weights[:prices].T
+        with np.errstate(divide="ignore"):
+            distance = np.where(seconds > 0, np.abs(np.log(size / self._window.price)), 0.0)
+        return np.asarray(distance.argsort(kind="stable")[most:])
 
     def _fronts(self) -> list[Front]:
         """Origins are (wide state, price, then for each repeat the point of its chain)."""
