@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from autopar.passes import Flow
@@ -50,19 +49,18 @@ class Estimated:
 
 class Choice:
     """Chooses among the candidates of one space. What a choice without a memory limit computed, a second one within a
-    limit takes over: the cheapest plan, the bound, and what the presets leave."""
+    limit takes over: the cheapest plan, and what the presets leave."""
 
     def __init__(self, searches: Searches, steps: Steps, describe: Describe, flow: Flow) -> None:
         self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
         self.space, self.effort = searches.space, searches.effort
         self.started = time.perf_counter()
         self.ends: list[Solved] = []
-        self.bound: float | None = None
         self.rivals, self.known, self.own = Rivals(searches, steps, flow), Known(steps), Own(steps)
 
     def shortest(self, search: Search, request: Request, *, bounded: bool, below: float = math.inf) -> Plan | None:
-        """The plan with the shortest step on its timeline, of the search's own and its rivals. Forked processes
-        compute these and the bound while this one applies the limit. None if the cheapest clearly needs more than
+        """The plan with the shortest step on its timeline, of the search's own and its rivals. A forked process
+        computes these while this one applies the limit. None if the cheapest clearly needs more than
         `below` bytes: rivals that need less are among those within such a limit, too."""
         cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.ends)
         self.ends = search.descent.ends
@@ -70,12 +68,8 @@ class Choice:
             peak_bytes = self.steps.peaks_of(None).estimate(cheapest.assignment)
             if peak_bytes > below * (1 + self.effort.limit_unsure):
                 return None
-        with (
-            self._bounding(search, bounded) as bound,
-            beside(lambda: self.rivals.find(cheapest, request), worthwhile=search.is_large) as find,
-        ):
+        with beside(lambda: self.rivals.find(cheapest, request), worthwhile=search.is_large) as find:
             own, error = self.flow.timed("search", self.own.within, search)
-            self.bound = self.flow.timed("bound", bound)
             hidden, self.rivals.presets = self.flow.timed("others", find)
         others, self.known = [*hidden, *self.rivals.presets], Known(self.steps)
         rivals = self._estimated(own, others, replace(request, stage=request.stage.comparing))
@@ -84,13 +78,9 @@ class Choice:
         plan = self._best_of(rivals, search, request, error)
         free = {name: other.assignment for name, other in others} if request.bytes_limit is None else {}
         plan = self.known.added(plan, free)
-        bound_seconds = max(0.0 if own is None else own.lower_bound, self.bound)
+        proved_seconds = 0.0 if own is None else own.lower_bound
         seconds = time.perf_counter() - self.started
-        return replace(plan, lower_bound_seconds=bound_seconds, solve_seconds=seconds)
-
-    def _bounding(self, search: Search, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
-        known = self.bound
-        return search.bounding(bounded) if known is None else nullcontext(lambda: known)
+        return replace(plan, objective_bound_seconds=proved_seconds, solve_seconds=seconds)
 
     def _estimated(self, own: SearchResult | None, others: Sequence[Rival], request: Request) -> list[Estimated]:
         """The search's own result and those of the others that may have a shorter step, under the limit, the shortest

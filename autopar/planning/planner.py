@@ -219,7 +219,13 @@ class Planner:
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
         step = self.steps.run.timeline(self.writer.written(result.assignment, bucket_bytes))
         return self.subject.described(
-            result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed, step=step
+            *(result, request),
+            bucket_bytes=bucket_bytes,
+            peak=peak,
+            seconds=seconds,
+            exposed_seconds=exposed,
+            least_seconds=self.seconds.timed("bound", self.steps.least_seconds),
+            step=step,
         )
 
     def program(self, plan: Plan) -> Program:

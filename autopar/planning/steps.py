@@ -12,6 +12,7 @@ from functools import partial
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments
 from autopar.cost.streams import TimelineCache
+from autopar.passes import LOWERINGS
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
@@ -20,6 +21,7 @@ from autopar.profile.programs import Costs
 from autopar.solve.effort import Effort
 
 from .account import account
+from .bound import least_step_seconds
 from .limit import Peaks
 from .micro import StepRun
 from .writer import Writer
@@ -47,6 +49,7 @@ class Steps:
     run: StepRun = field(init=False)
     peaks: dict[Assignment, tuple[int, Peak]] = field(default_factory=dict)
     """The cached peaks of one search."""
+    _least_seconds: float | None = None
 
     def __post_init__(self) -> None:
         self.run = StepRun(self.space, self.kind_of_device, self.operators, self.memory)
@@ -147,6 +150,14 @@ class Steps:
         updating = account(self.space, assignment).optimizer_seconds
         step, exposed = (sum(times * getattr(of, what) for of, _, times in parts) for what in _SECONDS)
         return step * ratio + updating, exposed * ratio
+
+    def least_seconds(self) -> float:
+        """Seconds that no step undercuts, or 0 where prices are measured or other packages have lowerings."""
+        if self.costs is not None or LOWERINGS.added:
+            return 0.0
+        if self._least_seconds is None:
+            self._least_seconds = least_step_seconds(self.space, self.effort)
+        return self._least_seconds
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
         """The factor from a timeline's seconds to those that its program takes, by measured programs."""
