@@ -232,3 +232,12 @@ def test_files_from_before_have_a_bound_of_the_objective() -> None:
     before = {name: value for name, value in written.items() if name != "objective_bound_seconds"}
     read = Plan.from_json({**before, "lower_bound_seconds": 0.5 * plan.objective_seconds})
     assert read.gap is None and read.objective_gap == pytest.approx(0.5)
+
+
+def test_the_page_says_both() -> None:
+    """On one axis what the solver proved of the objective stands beside the bound on the step; on two there is none."""
+    of_one, of_two = (captured(models.case, "llama of 4 layers").on(mesh, "dgx-h100").plan() for mesh in MESHES[:2])
+    for plan in (of_one, of_two):
+        page = " ".join(plan.text().split())
+        assert f"no plan's step is more than {plan.gap:.1%} shorter: a rank computes for" in page
+        assert ("none that was searched is" in page) == (plan is of_one)
