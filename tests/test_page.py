@@ -132,7 +132,10 @@ def test_a_plan_says_which_candidate_won() -> None:
             assert candidate.seconds >= made.seconds * 0.99
     best = min((c for c in candidates if c.name not in ("search", "search again")), key=lambda c: c.seconds)
     own = planner().plan(solver=best.name)
-    assert own.seconds == pytest.approx(best.seconds, rel=0.05)
+    if best.precision == "at least":
+        assert own.seconds >= best.seconds
+    else:
+        assert own.seconds == pytest.approx(best.seconds, rel=0.05)
     assert best.name in str(made)
     assert "megatron, as asked" in str(plan("megatron"))
 

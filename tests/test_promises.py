@@ -29,7 +29,6 @@ from autopar.passes.space.choices import REPLICATED
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.planning.account import Account, account
-from autopar.planning.bound import lower_bound_seconds
 from autopar.planning.options import joint, taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -172,12 +171,12 @@ def test_solvers_agree_and_no_preset_is_cheaper(name: str, mesh: dict[str, int])
 @pytest.mark.parametrize("mesh", [{"a": 4}, {"dp": 2, "tp": 2}], ids=mesh_id)
 @pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
 def test_a_plan_is_the_quicker_of_two_with_what_overlaps(name: str, mesh: dict[str, int]) -> None:
-    """Serial: the cheapest as if nothing overlapped. The other is never slower on the timeline, nor below the bound."""
+    """Serial: the cheapest as if nothing overlapped. The other is never slower on the timeline."""
     serial, best = solved(name, mesh, "dp"), planner(name, mesh).plan()
     assert best.seconds <= serial.seconds
     assert best.objective_seconds >= serial.objective_seconds * (1 - 1e-9)
     assert best.objective_seconds == pytest.approx(best.account.seconds, rel=1e-6)
-    assert best.lower_bound_seconds == serial.lower_bound_seconds
+    assert best.lower_bound_seconds == serial.lower_bound_seconds <= best.seconds
     for plan in (serial, best):
         step = timeline(planner(name, mesh).program(plan), planner(name, mesh).cluster)
         assert plan.seconds == pytest.approx(step.seconds + plan.account.optimizer_seconds)
@@ -188,26 +187,9 @@ def test_a_plan_is_the_quicker_of_two_with_what_overlaps(name: str, mesh: dict[s
 @pytest.mark.parametrize("name", ["gpt2", "llama tied", "mlp with loss_fn"])
 def test_no_preset_is_cheaper_on_two_axes(name: str, mesh: dict[str, int]) -> None:
     best = solved(name, mesh, "dp")
-    assert best.lower_bound_seconds <= best.objective_seconds * (1 + 1e-9)
+    assert best.lower_bound_seconds <= best.seconds
     for preset in (*PRESETS, *PAPERS):
         assert solved(name, mesh, preset).objective_seconds >= best.objective_seconds * (1 - 1e-9), preset
-
-
-def test_layers_of_one_name_and_two_widths_have_a_bound() -> None:
-    class Layer(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(torch.relu(self.up(x)))
-
-    layers = nn.Sequential(*(Layer(16) for _ in range(3)), nn.Linear(16, 8), *(Layer(8) for _ in range(3)))
-    made = Planner(layers, {"a": 2, "b": 2}, (torch.randn(8, 16),), loss_fn=torch.sum)
-    names = [region.name for region in made.space.regions()]
-    assert len(names) == 3 and names[1] == names[2]
-    plan = made.plan(solver="dp", cost="serial")
-    assert 0 < lower_bound_seconds(made.space) <= plan.lower_bound_seconds <= plan.objective_seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -172,27 +172,6 @@ def test_messages_bound_what_is_too_wide_to_eliminate(narrow: int) -> None:
     assert sum(o <= 1 + relax.STANDING_GAP for o in over) >= 0.9 * len(over)
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3, 12])
-def test_one_copy_bounds_a_run_of_them(copies: int) -> None:
-    """Costs are moved in all copies alike, so one copy is enough to bound any number of them."""
-    effort, weights = Effort(message_small_entries=16), (1.0, TIE_BREAK_SECONDS_PER_BYTE)
-    shares = []
-    for seed in range(80):
-        problem = random_problem(random.Random(seed), depth=1, most=7, blocked=0.02)
-        repeats = tuple(dataclasses.replace(repeat, count=copies) for repeat in problem.repeats)
-        problem = dataclasses.replace(problem, repeats=repeats)
-        try:
-            best = solve(problem, "dp").score.objective
-        except Infeasible:
-            continue
-        bound = relax.periodic_bound(problem, weights, Meter(effort=effort))
-        unswept = relax.periodic_bound(problem, weights, Meter(most=0.0, effort=effort))
-        assert unswept <= bound * (1 + 1e-9) <= best * (1 + 2e-9), "a bound that some choice breaks is none"
-        shares.append(bound / best)
-    assert len(shares) >= 60 and sum(shares) / len(shares) > 0.93
-    assert sum(share > 0.999 for share in shares) >= 0.5 * len(shares)
-
-
 def test_messages_tell_small_differences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nearly all of the cost is the same for every choice, all states lie near the bound, as a share of it."""
     effort = Effort(message_small_entries=4, message_narrow_entries=64)

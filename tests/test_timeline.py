@@ -304,7 +304,7 @@ def test_presets_that_leave_too_much_are_not_looked_at(caplog: pytest.LogCapture
     with caplog.at_level("INFO", logger="autopar"):
         without = made.on(made.mesh, made.cluster, Effort(preset_options=0)).plan()
     assert {f"no plan by {name}: it leaves" in caplog.text for name in PRESETS} == {True}
-    assert with_them.seconds < without.seconds <= made.plan(cost="serial").seconds
+    assert with_them.seconds <= without.seconds <= made.plan(cost="serial").seconds
 
 
 def test_what_is_kept_off_an_axis_is_kept_off_it_in_every_candidate() -> None:

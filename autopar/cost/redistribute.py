@@ -93,12 +93,9 @@ class Redistributor:
         device: Device,
         hidden: float = 0.0,
         *,
-        others: bool = False,
         routes: Redistributor | None = None,
     ) -> None:
         self.mesh, self.links, self.device = mesh, links, device
-        self.others = others
-        """Whether sums are over axes beside these, too."""
         self.routes = routes
         """Whose routes are taken, at the prices of this one; its own if None."""
         self.bucket_bytes = tuple(map(bucket_bytes, links))
@@ -187,7 +184,7 @@ class Redistributor:
                 return Route(steps, seconds)
             if seconds > least[layout]:
                 continue
-            over_several = self.others or layout.count(PARTIAL) > 1
+            over_several = layout.count(PARTIAL) > 1
             for axis, (here, there) in enumerate(zip(layout, target, strict=True)):
                 if here == there:
                     continue

@@ -1,221 +1,335 @@
-"""A lower bound for meshes of several axes, where no solver proves an optimum.
+"""A lower bound on the step of every plan in a search space: how long a rank computes at least.
 
-A step costs its local work and, axis by axis, its collectives. For one axis at a time, the bound
-supposes that all other axes split everything (so that the least bytes move, and local copies are
-free) and solves the rest exactly: the axis then pays for its collectives, or for work that it does
-not split. The sum over axes, plus the work when everything is split, is below every assignment:
+A rank's own operators run one after the other on one stream, and the optimizer comes last. Whatever overlaps with them,
+a step takes at least their sum. So no step is shorter than the sum, over all sites, of the least seconds of any option
+of the site. A layer counts once for each copy, and an operator once for each micro-batch. The proof has four parts:
 
-- a site's seconds s(x) under joint option x are at least min s + c * sum over axes of p_a(x_a), where
-  p_a(o) is the least that choice o on axis a adds, and c <= 1 is the largest factor for which this
-  holds for every x (it is computed, not assumed);
-- an acquisition on axis a leads from the produced layout to each wanted layout, so it costs at least
-  the dearest of those routes on axis a alone, with the fewest bytes.
+- *Every operator runs.* Codegen writes each operator of the graph once or more often: recomputing adds to it. Values
+  that are made where they are read count as nothing. What several micro-batches may share counts once, or not at all
+  (`_Repetition`).
+- *A rank's share.* An operator that is split over r ranks in all along a dim of n has at least ceil(n / r) indices of
+  it. So the least over which axis splits what, legal or not, is below all options that are. A period decides which
+  indices a rank has, and not how many, but for padding, which adds to them.
+- *Expansions.* Where an operator does not run on shards as it is, its local program is priced, without its collectives
+  and without what depends on no operand, which codegen writes once for all. One choice without padding stands for all
+  choices that split the same dims over as many ranks, as their local shapes are the same.
+- *Lowerings* of this package run operators as they are, or in parts. The device's curves are changed so that parts
+  together take no less than the whole (`without_falling_efficiency`).
 
-The second point needs that an axis's part of a joint layout is the layout that it would choose alone.
-Nested splits can leave the dim that they started in (a batch of 8 split by 64 runs into the
-sequence); such an option reads and produces `ANY` layout there, which every redistribution reaches for free.
+Communication, stalls and local copies come on top. Measured operators follow no curve: for them there is no bound.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations_with_replacement, permutations, product
+from typing import Any, TypeVar
 
-from autopar.cost.redistribute import Redistributor
-from autopar.ir.layout import Layout, Split
-from autopar.passes.space.build import strategies
-from autopar.passes.space.choices import KEEP, AxisChoice, Policy, SiteChoice
-from autopar.passes.space.problem import ProblemBuilder
-from autopar.passes.space.sites import Option, Site
+from autopar.cluster.machine import Device
+from autopar.cost.roofline import FREE
+from autopar.ir.graph import WAIT, TensorMeta, schema
+from autopar.ir.layout import padded_shape
+from autopar.ir.precision import CAST
+from autopar.ir.rewrite import input_and_output_metas
+from autopar.ops import rule_of
+from autopar.ops.emit import Emission, expands, local_program
+from autopar.ops.rule import Call, Dims, OpRule, call_of
+from autopar.passes.lower.accumulate import LINEAR
+from autopar.passes.lower.regions import ADDING
+from autopar.passes.space.choices import AxisChoice, SiteChoice
+from autopar.passes.space.operator_layouts import operator_layouts, splits_of
+from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
-from autopar.passes.space.tables import Moved
-from autopar.solve.dp import priced
-from autopar.solve.effort import EFFORT, Effort, Meter
-from autopar.solve.pricing import Library
-from autopar.solve.problem import Problem, TooWide, Variable
-from autopar.solve.relax import periodic_bound
+from autopar.solve.effort import EFFORT, Effort
 
-ANY = Split(-1, -1)
-"""In the space of one axis: a layout that only the joint option of several axes determines."""
+T = TypeVar("T")
+
+Ranks = Mapping[int, int]
+"""Factor of an operator, or dim of a tensor -> over how many ranks it is split."""
 
 
-def lower_bound_seconds(space: Space, effort: Effort = EFFORT) -> float:
-    """Seconds that no assignment of `space` undercuts, or 0 if this effort proves nothing."""
-    axes = [a for a, ranks in enumerate(space.mesh) if ranks > 1]
-    alone = {axis: _alone(space, axis) for axis in axes}
-    added: dict[int, list[dict[str, list[float]]]] = {axis: [{} for _ in space.regions()] for axis in axes}
-    least = 0.0
-    for number, region in enumerate(space.regions()):
-        count = 1 if number == 0 else len(space.repeats[number - 1].copies)
-        for name, site in region.sites.items():
-            costs = _site(space, site, alone, number, effort.bound_options)
-            if costs is None:
-                return 0.0
-            base, by_axis = costs
-            least += count * base * (1 if site.kind == "parameter" else space.micro_batches)
-            for axis, values in by_axis.items():
-                added[axis][number][name] = values
-    return least + sum(_axis_bound(alone[axis], added[axis], effort, len(axes)) for axis in axes)
-
-
-class _Alone:
-    """The space of one axis, as if the others split everything."""
-
-    def __init__(self, sub: Space) -> None:
-        self.space = sub
-        self.regions = list(sub.regions())
-        self.unknown: dict[tuple[str, SiteChoice], Option] = {}
-        """(Key of a site, choice) -> its option, with `ANY` for layouts that depend on other axes."""
-        self.splits: dict[str, set[Split]] = {}
-        """Root -> the splits that some site makes or reads it in."""
-        for region in self.regions:
-            for site in region.sites.values():
-                for choice in site.choices[sub.mesh[0]]:
-                    option = sub.option(site, with_policy(site, [choice]))
-                    if option is None:
-                        continue
-                    roots = [read.alias.root for read in site.reads], site.makes
-                    for root, layout in zip((*roots[0], *roots[1]), (*option.reads, *option.makes), strict=True):
-                        if isinstance(layout[0], Split):
-                            self.splits.setdefault(root, set()).add(layout[0])
-
-    def options(self, site: Site) -> list[SiteChoice]:
-        return [with_policy(site, [choice]) for choice in site.choices[self.space.mesh[0]]]
-
-
-def with_policy(site: Site, axes: Iterable[AxisChoice]) -> SiteChoice:
-    return SiteChoice(tuple(axes), KEEP if site.kind == "parameter" else "")
-
-
-def _alone(space: Space, axis: int) -> _Alone:
-    others = math.prod(space.mesh) // space.mesh[axis]
-    link = space.redistributor.links[axis]
-    sub = strategies(space.graph, {space.axes[axis]: space.mesh[axis]}, space.cluster, space.segments, space.optimizer)
-    free = replace(space.cluster.device, memory_bytes_per_second=math.inf)
-    redistributor = Redistributor(sub.mesh, (link.widened(others),), free, others=True)
-    redistributor.bucket_bytes = (others * space.redistributor.bucket_bytes[axis],)
-    calls = {name: getattr(space, name) for name in ("micro_batches", "holds", "reduced_in")}
-    return _Alone(replace(sub, redistributor=redistributor, **calls))
-
-
-def _site(
-    space: Space, site: Site, alone: Mapping[int, _Alone], region: int, most: int
-) -> tuple[float, dict[int, list[float]]] | None:
-    """The least seconds of a site, and per axis the least that each of its choices adds (scaled so that the sum over
-    axes never exceeds an option's seconds). None if the site has more than `most` options.
-
-    Marks layouts that do not project on a single axis as `ANY` in that axis's space.
-    """
-    per_axis = [site.choices[ranks] for ranks in space.mesh]
-    if math.prod(map(len, per_axis)) > most:
-        return None
-    seconds: dict[tuple[AxisChoice, ...], float] = {}
-    roots = (*(read.alias.root for read in site.reads), *site.makes)
-    unknown: dict[tuple[int, AxisChoice], set[int]] = {}
-    apart: dict[tuple[int, AxisChoice], tuple[Layout, ...]] = {}
-    """The layouts that a choice on one axis alone reads and produces."""
-    for axis, single in alone.items():
-        twin = single.regions[region].sites[site.name]
-        for part in per_axis[axis]:
-            projected = single.space.option(twin, with_policy(twin, [part]))
-            apart[axis, part] = ((ANY,),) * len(roots) if projected is None else (*projected.reads, *projected.makes)
-    splits = {axis: [single.splits.get(root, set()) for root in roots] for axis, single in alone.items()}
-    for choice in product(*per_axis):
-        option = space.option(site, with_policy(site, choice))
-        if option is None:
-            continue
-        seconds[choice] = option.seconds
-        joint = (*option.reads, *option.makes)
-        for axis in alone:
-            own = apart[axis, choice[axis]]
-            for position in range(len(roots)):
-                if not _projects(joint[position][axis], own[position][0], splits[axis][position]):
-                    unknown.setdefault((axis, choice[axis]), set()).add(position)
-    for (axis, axis_choice), positions in unknown.items():
-        twin = alone[axis].regions[region].sites[site.name]
-        key = with_policy(twin, [axis_choice])
-        marked = tuple((ANY,) if i in positions else layout for i, layout in enumerate(apart[axis, axis_choice]))
-        reads, makes = marked[: len(site.reads)], marked[len(site.reads) :]
-        alone[axis].unknown[twin.key, key] = Option(choice=key, reads=reads, makes=makes, seconds=0.0, bytes=0.0)
-    least = min(seconds.values())
-    added = {
-        axis: {
-            option: min((s for choice, s in seconds.items() if choice[axis] == option), default=math.inf) - least
-            for option in per_axis[axis]
-        }
-        for axis in alone
-    }
-    scale = 1.0
-    for choice, s in seconds.items():
-        total = sum(added[axis][choice[axis]] for axis in alone)
-        if total > 0:
-            scale = min(scale, (s - least) / total)
-    return least, {axis: [scale * added[axis][option] for option in per_axis[axis]] for axis in alone}
-
-
-def _projects(together: object, apart: object, splits: set[Split]) -> bool:
-    if not isinstance(together, Split):
-        return together == apart
-    if together == apart:
-        return True
-    # nested: in the same dim, and no split that another site would choose alone
-    return isinstance(apart, Split) and together.dim == apart.dim and together not in splits
-
-
-class _BoundBuilder(ProblemBuilder):
-    """Problems of one axis with the costs of the bound."""
-
-    def __init__(self, alone: _Alone) -> None:
-        super().__init__(alone.space)
-        self.unknown = alone.unknown
-
-    def option(self, site: Site, choice: SiteChoice) -> Option | None:
-        return self.unknown.get((site.key, choice)) or super().option(site, choice)
-
-    def cost(
-        self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
-    ) -> tuple[float, float] | None:
-        dearest, meta = 0.0, moved.meta
-        for layout, _ in wanted:
-            if ANY in (*produced, *layout):
-                continue
-            route = self.space.redistributor.route(meta.shape, meta.dtype, produced, layout, moved.bucketed)
-            if route is None:
-                return None
-            dearest = max(dearest, route.seconds)
-        is_held = self.space.holds and moved.is_parameter
-        return dearest * (1 if moved.is_gradient or is_held else self.space.micro_batches), 0.0
-
-
-def _axis_bound(alone: _Alone, added: Sequence[Mapping[str, list[float]]], effort: Effort, axes: int) -> float:
-    """The exact optimum of one axis under the bound's costs. `added` has an entry for each region, as regions may share
-    names."""
-    allowed = {name: alone.options(site) for region in alone.regions for name, site in region.sites.items()}
-    problem, decoder = _BoundBuilder(alone).build(allowed)
-
-    def weighed(part: Problem, number: int) -> tuple[Variable, ...]:
-        variables = []
-        for variable in part.variables:
-            site = alone.regions[number].sites[variable.name]
-            order = {choice: i for i, choice in enumerate(alone.options(site))}
-            times = 1 if site.kind == "parameter" else alone.space.micro_batches
-            values = [times * value for value in added[number][variable.name]]
-            kept = [order[option.choice] for option in decoder.options[variable.name]]
-            seconds = tuple(values[i] if math.isfinite(values[i]) else 1e30 for i in kept)
-            variables.append(replace(variable, seconds=seconds, bytes=(0.0,) * len(kept)))
-        return tuple(variables)
-
-    repeats = tuple(
-        replace(repeat, body=replace(repeat.body, variables=weighed(repeat.body, number)))
-        for number, repeat in enumerate(problem.repeats, 1)
+def least_step_seconds(space: Space, effort: Effort = EFFORT) -> float:
+    """Seconds that no step of `space` undercuts; 0 if its operators are measured."""
+    if space.cluster.device.operators is not None:
+        return 0.0
+    counts = (1, *(repeat.count for repeat in space.repeats))
+    of_sites = least_seconds_of_sites(space, effort)
+    return math.fsum(
+        count * of_sites[site.key]
+        for region, count in zip(space.regions(), counts, strict=True)
+        for site in region.sites.values()
     )
-    problem = replace(problem, variables=weighed(problem, 0), repeats=repeats)
-    meter = Meter(most=effort.bound * effort.work / axes, effort=effort)
-    try:
-        return max(0.0, priced(problem, Library(meter), 0.0).score.objective)
-    except TooWide:  # as the search does
-        pass
-    try:
-        return max(0.0, periodic_bound(problem, (1.0, 0.0), meter))
-    except TooWide:
-        return 0.0  # no collective costs less
+
+
+def least_seconds_of_sites(space: Space, effort: Effort = EFFORT) -> dict[str, float]:
+    """Key of a site -> seconds that what a rank computes for it in a step does not undercut, in each copy of its
+    layer."""
+    device, repetition = without_falling_efficiency(space.cluster.device), _Repetition.of(space)
+    least = _Least(space, device, effort.bound_options)
+    sites = [site for region in space.regions() for site in region.sites.values()]
+    return {site.key: repetition.times(site) * least.seconds(site) for site in sites}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repetition:
+    """How often operators run in a step of several micro-batches, by the names of their sites: those that parameters
+    alone lead to may run `once`, where what forward gathers is kept; those in the `tail` of backward, which adds up
+    gradients, run once, and on other dtypes where these are reduced in one of their own."""
+
+    micro_batches: int
+    once: frozenset[str]
+    tail: frozenset[str]
+
+    @staticmethod
+    def of(space: Space) -> "_Repetition":
+        once = _of_parameters(space) if space.holds and space.micro_batches > 1 else frozenset()
+        tails = map(_tail, space.regions()) if space.has_own_reductions else ()
+        return _Repetition(micro_batches=space.micro_batches, once=once, tail=frozenset().union(*tails))
+
+    def times(self, site: Site) -> int:
+        if site.kind == "parameter":
+            return 1
+        return 0 if site.name in self.tail else 1 if site.name in self.once else self.micro_batches
+
+
+def _of_parameters(space: Space) -> frozenset[str]:
+    """Operators of forward that parameters alone lead to, in some copy of their layer (`passes.lower.hold`)."""
+    graph = space.graph
+    known = set(graph.parameters.values())
+    for node in graph.nodes[: graph.first_backward]:
+        if node.inputs and known.issuperset(node.inputs):
+            known.update(filter(None, node.outputs))
+    firsts = {
+        graph.nodes[copy].name: graph.nodes[copies[0]].name
+        for repeat in space.repeats
+        for copies in zip(*repeat.copies, strict=True)
+        for copy in copies
+    }
+    return frozenset(firsts.get(name, name) for name in known)
+
+
+def _tail(region: Region) -> frozenset[str]:
+    """Linear operators of backward that nothing but gradients of parameters may depend on
+    (`passes.lower.accumulate`)."""
+    readers: dict[str, list[Site]] = {}
+    for site in region.sites.values():
+        for read in site.reads:
+            readers.setdefault(read.alias.root, []).append(site)
+    tail: set[str] = set()
+    for site in reversed(list(region.sites.values())):
+        if site.node is None or not site.backward or site.node.op not in LINEAR:
+            continue
+        behind = [reader for root in site.makes if root for reader in readers.get(root, ())]
+        if all(reader.node is None or reader.name in tail for reader in behind):
+            tail.add(site.name)
+    return frozenset(tail)
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The least seconds of sites, cached for those that are alike. A site with more than `most` options that expand is
+    not enumerated."""
+
+    space: Space
+    device: Device
+    most: int
+    cache: dict[Any, float] = field(default_factory=dict)
+
+    def seconds(self, site: Site) -> float:
+        """Of an operator in one micro-batch, of a parameter in a step; 0 for what a rank computes nothing of."""
+        if site.kind == "parameter":
+            used = self.space.metas[site.makes[0]].dtype
+            key: Any = site.meta, used, bool(site.reads), self._choices(site)
+            return self._cached(key, lambda: self._parameter(site))
+        if site.kind != "op" or site.made:
+            return 0.0
+        return self._cached((site.form, site.zeros, self._choices(site)), lambda: self._operator(site))
+
+    def _cached(self, key: Any, compute: Callable[[], float]) -> float:
+        if key not in self.cache:
+            self.cache[key] = compute()
+        return self.cache[key]
+
+    def _choices(self, site: Site) -> tuple[tuple[AxisChoice, ...], ...]:
+        return tuple(site.choices[ranks] for ranks in self.space.mesh)
+
+    # --- parameters
+
+    def _parameter(self, site: Site) -> float:
+        """The optimizer's step, and the casts that a step cannot do without."""
+        dims = {n: tuple({c.factor for c in site.choices[n] if c.splits}) or (None,) for n in self.space.mesh}
+        assert site.meta is not None
+        carried = tuple(range(len(site.meta.shape)))
+        return min(self._updated(site, _share(site.meta, carried, ranks)) for ranks in _shares(self.space.mesh, dims))
+
+    def _updated(self, site: Site, local: TensorMeta) -> float:
+        space, device, optimizer = self.space, self.device, self.space.optimizer
+        used = TensorMeta(local.shape, space.metas[site.makes[0]].dtype)
+        seconds = 0.0
+        if site.reads:
+            seconds += device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
+        if used.dtype != local.dtype:
+            times = 1 if space.holds else space.micro_batches
+            seconds += times * device.operator_seconds(CAST, [local], [used], 0.0)
+            if site.reads and space.reduced_in is None:
+                seconds += device.operator_seconds(CAST, [used], [local], 0.0)
+        return seconds
+
+    # --- operators
+
+    def _operator(self, site: Site) -> float:
+        rule, call = site.rule, site.call
+        assert call is not None
+        if rule is None:
+            return self._replicated(call)
+        seconds = self._plain(site, call, rule)
+        for least in self._expanded(site, call, rule):
+            seconds = min(seconds, least)
+        return seconds
+
+    def _replicated(self, call: Call) -> float:
+        """Of an op that runs in full. The result may be a view, where nothing says that it is none."""
+        rule, results = rule_of(call), schema(call.node.op).returns
+        if any(result.alias_info for result in results) or (rule is not None and rule.moves_nothing):
+            return self.device.seconds_per_op
+        return self._roofline(call, call.inputs, call.outputs, 0.0, 0.0)
+
+    def _plain(self, site: Site, call: Call, rule: OpRule) -> float:
+        """Of options in which the op runs on shards as it is."""
+        if rule.moves_nothing:
+            return self.device.seconds_per_op
+        factors = {
+            n: tuple({c.factor for c in site.choices[n] if c.splits and not rule.factors[c.factor].expands}) or (None,)
+            for n in self.space.mesh
+        }
+        return min(self._on_shares(call, rule, ranks) for ranks in _shares(self.space.mesh, factors))
+
+    def _on_shares(self, call: Call, rule: OpRule, ranks: Ranks) -> float:
+        inputs = [_share(meta, dims, ranks) for meta, dims in zip(call.inputs, rule.inputs, strict=True)]
+        outputs = [meta and _share(meta, dims, ranks) for meta, dims in zip(call.outputs, rule.outputs, strict=True)]
+        sizes = ((rule.factors[factor].size, n) for factor, n in ranks.items())
+        part = math.prod(-(-size // n) / size for size, n in sizes)
+        return self._roofline(call, inputs, outputs, rule.flops * part, rule.inside_bytes * part)
+
+    def _roofline(
+        self,
+        call: Call,
+        inputs: Sequence[TensorMeta],
+        outputs: Iterable[TensorMeta | None],
+        flops: float,
+        inside_bytes: float,
+    ) -> float:
+        results = [meta for meta in outputs if meta is not None]
+        return self.device.operator_seconds(call.node.op, inputs, results, flops, inside_bytes)
+
+    def _expanded(self, site: Site, call: Call, rule: OpRule) -> Iterator[float]:
+        """Of options in which a local program stands for the op."""
+        mesh, left = self.space.mesh, self.most
+        for ways in _expanding(mesh, site.choices, rule):
+            for choice in ways:
+                left -= 1
+                if left < 0:
+                    yield 0.0
+                    return
+                layouts = operator_layouts(call, rule, choice, mesh)
+                if layouts is None:
+                    continue
+                emission = local_program(call, rule, splits_of(rule, choice), *layouts, mesh, site.zeros)
+                yield self._emitted(emission)
+                metas = (*zip(call.inputs, layouts[0], strict=True), *zip(call.outputs, layouts[1], strict=True))
+                if all(meta is None or padded_shape(meta.shape, layout) == meta.shape for meta, layout in metas):
+                    break
+
+    def _emitted(self, emission: Emission) -> float:
+        """Of a local program's operators, as the timeline prices them."""
+        fixed: set[str] = set()
+        seconds = 0.0
+        for instruction in emission.instructions:
+            if instruction.collective or instruction.op == WAIT:
+                continue
+            if fixed.issuperset(instruction.inputs) and emission.results.count(instruction.name) == 0:
+                fixed.update(instruction.outputs)
+                continue
+            call = call_of(instruction, emission.metas)
+            rule = rule_of(call)
+            if instruction.op in FREE:
+                continue
+            if rule is None or rule.moves_nothing:
+                seconds += self.device.seconds_per_op
+                continue
+            metas = input_and_output_metas(instruction, emission.metas)
+            seconds += self.device.operator_seconds(instruction.op, *metas, rule.flops, rule.inside_bytes)
+        return seconds
+
+
+def _share(meta: TensorMeta, carried: Dims, ranks: Ranks) -> TensorMeta:
+    """A rank's least part of a tensor whose dims carry these factors."""
+    dims = zip(meta.shape, carried, strict=True)
+    return TensorMeta(tuple(-(-size // ranks.get(f, 1)) if f is not None else size for size, f in dims), meta.dtype)
+
+
+def _ways(mesh: Sequence[int], on_axis: Mapping[int, Sequence[T]]) -> Iterator[list[tuple[int, tuple[T, ...]]]]:
+    """What axes may take of what `on_axis` has for their sizes: each size with what its axes take, in any order."""
+    sizes = Counter(mesh)
+    for taken in product(*(combinations_with_replacement(on_axis[n], count) for n, count in sizes.items())):
+        yield list(zip(sizes, taken, strict=True))
+
+
+def _shares(mesh: Sequence[int], factors: Mapping[int, Sequence[int | None]]) -> Iterator[dict[int, int]]:
+    for way in _ways(mesh, factors):
+        ranks: dict[int, int] = {}
+        for n, taken in way:
+            for factor in taken:
+                if factor is not None:
+                    ranks[factor] = n * ranks.get(factor, 1)
+        yield ranks
+
+
+def _expanding(
+    mesh: Sequence[int], choices: Mapping[int, Sequence[AxisChoice]], rule: OpRule
+) -> Iterator[Iterator[SiteChoice]]:
+    """Joint choices with which an op expands, those together that split the same factors over as many ranks. (A choice
+    that takes partial sums works on what a replicated one does.)"""
+    periods: dict[int, dict[tuple[str, int], list[AxisChoice]]] = {n: {} for n in mesh}
+    for n, of_size in periods.items():
+        for choice in choices[n]:
+            if not choice.is_partial:
+                of_size.setdefault((choice.kind, choice.factor), []).append(choice)
+    for way in _ways(mesh, {n: tuple(of_size) for n, of_size in periods.items()}):
+        alike = _joint(mesh, way, periods)
+        if expands(rule, splits_of(rule, next(alike))):
+            yield _joint(mesh, way, periods)
+
+
+def _joint(
+    mesh: Sequence[int],
+    way: Sequence[tuple[int, tuple[tuple[str, int], ...]]],
+    periods: Mapping[int, Mapping[tuple[str, int], Sequence[AxisChoice]]],
+) -> Iterator[SiteChoice]:
+    orders = (dict.fromkeys(permutations(taken)) for _, taken in way)
+    for order in product(*orders):
+        waiting = {n: iter(taken) for (n, _), taken in zip(way, order, strict=True)}
+        yield from map(SiteChoice, product(*(periods[n][next(waiting[n])] for n in mesh)))
+
+
+def without_falling_efficiency(device: Device) -> Device:
+    """The device, no slower, and without what makes parts of an operator cheaper than the whole, or a larger one
+    cheaper than a smaller one: efficiency never falls with size, and never rises faster than it. A product has the
+    ratio of that which also adds, if it is smaller."""
+    joined = {op: min(device.ratio(op), device.ratio(adds)) for op, adds in ADDING.items()}
+    return replace(
+        device,
+        efficiency=_rising(device.efficiency),
+        memory_efficiency=_rising(device.memory_efficiency),
+        ratios={**device.ratios, **joined},
+    )
+
+
+def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    sizes, values = [size for size, _ in points], [value for _, value in points]
+    for i in range(1, len(values)):
+        values[i] = max(values[i], values[i - 1])
+    for i in reversed(range(len(values) - 1)):
+        values[i] = max(values[i], values[i + 1] * sizes[i] / sizes[i + 1])
+    return tuple(zip(sizes, values, strict=True))

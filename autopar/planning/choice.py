@@ -8,20 +8,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.passes import Flow
 from autopar.passes.space.problem import Assignment
 from autopar.solve.problem import Infeasible
 
-from .account import account, least_seconds
+from .account import least_seconds
 from .beside import beside
 from .known import Known
 from .own import Own
 from .plan import Plan
 from .request import Request
-from .rivals import Rival, Rivals
+from .rivals import OWN, Estimated, Rival, Rivals
 from .search import Search, SearchResult
 from .searches import Searches
 from .shortfall import DoesNotFit
@@ -34,98 +33,52 @@ logger = logging.getLogger("autopar")
 Describe = Callable[[SearchResult, Request], Plan]
 """Describes a search's result as a plan."""
 
-OWN = "search"
-"""The name of the search's own result among its rivals."""
-
-AGAIN = "search again"
-"""The name of the best near another one, where more or less of the traffic in buckets is hidden."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimated:
-    """A rival with the seconds of its step, estimated from a program of few copies."""
-
-    name: str
-    solved: Solved
-    seconds: float
-
 
 class Choice:
     """Chooses among the candidates of one space. What a choice without a memory limit computed, a second one within a
-    limit takes over: the cheapest plan, the bound, and what the presets leave."""
+    limit takes over: the cheapest plan, and what the presets leave."""
 
     def __init__(self, searches: Searches, steps: Steps, describe: Describe, flow: Flow) -> None:
         self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
         self.space, self.effort = searches.space, searches.effort
         self.started = time.perf_counter()
         self.ends: list[Solved] = []
-        self.bound: float | None = None
         self.rivals, self.known, self.own = Rivals(searches, steps, flow), Known(steps), Own(steps)
 
-    def shortest(self, search: Search, request: Request, *, bounded: bool, below: float = math.inf) -> Plan | None:
-        """The plan with the shortest step on its timeline, of the search's own and its rivals. Forked processes
-        compute these and the bound while this one applies the limit. None if the cheapest clearly needs more than
+    def shortest(self, search: Search, request: Request, *, below: float = math.inf) -> Plan | None:
+        """The plan with the shortest step on its timeline, of the search's own and its rivals. A forked process
+        computes these while this one applies the limit. None if the cheapest clearly needs more than
         `below` bytes: rivals that need less are among those within such a limit, too."""
-        cheapest = self.flow.timed("search", search.explore, bounded=bounded, known=self.ends)
+        cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.ends)
         self.ends = search.descent.ends
         if below < math.inf:
             peak_bytes = self.steps.peaks_of(None).estimate(cheapest.assignment)
             if peak_bytes > below * (1 + self.effort.limit_unsure):
                 return None
-        with (
-            self._bounding(search, bounded) as bound,
-            beside(lambda: self.rivals.of_presets(request), worthwhile=search.is_large) as find,
-        ):
+        with beside(lambda: self.rivals.of_presets(request), worthwhile=search.is_large) as find:
             own, error = self.flow.timed("search", self.own.within, search)
             self.known = Known(self.steps)
-            found = [] if own is None else self._with_near(self._in_few(OWN, own, request.bytes_limit), request)
-            self.bound = self.flow.timed("bound", bound)
+            found = [] if own is None else self.rivals.searched(own, request, self._in_few)
             presets = self.rivals.presets = self.flow.timed("others", find)
         rivals = self._estimated(found, presets, replace(request, stage=request.stage.comparing))
         if rivals and rivals[0] not in found:
-            rivals = self._with_near(rivals[0], request) + rivals[1:]
+            rivals = self.rivals.with_near(rivals[0], request, self._in_few) + rivals[1:]
         if error is not None and not rivals and (limit := request.bytes_limit) is not None:
             raise self.own.least(error, limit, (other.assignment for _, other in presets))
         plan = self._best_of(rivals, search, request, error)
         free = {name: other.assignment for name, other in presets} if request.bytes_limit is None else {}
         plan = self.known.added(plan, free)
-        seconds = time.perf_counter() - self.started
-        return replace(plan, lower_bound_seconds=self.bound, solve_seconds=seconds)
-
-    def _bounding(self, search: Search, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
-        known = self.bound
-        return search.bounding(bounded) if known is None else nullcontext(lambda: known)
-
-    def _with_near(self, rival: Estimated, request: Request) -> list[Estimated]:
-        """A rival, and before it the best near it, if that has a shorter step: what a descent finds with less of the
-        traffic in buckets hidden, or with more. Where memory has a price, none was found that was worth its search."""
-        priced, best = account(self.space, rival.solved.assignment), rival
-        if rival.solved.price or priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
-            return [rival]
-        first = () if rival.name == OWN else ((self.effort.hidden_part,),)
-        for parts in (*first, *self.effort.hidden_parts):
-            for part in parts:
-                near = None if self.effort.is_over else self.rivals.near(part, best.solved, request)
-                if near is None or near.assignment in (best.solved.assignment, rival.solved.assignment):
-                    break
-                other = self._in_few(AGAIN, near, request.bytes_limit, best.seconds)
-                if other.seconds >= best.seconds * (1 - self.effort.gain):
-                    break
-                best = other
-            if best is not rival:
-                self.known.tell(AGAIN, best.seconds, "estimated")
-                return [best, rival]
-        self.known.forget(AGAIN)
-        return [rival]
+        return replace(plan, solve_seconds=time.perf_counter() - self.started)
 
     def _estimated(self, own: list[Estimated], presets: Sequence[Rival], request: Request) -> list[Estimated]:
         """The search's own results and those of the presets that may have a shorter step, under the limit, the shortest
         estimated step first."""
         limit, found = request.bytes_limit, [*own]
         tried: list[Assignment] = []
+        objective = self.searches.found(own[-1].solved).score.objective if own else math.inf
         cheapest_first = sorted(presets, key=lambda item: item[1].score.objective)
         for (name, other), stage in zip(cheapest_first, request.stage.parts(len(presets)), strict=True):
-            if self.effort.is_over and own and other.score.objective >= own[-1].solved.score.objective:
+            if self.effort.is_over and own and other.score.objective >= objective:
                 continue  # what remains is to see that no preset is better by the prices
             least = min((one.seconds for one in found), default=math.inf)
             if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in tried:
@@ -147,7 +100,7 @@ class Choice:
         """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
         return self.steps.peaks_of(limit).estimate(other.assignment) > limit * (1 + self.effort.limit_near)
 
-    def _in_few(self, name: str, solved: Solved, limit: float | None, least: float = math.inf) -> Estimated:
+    def _in_few(self, name: str, solved: Solved, limit: float | None, least: float) -> Estimated:
         """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""
         sure, assignment = 1 - self.effort.unsure, solved.assignment
         seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)

@@ -51,9 +51,10 @@ class Subject:
         peak: Peak,
         seconds: float,
         exposed_seconds: float,
+        least_seconds: float,
         step: Timeline,
     ) -> Plan:
-        """The result of a search as the plan that answers a request, with its step."""
+        """The result of a search as the plan that answers a request, with its step, and what no step undercuts."""
         space, assignment = self.space, result.assignment
         items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
         provenance = provenance.times(self.training.micro_batches)
@@ -97,7 +98,8 @@ class Subject:
             seconds=seconds,
             exposed_seconds=exposed_seconds,
             objective_seconds=result.score.objective,
-            lower_bound_seconds=result.lower_bound,
+            lower_bound_seconds=least_seconds,
+            objective_bound_seconds=result.lower_bound,
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
             timing=timing(step, items.optimizer_seconds, seconds),

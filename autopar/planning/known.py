@@ -22,7 +22,10 @@ class Known:
         self.known: dict[str, Candidate] = {}
 
     def tell(self, name: str, seconds: float, precision: str, size: float | None = None) -> None:
-        if math.isfinite(seconds):
+        """Of candidates of one name that are estimated, the shortest counts."""
+        known = self.known.get(name)
+        is_longer = known is not None and known.precision == precision == "estimated" and known.seconds <= seconds
+        if math.isfinite(seconds) and not is_longer:
             self.known[name] = Candidate(name=name, seconds=seconds, precision=precision, bytes=size)
 
     def described(self, plan: Plan, name: str) -> Plan:

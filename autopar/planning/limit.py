@@ -187,8 +187,8 @@ class Limit:
 
     def _mixed(self, pool: "_Pool", excess: float, purse: Purse) -> list[Solved]:
         """The best mixtures of the pool's options, under limits on their sum, whose peak keeps the limit."""
-        limit, kept = self.aim, []
-        row, most_kept, least_over = limit - excess, 0.0, math.inf
+        kept: list[Solved] = []
+        limit, row, most_kept, least_over = self.aim, self.aim - excess, 0.0, math.inf
         for _ in self.stage.part(0.5, 1.0).parts(self.effort.limit_rounds):
             solved = pool.solved(row, purse, thorough=True)
             if solved is None:
@@ -286,7 +286,8 @@ class _Pool:
         for _, options in self._smaller():
             purse = descent.purse(descent.effort.limit)
             try:
-                return [descent.solve(options, descent.steps, price=self.price, bounded=False, narrow=True, purse=purse)]
+                solve, steps = descent.solve, descent.steps
+                return [solve(options, steps, price=self.price, bounded=False, narrow=True, purse=purse)]
             except TooWide:
                 continue
         return []

@@ -123,6 +123,9 @@ class Plan(Record):
             given = {name: value for name, value in data.items() if name not in ("format", "headroom_bytes")}
             # files from before it was written have given limits, or none
             given.setdefault("memory_limit_from", "lifted" if data.get("memory_limit_bytes") is None else "given")
+            if "objective_bound_seconds" not in given and "lower_bound_seconds" in given:
+                # files from before bounds were those of the step have one of the objective
+                given |= {"objective_bound_seconds": given["lower_bound_seconds"], "lower_bound_seconds": 0.0}
             plan = record(Plan, given)
             plan._check()
         except ValueError as error:

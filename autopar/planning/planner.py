@@ -206,7 +206,7 @@ class Planner:
         def attempt(request: Request, below: float) -> Plan | None:
             search = self.search(request, searched, pinned=mode.pinned if preset is None else None)
             if by_timeline:
-                return choice.shortest(search, request, bounded=bounded, below=below)
+                return choice.shortest(search, request, below=below)
             best: SearchResult = self.seconds.timed("search", search.run, allowed, bounded=bounded)
             if space is not self.space:
                 logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)
@@ -221,7 +221,13 @@ class Planner:
         seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
         step = self.steps.run.timeline(self.writer.written(result.assignment, bucket_bytes))
         return self.subject.described(
-            result, request, bucket_bytes=bucket_bytes, peak=peak, seconds=seconds, exposed_seconds=exposed, step=step
+            *(result, request),
+            bucket_bytes=bucket_bytes,
+            peak=peak,
+            seconds=seconds,
+            exposed_seconds=exposed,
+            least_seconds=self.seconds.timed("bound", lambda: self.steps.least_seconds),
+            step=step,
         )
 
     def program(self, plan: Plan) -> Program:

@@ -32,14 +32,15 @@ def optimizer_of(plan: Plan) -> str | float:
 
 
 def refreshed(planner: Planner, plan: Plan) -> Plan:
-    """The plan with all figures computed again by a planner for its model. The bound stays if the figures of the
-    cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict themselves."""
+    """The plan with all figures computed again by a planner for its model. What the solver proved stays if the figures
+    of the cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict
+    themselves."""
     Stage(doing="computing the plan's figures").tell()
     program = planner.program(plan)
     again = repriced(planner, replace(plan, peak=planner.steps.run.peak(program)))
     assert again.provenance is not None
     origin = plan.provenance or again.provenance
-    bound = plan.lower_bound_seconds if origin.cluster == again.provenance.cluster else 0.0
+    proved = plan.objective_bound_seconds if origin.cluster == again.provenance.cluster else 0.0
     candidates, winner = origin.candidates, origin.winner
     if plan.is_edited:
         known = Candidate(name=BEFORE, seconds=plan.seconds, precision="simulated", bytes=plan.bytes)
@@ -47,4 +48,4 @@ def refreshed(planner: Planner, plan: Plan) -> Plan:
     about = replace(
         again.provenance, candidates=candidates, winner=winner, source=origin.source, command=origin.command
     )
-    return replace(again, lower_bound_seconds=bound, provenance=about)
+    return replace(again, objective_bound_seconds=proved, provenance=about)

@@ -56,6 +56,10 @@ class Run:
             raise ValueError(f"count of a run is {self.count}: an integer, at least 1")
 
 
+def _gap(bound_seconds: float, seconds: float) -> float | None:
+    return max(0.0, 1 - bound_seconds / seconds) if bound_seconds and seconds else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     name: str
@@ -100,9 +104,11 @@ class Record:
     objective_seconds: float
     """The solver's objective: the account's seconds, as if nothing overlapped."""
     lower_bound_seconds: float
-    """No plan of the search space has an objective below it."""
+    """No plan of the search space has a step below it; 0 if no bound is known."""
     solve_seconds: float
     """How long the search took, on the machine that planned."""
+    objective_bound_seconds: float = 0.0
+    """No plan that was searched has an objective below it, as the solver proved; 0 if it proved nothing."""
     without_rule: Mapping[str, int] = field(default_factory=dict)
     """Operators that are replicated for want of a rule, and how often each is run."""
     constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -138,10 +144,13 @@ class Record:
 
     @property
     def gap(self) -> float | None:
-        """The proved relative distance from the optimum of the search; None if nothing is proved."""
-        if not self.lower_bound_seconds or not self.objective_seconds:
-            return None
-        return max(0.0, 1 - self.lower_bound_seconds / self.objective_seconds)
+        """The part of its step by which a plan's step could be shorter at most; None if no bound is known."""
+        return _gap(self.lower_bound_seconds, self.seconds)
+
+    @property
+    def objective_gap(self) -> float | None:
+        """The part of its objective by which a plan's could be less at most; None if the solver proved nothing."""
+        return _gap(self.objective_bound_seconds, self.objective_seconds)
 
     @property
     def ranks(self) -> int:

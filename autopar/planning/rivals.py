@@ -6,15 +6,15 @@ of the traffic in buckets is hidden, another plan may be the quickest, and what 
 
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from autopar.passes import Flow
 from autopar.passes.space.problem import Allowed
-from autopar.passes.space.space import Space
 from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible
 
+from .account import account
 from .known import Known
 from .options import resting_bytes
 from .presets import PRESETS
@@ -27,6 +27,25 @@ logger = logging.getLogger("autopar")
 
 Rival = tuple[str, Solved]
 
+OWN = "search"
+"""The name of the search's own result among its rivals."""
+
+AGAIN = "search again"
+"""The name of the best near another one, where more or less of the traffic in buckets is hidden."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """A rival with the seconds of its step, estimated from a program of few copies."""
+
+    name: str
+    solved: Solved
+    seconds: float
+
+
+Estimate = Callable[[str, Solved, float | None, float], Estimated]
+"""Of a name, a solution, a limit, and the seconds of a step that it should undercut."""
+
 
 class Rivals:
     """Finds the rivals of one space, at the prices of its first search. What presets leave without a limit is found
@@ -37,11 +56,31 @@ class Rivals:
         self.effort = searches.effort
         self.presets: list[Rival] | None = None
 
-    @property
-    def _space(self) -> Space:
-        return self.searches.hiding(self.effort.hidden_part)
+    def searched(self, own: Solved, request: Request, estimate: Estimate) -> list[Estimated]:
+        """The search's own result, and before it the best near it, if that has a shorter step."""
+        return self.with_near(estimate(OWN, own, request.bytes_limit, math.inf), request, estimate)
 
-    def near(self, part: float, start: Solved, request: Request) -> Solved | None:
+    def with_near(self, rival: Estimated, request: Request, estimate: Estimate) -> list[Estimated]:
+        """A rival, and before it the best near it, if that has a shorter step: what a descent finds with less of the
+        traffic in buckets hidden, or with more. Where memory has a price, none was found that was worth its search."""
+        priced, best = account(self.searches.space, rival.solved.assignment), rival
+        if rival.solved.price or priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
+            return [rival]
+        first = () if rival.name == OWN else ((self.effort.hidden_part,),)
+        for parts in (*first, *self.effort.hidden_parts):
+            for part in parts:
+                near = None if self.effort.is_over else self._near(part, best.solved, request)
+                if near is None or near.assignment in (best.solved.assignment, rival.solved.assignment):
+                    break
+                other = estimate(AGAIN, near, request.bytes_limit, best.seconds)
+                if other.seconds >= best.seconds * (1 - self.effort.gain):
+                    break
+                best = other
+            if best is not rival:
+                return [best, rival]
+        return [rival]
+
+    def _near(self, part: float, start: Solved, request: Request) -> Solved | None:
         """The best near another plan if so much of the traffic in buckets is hidden; None if it needs more memory."""
         search = self.searches.search(request, self.searches.hiding(part), self.effort.hidden_share)
         return self.flow.timed("others", search.near, start)
@@ -52,7 +91,7 @@ class Rivals:
 
     def _of_presets(self, request: Request) -> Iterator[Rival]:
         free = replace(request, solver="dp", memory_limit_bytes=math.inf)
-        search = self.searches.search(free, self._space, self.effort.preset_share)
+        search = self.searches.search(free, share=self.effort.preset_share)
         tried: list[Allowed] = []
         for name in PRESETS if SOLVERS[request.solver].exact else ():
             try:
@@ -81,7 +120,7 @@ class Rivals:
         if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
             logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
             return None
-        search = self.searches.search(replace(request, solver="dp"), self._space, self.effort.limited_preset)
+        search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
         try:
             return self.flow.timed("others", search.mixed, free, allowed)
         except Infeasible as error:

@@ -2,14 +2,12 @@
 
 On one axis the space is one problem. On several axes its options multiply, so coordinate descent (`descent`) searches
 the space, within the memory limit if there is one (`limit`). Problems that can be eliminated are solved to a proved
-optimum, wider ones to within a percent (`solve.relax`). The search proves no optimum of the space; the reported gap
-is the distance to a lower bound (`bound`).
+optimum, wider ones to within a percent (`solve.relax`). The search proves no optimum of the space.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,8 +18,6 @@ from autopar.passes.space.space import Space
 from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Score
 
-from .beside import beside
-from .bound import lower_bound_seconds
 from .constraints import Pins
 from .descent import Descent
 from .limit import Limit, Peaks, SolveAt
@@ -32,8 +28,8 @@ from .solving import Solved, Solves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """An assignment with its score. `lower_bound`, in seconds, holds for the space that was searched; 0 if there is
-    none. The search took `seconds`."""
+    """An assignment with its score. No assignment of the space that was searched has an objective below `lower_bound`,
+    if the solver proved that, or else 0. The search took `seconds`."""
 
     assignment: Assignment
     score: Score
@@ -97,8 +93,8 @@ class Search:
         sure: bool | None = None,
         below: float = math.inf,
     ) -> SearchResult:
-        """The best assignment of the space, or of `allowed`; `bounded` asks for a lower bound. A search that is not
-        `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. If it is not
+        """The best assignment of the space, or of `allowed`; `bounded` asks a solver for its bound. A search that is
+        not `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. If it is not
         `sure` (not given: not thorough), the result may exceed the limit, as it does if its peak exceeds the estimate.
 
         Raises `Infeasible` if nothing keeps the memory limit.
@@ -107,12 +103,10 @@ class Search:
         best = self.explore(allowed, start=start, bounded=bounded, thorough=thorough, below=below)
         if not best.score.objective < below:
             return self._result(best, started)
-        with self.bounding(bounded) as bound:
-            sure = thorough if sure is None else sure
-            result = self._result(self._limited(self.peaks, sure=sure), started)
-            if sure:
-                result = self._result(self.confirmed(), started)
-            result = replace(result, lower_bound=max(result.lower_bound, bound()))
+        sure = thorough if sure is None else sure
+        result = self._result(self._limited(self.peaks, sure=sure), started)
+        if sure:
+            result = self._result(self.confirmed(), started)
         return replace(result, seconds=time.perf_counter() - started)
 
     def explore(
@@ -155,17 +149,6 @@ class Search:
             self.cheapest = best, descent.at_price
         descent.ends = descent.ends or [*known] or [best]
         return best
-
-    def bounding(self, bounded: bool) -> AbstractContextManager[Callable[[], float]]:
-        """Computes seconds that no assignment undercuts, in a forked process if the space is large. They are 0 if a
-        solver proves a bound, or nobody asks for one."""
-        wanted = bounded and not self.proved
-        return beside(self._bound if wanted else lambda: 0.0, worthwhile=wanted and self.is_large)
-
-    def _bound(self) -> float:
-        bound = lower_bound_seconds(self.space, self.effort)
-        self.log(f"lower bound {bound * 1e3:.3f} ms")
-        return bound
 
     def mixed(self, cheapest: Solved, allowed: Allowed) -> Solved:
         """What keeps the limit of the options of the `cheapest` of those `allowed`; of others where these do not. Its

@@ -7,11 +7,12 @@ of each segment, with collectives unsplit.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments
 from autopar.cost.streams import TimelineCache
+from autopar.passes import LOWERINGS
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
@@ -20,6 +21,7 @@ from autopar.profile.programs import Costs
 from autopar.solve.effort import Effort
 
 from .account import account
+from .bound import least_step_seconds
 from .limit import Peaks
 from .micro import StepRun
 from .writer import Writer
@@ -147,6 +149,12 @@ class Steps:
         updating = account(self.space, assignment).optimizer_seconds
         step, exposed = (sum(times * getattr(of, what) for of, _, times in parts) for what in _SECONDS)
         return step * ratio + updating, exposed * ratio
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Seconds that no step undercuts, or 0 where prices are measured or other packages have lowerings."""
+        is_known = self.costs is None and not LOWERINGS.added
+        return least_step_seconds(self.space, self.effort) if is_known else 0.0
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
         """The factor from a timeline's seconds to those that its program takes, by measured programs."""

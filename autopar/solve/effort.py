@@ -60,12 +60,10 @@ class Effort:
     """Of all parts: some 8 seconds of one core, of which usual models need a third."""
     descents: float = 0.4
     """From several starts, in equal parts: what they end with is the plan, mostly."""
-    pool: float = 0.1
+    pool: float = 0.2
     """The options that descents ended with, as one problem, and the descents that follow."""
     limit: float = 0.1
     """Solves at prices of memory, and under its limit."""
-    bound: float = 0.1
-    """The lower bound: without it there is no gap, and the plan is the same."""
     hidden: float = 0.1
     """Searches from the best plan, with other parts of what travels in buckets hidden: a descent each."""
     presets: float = 0.2
@@ -84,7 +82,7 @@ class Effort:
     hopeless: float = 1.3
     """A descent that is so many times above what matters when every axis was free once is not gone on with."""
     bound_options: int = 5000
-    """A site with more joint options is not enumerated for the lower bound, and nothing is proved."""
+    """A site that expands in more joint options counts as nothing in the lower bound on the step."""
     apart_options: int = 5000
     """Joint options of a space from which on parts of its search are worth a process of their own."""
 
@@ -157,7 +155,7 @@ class Effort:
     """A program is stopped when it is slower by so much than the best could be."""
 
     def __post_init__(self) -> None:
-        total = self.descents + self.pool + self.limit + self.bound + self.hidden + self.presets
+        total = self.descents + self.pool + self.limit + self.hidden + self.presets
         assert math.isclose(total, 1.0), total
 
     @property

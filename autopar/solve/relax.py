@@ -9,8 +9,7 @@ are too many, node after node takes the state that costs least beside those take
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from .elimination import eliminate, reduction, run, schedule, trace_back
 from .expand import expand
 from .network import network
 from .pricing import Library
-from .problem import Choice, Problem, Repeat, TooWide
+from .problem import Choice, Problem, TooWide
 from .rows import Floats, Ints
 
 REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -30,15 +29,6 @@ GAP, STANDING_GAP = 1e-3, 1e-2
 
 STANDING = 1e-6
 """The part of the bound by which a round without a better choice must raise it, to be worth another round."""
-
-WRITTEN_OUT = 4
-"""A repeat of fewer copies is bounded as it is."""
-
-RAISED = 3e-4
-"""The part of a bound by which a round must raise it, to be worth another round."""
-
-BLOCKED_SECONDS = 1e29
-"""What costs more is not to be had."""
 
 LONG_ENTRIES = 256
 """Entries in a row of memory from which on numpy's loops over rows cost little beside those over entries."""
@@ -75,18 +65,6 @@ class _Along:
             self._rows += costs[self._state]
 
 
-class _Link(_Along):
-    """A table along one of its nodes that sums up what was added to it."""
-
-    def __init__(self, table: Floats, axis: int) -> None:
-        super().__init__(table, axis)
-        self.added: Floats = np.zeros(table.shape[axis])
-
-    def add(self, costs: Floats) -> None:
-        super().add(costs)
-        self.added += costs
-
-
 class Relaxation:
     """The tables of a network, with costs moved between them: every choice costs what it did."""
 
@@ -95,11 +73,8 @@ class Relaxation:
         tables: Sequence[tuple[tuple[int, ...], Floats]],
         sizes: Sequence[int],
         meter: Meter | None = None,
-        linked: int = 0,
     ) -> None:
-        """The last `linked` tables remember what is moved to them from each of their two nodes (`links`)."""
         self.meter = meter or Meter()
-        self.links: list[list[_Link]] = [[] for _ in range(linked)]
         finite = [table[np.isfinite(table)] for _, table in tables]
         # What is blocked costs more than any choice: a sum with infinities could not be taken back.
         blocked = sum(float(np.abs(table).max()) for table in finite if table.size)
@@ -111,7 +86,7 @@ class Relaxation:
         self._ahead: list[list[int]] = [[] for _ in sizes]
         self._behind: list[list[int]] = [[] for _ in sizes]
         """of each node: the positions in `_around` of the tables with a later, and an earlier, node"""
-        for number, (scope, costs) in enumerate(tables, linked - len(tables)):
+        for scope, costs in tables:
             table = np.asarray(np.where(np.isfinite(costs), costs, blocked), order="C")
             if len(scope) == 0:
                 self.constant += float(table)
@@ -124,10 +99,7 @@ class Relaxation:
                         self._ahead[node].append(len(self._around[node]))
                     if node != min(scope):
                         self._behind[node].append(len(self._around[node]))
-                    along = _Along(table, axis) if number < 0 else _Link(table, axis)
-                    if isinstance(along, _Link):
-                        self.links[number].append(along)
-                    self._around[node].append((len(self.tables), along, spread))
+                    self._around[node].append((len(self.tables), _Along(table, axis), spread))
                 self.tables.append(table)
         self._linked = [node for node, around in enumerate(self._around) if around]
         """Nodes that stand in tables: the others have nothing to hand on."""
@@ -199,112 +171,6 @@ def lower_bound(problem: Problem, weights: tuple[float, float], meter: Meter | N
         relaxation.sweep()
         bound = max(bound, relaxation.bound())
     return bound
-
-
-def periodic_bound(problem: Problem, weights: tuple[float, float], meter: Meter | None = None) -> float:
-    """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, at the cost of three copies of each
-    repeat, however many there are.
-
-    The first and the last copy belong to the rest. A link says that the right end of a copy between them is the left
-    end of the next one. Costs are moved between the tables of one copy and a link, and in all copies alike: the minima
-    of one copy count as often as there are copies, those of the link between any two of them, and what is moved to
-    links at both ends is left to the rest.
-    """
-    meter = meter or Meter()
-    total = 0.0
-    variables, repeats = list(problem.variables), list[Repeat]()
-    moved: list[tuple[int, Floats]] = []
-    for repeat in problem.repeats:
-        if repeat.count < WRITTEN_OUT or repeat.body.repeats:
-            repeats.append(repeat)
-            continue
-        copy, link, added = _copy_bound(repeat, weights, meter)
-        total += (repeat.count - 2) * copy + (repeat.count - 3) * link
-        ends: tuple[list[int], list[int]] = [], []
-        for outer, on_both in zip(repeat.left, added, strict=True):
-            nothing = (0.0,) * len(variables[outer].options)
-            for end, on_end in zip(ends, on_both, strict=True):
-                end.append(len(variables))
-                moved.append((len(variables), on_end))
-                variables.append(replace(variables[outer], seconds=nothing, bytes=nothing))
-        repeats.append(replace(repeat, name=f"{repeat.name}, first", count=1, right=tuple(ends[0])))
-        repeats.append(replace(repeat, name=f"{repeat.name}, last", count=1, left=tuple(ends[1])))
-    expanded = expand(Problem(variables=tuple(variables), tensors=problem.tensors, repeats=tuple(repeats)))
-    places = [(expanded.layout.variables[v], costs) for v, costs in moved]
-    graph = network(expanded.problem, {v for v, _ in places}, meter.effort.tensor_entries)
-    tables = [(table.nodes, _blocked(table.priced(np.array([weights]))[0])) for table in graph.tables]
-    for v, costs in places:
-        tables.append(((v,), costs) if graph.sizes[v] > 1 else ((), costs.reshape(())))
-    left, sizes = _small(tables, graph.sizes, (), meter)
-    relaxation = Relaxation(left, sizes, meter)
-    return total + _swept(relaxation, relaxation.bound)
-
-
-def _copy_bound(
-    repeat: Repeat, weights: tuple[float, float], meter: Meter
-) -> tuple[float, float, list[tuple[Floats, Floats]]]:
-    """What a copy and a link cost at least, and of each border what is moved from either side to the link at an end."""
-    ends = [*zip(repeat.body_left, repeat.body_right, strict=True)]
-    graph = network(repeat.body, {v for pair in ends for v in pair}, meter.effort.tensor_entries)
-    tables = [(table.nodes, _blocked(table.priced(np.array([weights]))[0])) for table in graph.tables]
-    linked = [pair for pair in dict.fromkeys(ends) if pair[0] != pair[1] and graph.sizes[pair[0]] > 1]
-    left, sizes = _small(tables, graph.sizes, {v for pair in ends for v in pair}, meter)
-    links = [
-        ((min(pair), max(pair)), np.where(np.eye(graph.sizes[pair[0]], dtype=bool), 0.0, np.inf)) for pair in linked
-    ]
-    relaxation = Relaxation([*left, *links], sizes, meter, linked=len(links))
-    first = len(relaxation.tables) - len(links)
-
-    def copy() -> float:
-        minima = (float(costs.min()) for costs in (*relaxation.nodes, *relaxation.tables[:first]))
-        return relaxation.constant + sum(minima)
-
-    def link() -> float:
-        return sum(float(costs.min()) for costs in relaxation.tables[first:])
-
-    _swept(relaxation, lambda: copy() + link())
-    added = []
-    for pair in ends:
-        size = graph.sizes[pair[0]]
-        if pair in linked:
-            sides = relaxation.links[linked.index(pair)]
-            lower, upper = sides[0].added, sides[1].added
-            # a copy's left end is where the link of the copy before it ends
-            added.append((lower, upper) if pair[0] < pair[1] else (upper, lower))
-        else:
-            added.append((np.zeros(size), np.zeros(size)))
-    return copy(), link(), added
-
-
-def _blocked(costs: Floats) -> Floats:
-    """With infinity for what costs as much as nothing does."""
-    return np.where(costs < BLOCKED_SECONDS, costs, np.inf)
-
-
-def _small(
-    tables: Sequence[tuple[tuple[int, ...], Floats]], sizes: Sequence[int], keep: Iterable[int], meter: Meter
-) -> tuple[list[tuple[tuple[int, ...], Floats]], tuple[int, ...]]:
-    """The tables that are left when nodes whose tables are small are eliminated."""
-    live: list[Floats | None] = [costs[None] for _, costs in tables]
-    most = meter.effort.message_small_entries
-    steps, left = reduction(tuple(sizes), tuple(nodes for nodes, _ in tables), most, keep)
-    run(steps, live, tuple(sizes), 1)
-    return [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None], tuple(sizes)
-
-
-def _swept(relaxation: Relaxation, bound: Callable[[], float]) -> float:
-    """The best bound after sweeps, until they raise it no more or the work is spent."""
-    best = bound()
-    for sweeps in relaxation.meter.effort.message_sweeps:
-        before = best
-        for _ in range(sweeps):
-            if not relaxation.may_sweep():
-                return max(best, bound())
-            relaxation.sweep()
-        best = max(best, bound())
-        if best - before <= RAISED * abs(best):
-            break
-    return best
 
 
 def relaxed(

@@ -112,15 +112,11 @@ class ProblemBuilder:
             options={k: list(v) for k, v in legal.items()},
         )
 
-    def option(self, site: Site, choice: SiteChoice) -> Option | None:
-        """What a choice means, or None if it is not legal."""
-        return self.space.option(site, choice)
-
     def _legal(self, allowed: Allowed) -> dict[str, tuple[Option, ...]]:
         """Allowed options that mean something; border sites that are one variable agree on theirs."""
         legal: dict[str, tuple[Option, ...]] = {}
         for name, sites in self.joined.items():
-            alternatives = ([self.option(site, choice) for site in sites] for choice in allowed[name])
+            alternatives = ([self.space.option(site, choice) for site in sites] for choice in allowed[name])
             options = tuple(first for first, *others in alternatives if first is not None and None not in others)
             if not options:
                 raise ValueError(f"site {name} ({sites[0].module}): none of {len(allowed[name])} options is legal")
@@ -181,7 +177,7 @@ class ProblemBuilder:
         """The options as this very site means them: a border's reads differ between its two sites."""
         if site.kind != "border":
             return options
-        own = (self.option(site, option.choice) for option in options)
+        own = (self.space.option(site, option.choice) for option in options)
         return tuple(option for option in own if option is not None)
 
     def _tensor(self, of: RootTensor) -> Tensor:

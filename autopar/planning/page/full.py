@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
 from rich.console import RenderableType
@@ -17,10 +17,10 @@ from ..training import micro_batches_text, precision_text, recompute_text
 def full_text(plan: Record, width: int) -> str:
     account, peak, axes = plan.account, plan.peak, list(plan.mesh)
     mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
-    gap = "" if plan.gap is None else f", gap {plan.gap:.1%}"
     lines = [
-        f"plan of {plan.model} on mesh {mesh} of {plan.cluster}, by {plan.solver} ({plan.solve_seconds:.2f} s{gap})",
+        f"plan of {plan.model} on mesh {mesh} of {plan.cluster}, by {plan.solver} ({plan.solve_seconds:.2f} s)",
         f"predicted step {seconds_text(plan.seconds)}, of which communication {seconds_text(plan.exposed_seconds)}",
+        *_bounds(plan),
         f"without overlap {seconds_text(account.seconds)}: compute {seconds_text(account.compute_seconds)}, "
         f"communication {seconds_text(account.communication_seconds)}, "
         f"local copies {seconds_text(account.copy_seconds)}, "
@@ -55,6 +55,14 @@ def full_text(plan: Record, width: int) -> str:
         ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
         parts.append(Text(f"replicated, since the op has no rule: {ops}\n"))
     return rendered([*parts, *map(Text, _made(plan))], width)
+
+
+def _bounds(plan: Record) -> Iterator[str]:
+    if plan.gap is not None:
+        yield f"no plan's step is shorter than {seconds_text(plan.lower_bound_seconds)}, {plan.gap:.1%} less than this"
+    if plan.objective_gap is not None:
+        bound = f"{seconds_text(plan.objective_bound_seconds)}, {plan.objective_gap:.1%} less than this"
+        yield f"without overlap, none that was searched takes less than {bound}"
 
 
 def _spaced(rows: list[tuple[str, ...]], width: int, *, keys: int, right: Collection[int] = ()) -> list[RenderableType]:

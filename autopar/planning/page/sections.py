@@ -22,6 +22,9 @@ TIGHT_PART = 0.05
 WAITING_PART = 0.25
 """So is a larger part of the step in which ranks wait."""
 
+LEAST_GAP = 0.0005
+"""A smaller distance from a bound is none."""
+
 WINNERS: Mapping[str, str] = {
     "search": "found by the search",
     "search again": "found by the search, with more or less of parameters' traffic hidden",
@@ -56,8 +59,8 @@ def verdict(plan: Record) -> Iterator[tuple[str, str]]:
     yield "step", _step(plan)
     yield "choice", _choice(plan)
     searched = f"{plan.solve_seconds:.1f} s of search"
-    if plan.gap is not None:
-        yield "bound", f"{_gap(plan.gap)} ({searched})"
+    if bound := "; ".join(_bounds(plan)):
+        yield "bound", f"{bound} ({searched})"
     if (origin := plan.provenance) is not None and origin.is_cut:
         yield "cut", f"{searched}, ended by effort={origin.effort_seconds:g}: more seconds may find a shorter step"
     if plan.constraints:
@@ -123,10 +126,14 @@ def _precise(candidate: Candidate) -> str:
     return f"{words}{short_seconds(candidate.seconds)}"
 
 
-def _gap(gap: float) -> str:
-    if gap < 0.0005:
-        return "optimal in the searched space, as if nothing overlapped"
-    return f"as if nothing overlapped, no plan is more than {gap:.1%} shorter"
+def _bounds(plan: Record) -> Iterator[str]:
+    """How far the plan may be from the best one: by its step, and, where the solver proved it, by its objective."""
+    if (gap := plan.gap) is not None:
+        shorter = "shorter" if gap < LEAST_GAP else f"more than {gap:.1%} shorter"
+        yield f"no plan's step is {shorter}: a rank computes for {short_seconds(plan.lower_bound_seconds)} at least"
+    if (gap := plan.objective_gap) is not None:
+        cheaper = "cheaper" if gap < LEAST_GAP else f"more than {gap:.1%} cheaper"
+        yield f"none that was searched is {cheaper} as if nothing overlapped"
 
 
 def step_bars(plan: Record) -> list[Bar]:
