@@ -133,14 +133,13 @@ def test_nor_in_steps_of_several_micro_batches_and_dtypes(
 @pytest.mark.parametrize("solver", ["auto", "dp", *PRESETS])
 @pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
 def test_no_plan_is_below_it(mesh: dict[str, int], solver: str) -> None:
-    """Those of all solvers on a mesh have one bound; what the solver proved is beside it."""
+    """Those of all solvers on a mesh have one bound; what was proved of a preset is beside it."""
     planner = captured(models.case, "llama of 4 layers").on(mesh, "dgx-h100")
     plan = planner.plan(solver=solver)
     assert plan.lower_bound_seconds == least_step_seconds(planner.space) <= plan.seconds
     assert plan.gap is not None and 0 <= plan.gap < 1
     assert plan.objective_bound_seconds <= plan.objective_seconds * ROUNDING
-    proved = len(mesh) == 1 or solver in PRESETS
-    assert (plan.objective_gap is not None) == proved
+    assert (plan.objective_gap is not None) == (solver in PRESETS)
 
 
 def test_nor_are_plans_within_a_limit() -> None:
@@ -236,7 +235,8 @@ def test_files_from_before_have_a_bound_of_the_objective() -> None:
 
 def test_the_page_says_both() -> None:
     """On one axis what the solver proved of the objective stands beside the bound on the step; on two there is none."""
-    of_one, of_two = (captured(models.case, "llama of 4 layers").on(mesh, "dgx-h100").plan() for mesh in MESHES[:2])
+    planners = (captured(models.case, "llama of 4 layers").on(mesh, "dgx-h100") for mesh in MESHES[:2])
+    of_one, of_two = (planner.plan(cost="serial") for planner in planners)
     for plan in (of_one, of_two):
         page = " ".join(plan.text().split())
         assert f"no plan's step is more than {plan.gap:.1%} shorter: a rank computes for" in page

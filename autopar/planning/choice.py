@@ -46,9 +46,8 @@ class Choice:
         self.rivals, self.known, self.own = Rivals(searches, steps, flow), Known(steps), Own(steps)
 
     def shortest(self, search: Search, request: Request, *, below: float = math.inf) -> Plan | None:
-        """The plan with the shortest step on its timeline, of the search's own and its rivals. A forked process
-        computes these while this one applies the limit. None if the cheapest clearly needs more than
-        `below` bytes: rivals that need less are among those within such a limit, too."""
+        """The plan with the shortest step on its timeline, of the search's own and its rivals. A forked process solves
+        presets while this one applies the limit. None if the cheapest clearly needs more than `below` bytes."""
         cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.ends)
         self.ends = search.descent.ends
         if below < math.inf:
