@@ -39,6 +39,7 @@ from autopar.ir.layout import (
     valid_shape,
 )
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.planning.searches import hidden_buckets
 from autopar.passes.codegen.emitter import Emitter
 from autopar.passes.codegen.redistribution import Redistribution
 from autopar.runtime.simulate import coordinates, run_ranks
@@ -357,6 +358,18 @@ def test_a_route_sends_what_it_is_priced_for(mesh: Shape) -> None:
         assert sum(s.copies.operators for s in route.steps) == operators_of(program)
         if all(s.kind != "slice" for s in route.steps):
             assert copied == copied_bytes_of(program)
+
+
+@pytest.mark.parametrize("part", [0.25, 0.9, 1.0])
+def test_what_is_hidden_changes_no_route(part: float) -> None:
+    """Programs take the routes of the space: a search that hides traffic prices these, and no others."""
+    mesh = (2, 4)
+    rates = redistributor(mesh)
+    hidden = hidden_buckets(rates, part)
+    for shape, source, target in pairs(mesh, seed=11, count=60):
+        taken, priced = (r.route(shape, torch.float64, source, target, True) for r in (rates, hidden))
+        assert taken is not None and priced is not None
+        assert priced.steps == taken.steps and priced.seconds <= taken.seconds
 
 
 def copied_bytes_of(program: Program) -> float:

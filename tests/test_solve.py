@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solve import SOLVERS, TooWide, ilp, relax, solve
+from autopar.solve import SOLVERS, TooWide, fronts, ilp, relax, solve
 from autopar.solve.dp import LIMITED_GAP
 from autopar.solve.effort import EFFORT, Effort, Meter
 from autopar.solve.exhaustive import MAX_COMBINATIONS
@@ -521,6 +521,16 @@ def test_a_deep_problem_under_a_limit_is_within_its_stated_gap() -> None:
     assert max(dp.lower_bound, integer.lower_bound) <= min(dp.score.objective, integer.score.objective)
     assert free.score.objective < dp.score.objective
     assert integer.score.objective == pytest.approx(dp.score.objective, rel=10 * LIMITED_GAP)
+
+
+def test_a_sweep_that_may_look_at_few_prices_keeps_the_limit_and_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layered(count=32)
+    limit = 0.8 * solve(problem).score.bytes
+    many = solve(problem, bytes_limit=limit)
+    monkeypatch.setattr(fronts, "SWEEP_ENTRIES", 1)
+    few = solve(problem, bytes_limit=limit)
+    assert few.score.bytes <= limit and few.lower_bound <= many.score.objective * (1 + 1e-9)
+    assert many.score.objective <= few.score.objective * (1 + 1e-9) <= 1.1 * many.score.objective
 
 
 @pytest.mark.parametrize("seed", range(30))
