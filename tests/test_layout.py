@@ -39,9 +39,9 @@ from autopar.ir.layout import (
     valid_shape,
 )
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-from autopar.planning.searches import hidden_buckets
 from autopar.passes.codegen.emitter import Emitter
 from autopar.passes.codegen.redistribution import Redistribution
+from autopar.planning.searches import hidden_buckets
 from autopar.runtime.simulate import coordinates, run_ranks
 
 R = Replicate()
