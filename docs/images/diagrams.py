@@ -110,7 +110,7 @@ SEARCH = (
     ("Next axis", "round and round,\nuntil nothing improves"),
     ("Pool", "all options that the\nrounds ended with,\nsolved together"),
 )
-RIVALS = ("the search's plan", "plans near it, with more or less\ntraffic of parameters hidden", "every preset's plan")
+RIVALS = ("the search's plan", "plans near it, more or less\ntraffic of parameters hidden", "every preset's plan")
 
 
 def draw_search(theme: Theme, name: str) -> None:
