@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.cluster.library import CLUSTERS
+from autopar.cluster.machine import Cluster
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.planning.planner import Planner
@@ -324,3 +326,10 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def without_latency() -> Cluster:
+    """Ranks for which collectives and operators cost by their bytes alone: they split what is small, too."""
+    local = CLUSTERS["local"]
+    levels = tuple(replace(level, latency_seconds=0.0, launch_seconds=0.0) for level in local.levels)
+    return replace(local, levels=levels, device=replace(local.device, seconds_per_op=0.0))

@@ -299,7 +299,7 @@ def test_gathers_over_two_axes_do_not_wait_for_all_of_the_first() -> None:
     )
     assert len(first) > 2 and abs(len(first) - len(second)) <= 1, "the second axis alone would have one bucket"
     products = [k for k, i in enumerate(found) if i.op == "aten.mm.default"]
-    assert sum(k > products[0] for k in second) >= len(second) - 3, "two are ahead of the first that is computed with"
+    assert 2 * sum(k > products[0] for k in second) > len(second), "a few are ahead of the first that is computed with"
     assert all(k < products[0] for k in first), "all that fits is under way"
 
 

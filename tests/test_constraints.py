@@ -47,7 +47,7 @@ def test_parameters_and_inputs_lie_where_they_are_pinned() -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_module_is_kept_off_an_axis(mesh: dict[str, int]) -> None:
-    made = on(mesh)
+    made = on(mesh).on(mesh, models.without_latency())
     plan = made.plan(constraints={"model.layers.*.mlp": {"tp": "R"}})
     axis = list(mesh).index("tp")
     regions = zip(made.space.bodies, plan.segments, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import assert_close, whole
+from models import assert_close, whole, without_latency
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +40,8 @@ def told(module: ParallelModule, x: torch.Tensor) -> str:
 def watched() -> tuple[str, str, str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     good = torch.linspace(1, 2, 32).reshape(8, 4)
-    module = autopar.parallelize(Rooted(), mesh, (good,), constraints={"args.0": {"a": "S(0)"}})
+    split = {"args.0": {"a": "S(0)"}}
+    module = autopar.parallelize(Rooted(), mesh, (good,), constraints=split, cluster=without_latency())
     negative, zero, nan = good.clone(), good.clone(), good.clone()
     negative[6, 1], zero[5, 2], nan[1, 1] = -1.0, 0.0, float("nan")
     assert not module(negative).isfinite(), "without the switch nothing is said"

@@ -303,7 +303,7 @@ def test_blocks_lose_nothing_and_are_fewer(name: str, mesh: dict[str, int], clus
         problem = operator_level(space, 1.0 if limited else None)
         made = widened(problem, limited=limited).problem
         assert variables(made) < (0.95 if limited or len(mesh) > 1 else 0.75) * variables(problem)
-        assert made.option_count < (0.95 if limited else 0.8) * problem.option_count
+        assert made.option_count < (0.95 if limited else 0.85) * problem.option_count
         for price in PRICES if limited else PRICES[:1]:
             price *= fastest.seconds / fastest.bytes
             there, here = (solve(priced_at(p, price), "dp") for p in (problem, made))
