@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from autopar.cluster.collectives import collective_seconds, loads, prices
-from autopar.cluster.library import CLUSTERS
 from autopar.cluster.links import ALGORITHMS, KINDS
 from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_key
 from autopar.cost.redistribute import PACKING
@@ -235,10 +234,7 @@ def wide() -> Planner:
 def test_the_parts_are_those_that_the_search_prices(preset: str, mesh: dict[str, int]) -> None:
     """Without latencies a bucket changes nothing on links. Local copies of what travels are priced by its bytes, and
     the program makes those that it needs."""
-    local = CLUSTERS["local"]
-    level = replace(local.levels[0], latency_seconds=0.0)
-    device = replace(local.device, seconds_per_op=0.0)
-    cluster = replace(local, levels=(level,), device=device)
+    cluster = models.without_latency()
     planner = captured("gpt2").on(mesh, cluster)
     try:
         plan = planner.plan(solver=preset)
@@ -259,7 +255,7 @@ def test_the_parts_are_those_that_the_search_prices(preset: str, mesh: dict[str,
     assert found.busy_seconds(COMPUTE) <= 1.03 * local_seconds
     assert local_seconds <= bucketed.busy_seconds(COMPUTE)
     travelling = sum(size for _, _, size in plain.collectives())
-    copies = 4 * travelling / device.memory_bytes_per_second  # into buckets, and out of them
+    copies = 4 * travelling / cluster.device.memory_bytes_per_second  # into buckets, and out of them
     assert 0 <= bucketed.busy_seconds(COMPUTE) - found.busy_seconds(COMPUTE) <= copies
     assert bucketed.communication_seconds == pytest.approx(found.communication_seconds)
     assert max(bucketed.busy_seconds(s) for s in (COMPUTE, *mesh)) <= bucketed.seconds

@@ -105,8 +105,8 @@ class Limit:
             least = min(self._excess(solved) for solved, _ in self.estimated.values())
             kept = self._mixed(pool, least, self.descent.purse(self.effort.limit))
         if not kept:  # sums fit, and peaks do not: what needs the least memory, and what lies between
-            smallest = self.solve_at(self.effort.price_most * _unit(self.cheapest), pool.solutions[-1], purse)
-            pool.price = self.effort.price_most * _unit(self.cheapest)
+            smallest = self.solve_at(self._most, pool.solutions[-1], purse)
+            pool.price = self._most
             if pool.add(smallest):
                 kept = self._mixed(pool, self._excess(smallest), self.descent.purse(self.effort.limit))
         least = min((solved.score.objective for solved in kept), default=math.inf)
@@ -135,7 +135,6 @@ class Limit:
         Where nothing in the pool fits, prices rise until something does.
         """
         cheapest = self.cheapest
-        unit = _unit(cheapest)
         excess, bound = self._excess(cheapest), cheapest.lower_bound
         price, fits, corrected = 0.0, False, False
         while True:
@@ -145,12 +144,11 @@ class Limit:
             if solved is None and fits:  # at the excess of the last solution nothing does any more
                 break
             if solved is None:
-                most = self.effort.price_most * unit
-                if price >= most:
+                if price >= self._most:
                     break
-                price = min(most, max(self.effort.price_first * unit, self.effort.price_rise * price))
+                price = min(self._most, max(self.effort.price_first * _unit(cheapest), self.effort.price_rise * price))
                 if self._is_spent(purse):  # what needs the least memory is looked for in any case
-                    price, purse = most, self.descent.purse(self.effort.descents)
+                    price, purse = self._most, self.descent.purse(self.effort.descents)
             else:
                 price, fits = solved.price, True
             if solved is not None and (self.quick or self._is_spent(purse)):
@@ -217,7 +215,7 @@ class Limit:
 
     def _smallest(self, pool: "_Pool", *, sure: bool) -> Solved:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
-        pool.price = self.effort.price_most * _unit(self.cheapest)
+        pool.price = self._most
         least = pool.at_price()
         smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions, *least], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)
@@ -226,6 +224,11 @@ class Limit:
             error.smallest_bytes, error.smallest = true, smallest.assignment
             raise error
         return smallest
+
+    @property
+    def _most(self) -> float:
+        """The highest price of a byte: at it, what needs the fewest bytes is the best."""
+        return self.effort.price_most * _unit(self.cheapest)
 
     def _excess(self, solved: Solved) -> float:
         """The peak less the sum of bytes."""

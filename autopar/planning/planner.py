@@ -210,7 +210,7 @@ class Planner:
             best: SearchResult = self.seconds.timed("search", search.run, allowed, bounded=bounded)
             if space is not self.space:
                 logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)
-                best = replace(self.searches.priced(best), lower_bound=0.0)
+                best = self.searches.priced(best)
             return self.seconds.timed("describe", self.describe, best, request)
 
         return fitting(self.steps, request, self.limit(request), attempt)

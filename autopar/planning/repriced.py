@@ -31,7 +31,7 @@ def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
 
     def near(space: Space, request: Request, _: float) -> Plan:
         result = planner.search(request, space).run(start=start, bounded=False, thorough=False)
-        return planner.describe(replace(planner.searches.priced(result), lower_bound=0.0), request)
+        return planner.describe(planner.searches.priced(result), request)
 
     for hidden in (0.0, planner.effort.hidden_part):
         try:

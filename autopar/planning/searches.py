@@ -73,12 +73,12 @@ class Searches:
         return self._hiding[part]
 
     def priced(self, result: SearchResult) -> SearchResult:
-        """The result at the prices of the space, in which nothing is hidden."""
+        """The result at the prices of the space, in which nothing is hidden: of these the solver proved nothing."""
         score = Score(seconds=account(self.space, result.assignment).seconds, bytes=result.score.bytes)
-        return replace(result, score=score)
+        return replace(result, score=score, lower_bound=0.0)
 
     def found(self, solved: Solved) -> SearchResult:
-        """As a result at the prices of the space, without a bound."""
+        """As a result at the prices of the space."""
         result = SearchResult(assignment=solved.assignment, score=solved.score, lower_bound=0.0, seconds=0.0)
         return self.priced(result)
 
