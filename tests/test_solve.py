@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from autopar.solve import SOLVERS, TooWide, fronts, ilp, relax, solve
 from autopar.solve.dp import LIMITED_GAP
 from autopar.solve.effort import EFFORT, Effort, Meter
+from autopar.solve.elimination import eliminate, schedule
 from autopar.solve.exhaustive import MAX_COMBINATIONS
 from autopar.solve.expand import expand
-from autopar.solve.network import network
+from autopar.solve.flat import Flat, flattened
+from autopar.solve.network import Leads, network
 from autopar.solve.pricing import Library, Pricing
 from autopar.solve.problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
@@ -190,6 +192,32 @@ def test_messages_tell_small_differences_apart(monkeypatch: pytest.MonkeyPatch) 
     assert found >= 18
 
 
+def cheapest(flat: Flat) -> tuple[float, Choice]:
+    dense = [(nodes, costs.costs if isinstance(costs, Leads) else costs) for nodes, costs in flat.factors]
+    plan = schedule(flat.sizes, tuple(nodes for nodes, _ in dense), ())
+    result = eliminate(plan, [costs[None] for _, costs in dense], 1)
+    states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
+    return float(result.table[0]), flat.choices(states)[0]
+
+
+@pytest.mark.parametrize("most", [1, 30, 10**9])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_written_out_as_tables_has_the_same_optimum(most: int, depth: int) -> None:
+    """However many nodes are eliminated in the bodies, and in what is made of their copies."""
+    solved = 0
+    for seed in range(40):
+        problem = random_problem(random.Random(seed), depth=depth, most=5, blocked=0.05)
+        least, choice = cheapest(flattened(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE), Library(), most=most))
+        try:
+            best = solve(problem, "dp").score.objective
+        except Infeasible:
+            assert math.isinf(least)
+            continue
+        assert least == pytest.approx(best, rel=1e-9) == evaluate(problem, choice).objective
+        solved += 1
+    assert solved >= 20
+
+
 @pytest.mark.parametrize("count", [7, 8, 13, 40])
 def test_a_folded_repeat_costs_what_it_does_written_out(count: int) -> None:
     """Two copies at each end choose for themselves, and a pair between them comes again and again; what cannot be a
@@ -200,12 +228,11 @@ def test_a_folded_repeat_costs_what_it_does_written_out(count: int) -> None:
         problem = dataclasses.replace(
             short, repeats=tuple(dataclasses.replace(repeat, count=count) for repeat in short.repeats)
         )
-        expanded = expand(problem, folded=True)
-        found = solve(expanded.problem, "dp")
-        choice = expanded.layout.choice(found.choice.options)
-        assert evaluate(problem, choice).objective == pytest.approx(found.score.objective)
+        flat = flattened(problem, (1.0, TIE_BREAK_SECONDS_PER_BYTE), Library(), most=100, folded=True)
+        least, choice = cheapest(flat)
+        assert evaluate(problem, choice).objective == pytest.approx(least)
         assert all(len({id(copy) for copy in copies}) <= min(count, 7) for copies in choice.repeats)
-        over.append(found.score.objective / solve(problem, "dp").score.objective)
+        over.append(least / solve(problem, "dp").score.objective)
     assert min(over) >= 1 - 1e-9
     assert sum(o <= 1 + 1e-9 for o in over) >= 0.9 * len(over) and max(over) <= 1.01
 
@@ -301,7 +328,7 @@ def many_readers() -> Problem:
 
 def test_a_tensor_with_many_readers_is_a_chain_of_accumulators() -> None:
     problem = many_readers()
-    assert max(table.seconds.size for table in network(problem, ()).tables) < 3**9 / 50
+    assert max(table.priced(np.ones((1, 2))).size for table in network(problem, ()).tables) < 3**9 / 50
     assert_all_agree(problem)
 
 
@@ -309,7 +336,7 @@ def test_a_tensor_whose_table_is_too_large_is_left_to_who_needs_none() -> None:
     """Rather than all memory being taken. Who needs a bound of it has that nothing costs less than 0."""
     problem = many_readers()
     exact = solve(problem, "dp").score.objective
-    widest = max(table.seconds.size for table in network(problem, ()).tables)
+    widest = max(table.priced(np.ones((1, 2))).size for table in network(problem, ()).tables)
     meter = Meter(effort=Effort(tensor_entries=widest - 1))
     with pytest.raises(
         TooWide, match=f"a tensor would need a table of .* entries, more than {widest - 1}: use the ilp"

@@ -35,14 +35,19 @@ ROUNDING = 1e-6
 
 
 def elimination_order(
-    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], keep: set[int], effort: Effort = EFFORT
+    sizes: Sequence[int],
+    scopes: Sequence[tuple[int, ...]],
+    keep: set[int],
+    effort: Effort = EFFORT,
+    orders: int = len(FILL_WEIGHTS) + RANDOM_ORDERS,
 ) -> tuple[list[int] | None, int]:
-    """The best of a few greedy min-fill orders, by the total size of their tables, and how many were tried. None where
-    each needs a table, or all its tables together, with more entries than the effort allows. Deterministic."""
+    """The best of at most so many greedy min-fill orders, by the total size of their tables, and how many were tried.
+    None where each needs a table, or all its tables together, with more entries than the effort allows.
+    Deterministic."""
     generator = random.Random(0)
     even = [1.0] * len(sizes)
     fewest, best, tried = math.inf, None, 0
-    for attempt in range(len(FILL_WEIGHTS) + RANDOM_ORDERS):
+    for attempt in range(orders):
         disturbed = attempt >= len(FILL_WEIGHTS)
         factors = [1 + 0.6 * generator.random() for _ in sizes] if disturbed else even
         most = min(fewest, effort.elimination_entries)
@@ -164,11 +169,12 @@ def schedule(
     keep: tuple[int, ...],
     meter: Meter | None = None,
     table_entries: int | None = None,
+    orders: int = len(FILL_WEIGHTS) + RANDOM_ORDERS,
 ) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node creates, all but `keep`.
 
     Raises `TooWide` where a table, or all of them together, would have more entries than the effort of the `meter`
-    allows, or than `table_entries`, and where the meter has no work left for orders.
+    allows, or than `table_entries`, in each of so many `orders`, and where the meter has no work left for them.
     """
     meter = meter or Meter()
     effort = meter.effort if table_entries is None else replace(meter.effort, table_entries=table_entries)
@@ -176,7 +182,7 @@ def schedule(
     work = NODE_WORK * len(sizes)
     if not meter.takes(work):
         raise TooWide("no work is left to look for an order of elimination")
-    plan, tried = _schedule(sizes, scopes, kept, effort)
+    plan, tried = _schedule(sizes, scopes, kept, effort, orders)
     if not meter.takes(work * (tried - 1)) or plan is None:
         raise TooWide(
             f"elimination would need a table of more than {effort.table_entries} entries, or more than "
@@ -187,13 +193,13 @@ def schedule(
 
 @lru_cache(maxsize=256)
 def _schedule(
-    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...], effort: Effort
+    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...], effort: Effort, orders: int
 ) -> tuple[Schedule | None, int]:
     """The schedule, if there is one, and how many orders were tried."""
     joint = math.prod(sizes[n] for n in kept)
     if joint > effort.table_entries:
         return None, 1
-    order, tried = elimination_order(sizes, scopes, set(kept), effort)
+    order, tried = elimination_order(sizes, scopes, set(kept), effort, orders)
     if order is None:
         return None, tried
     steps, live, largest = _steps(sizes, scopes, order)

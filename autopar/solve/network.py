@@ -33,6 +33,49 @@ class Table:
             cost[:, self.blocked] = np.inf
         return np.asarray(cost)
 
+    def cost(self, states: Ints) -> tuple[Floats, Floats]:
+        """Seconds, infinite where blocked, and bytes of joint states [node of the network, sample]."""
+        at = tuple(states[node] for node in self.nodes)
+        seconds = self.seconds[at]
+        if self.blocked is not None:
+            seconds = np.where(self.blocked[at], np.inf, seconds)
+        return seconds, self.bytes[at]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leads:
+    """The joint states of some nodes lead to a state of one more, `state[*nodes]` of `size`: that costs nothing, and
+    all else is blocked."""
+
+    state: Ints
+    size: int
+
+    @property
+    def costs(self) -> Floats:
+        """[*nodes, the one more]"""
+        return np.where(self.state[..., None] == np.arange(self.size), 0.0, np.inf)
+
+    def of(self, *states: Ints) -> Floats:
+        """Costs of joint states."""
+        return np.where(self.state[states[:-1]] == states[-1], 0.0, np.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A table of what all `nodes` but the last lead it to."""
+
+    nodes: tuple[int, ...]
+    leads: Leads
+
+    def priced(self, weights: Floats) -> Floats:
+        """[price, *nodes]: the same at each price."""
+        costs = self.leads.costs
+        return np.broadcast_to(costs, (len(weights), *costs.shape))
+
+    def cost(self, states: Ints) -> tuple[Floats, Floats]:
+        """As `Table.cost`."""
+        return self.leads.of(*states[list(self.nodes)]), np.zeros(states.shape[1])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
@@ -44,18 +87,16 @@ class Network:
 
     sizes: tuple[int, ...]
     options: tuple[Ints, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[Table | Rule, ...]
 
     def cost(self, states: Ints) -> tuple[Floats, Floats]:
         """Seconds and bytes of joint states [node, sample], infinite seconds where blocked."""
         seconds = np.zeros(states.shape[1])
         size = np.zeros(states.shape[1])
         for table in self.tables:
-            at = tuple(states[node] for node in table.nodes)
-            seconds += table.seconds[at]
-            size += table.bytes[at]
-            if table.blocked is not None:
-                seconds[table.blocked[at]] = np.inf
+            more_seconds, more_bytes = table.cost(states)
+            seconds += more_seconds
+            size += more_bytes
         return seconds, size
 
 
@@ -82,7 +123,7 @@ def network(problem: Problem, borders: Iterable[int], entries: int = EFFORT.tens
         for index, variable in enumerate(problem.variables)
     )
     sizes = [len(kept) for kept in options]
-    tables = [
+    tables: list[Table | Rule] = [
         Table(
             nodes=(index,) if sizes[index] > 1 else (),
             seconds=_states(variable.seconds, options[index]),
@@ -107,7 +148,7 @@ def _add_tensor(
     rows: dict[int, list[Row]],
     options: tuple[Ints, ...],
     sizes: list[int],
-    tables: list[Table],
+    tables: list[Table | Rule],
     classes: dict[tuple[int, ...], int],
     entries: int,
 ) -> None:
@@ -187,16 +228,14 @@ def _allow(entries: int, *shape: int) -> None:
 
 
 def _union(
-    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[Table], entries: int
+    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[Table | Rule], entries: int
 ) -> tuple[int, list[Row]]:
     """A new node for what two nodes want together."""
     step, states = _unions(a[1], b[1])
     _allow(entries, *step.shape, len(states))
     sizes.append(len(states))
     node = len(sizes) - 1
-    blocked = step[:, :, None] != np.arange(len(states))
-    zero = np.zeros(blocked.shape)
-    tables.append(Table(nodes=(a[0], b[0], node), seconds=zero, bytes=zero, blocked=blocked))
+    tables.append(Rule(nodes=(a[0], b[0], node), leads=Leads(state=step, size=len(states))))
     return node, states
 
 
@@ -205,7 +244,7 @@ def _class_node(
     partition: Ints,
     count: int,
     sizes: list[int],
-    tables: list[Table],
+    tables: list[Table | Rule],
     classes: dict[tuple[int, ...], int],
 ) -> int:
     """The node of the classes of a variable's options, shared by the tensors that tell the same ones apart."""
@@ -213,14 +252,12 @@ def _class_node(
     if key not in classes:
         sizes.append(count)
         classes[key] = len(sizes) - 1
-        blocked = partition[:, None] != np.arange(count)
-        zero = np.zeros(blocked.shape)
-        tables.append(Table(nodes=(variable, classes[key]), seconds=zero, bytes=zero, blocked=blocked))
+        tables.append(Rule(nodes=(variable, classes[key]), leads=Leads(state=partition, size=count)))
     return classes[key]
 
 
 def _add_table(
-    tables: list[Table], nodes: tuple[int, ...], index: Ints, seconds: Floats, size: Floats, blocked: Bools
+    tables: list[Table | Rule], nodes: tuple[int, ...], index: Ints, seconds: Floats, size: Floats, blocked: Bools
 ) -> None:
     at_blocked = blocked[index]
     if not at_blocked.any() and not seconds.any() and not size.any():

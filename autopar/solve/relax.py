@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
-from .elimination import eliminate, reduction, run, schedule, trace_back
-from .expand import expand
-from .network import network
+from .elimination import eliminate, schedule
+from .flat import Costs, Factor, flattened, priced
+from .network import Leads, network
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
 from .rows import Floats, Ints
@@ -26,6 +26,12 @@ REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 GAP, STANDING_GAP = 1e-3, 1e-2
 """Relative gaps at which the search ends: after a round that improved the choice, and after one that did not."""
+
+PROVED_GAP = 1e-12
+"""One that is rounding."""
+
+FEW_SWEEPS = 15
+"""Before so many, bounds rise quickly: only a proved optimum ends the search."""
 
 STANDING = 1e-6
 """The part of the bound by which a round without a better choice must raise it, to be worth another round."""
@@ -65,47 +71,72 @@ class _Along:
             self._rows += costs[self._state]
 
 
+class _Led:
+    """A table over all nodes of a rule but the last, and the states of the last one, to which the others lead."""
+
+    def __init__(self, table: Floats, state: Ints) -> None:
+        self._table, self._state = table.reshape(-1), state.reshape(-1)
+        self._order = self._state.argsort(kind="stable")
+        # some joint state leads to each
+        self._first = np.searchsorted(self._state[self._order], np.arange(self._state.max() + 1))
+
+    def least(self) -> Floats:
+        return np.asarray(np.minimum.reduceat(self._table[self._order], self._first))
+
+    def add(self, costs: Floats) -> None:
+        self._table += costs[self._state]
+
+
 class Relaxation:
     """The tables of a network, with costs moved between them: every choice costs what it did."""
 
-    def __init__(
-        self,
-        tables: Sequence[tuple[tuple[int, ...], Floats]],
-        sizes: Sequence[int],
-        meter: Meter | None = None,
-    ) -> None:
+    def __init__(self, factors: Sequence[Factor], sizes: Sequence[int], meter: Meter | None = None) -> None:
         self.meter = meter or Meter()
-        finite = [table[np.isfinite(table)] for _, table in tables]
+        finite = [costs[np.isfinite(costs)] for _, costs in factors if not isinstance(costs, Leads)]
         # What is blocked costs more than any choice: a sum with infinities could not be taken back.
         blocked = sum(float(np.abs(table).max()) for table in finite if table.size)
         self.nodes: list[Floats] = [np.zeros(size) for size in sizes]
         self.tables: list[Floats] = []
+        """Of rules, over all their nodes but the last."""
         self.constant = 0.0
-        self._around: list[list[tuple[int, _Along, tuple[int, ...]]]] = [[] for _ in sizes]
-        """of each node: (table, the table along the node, the shape that broadcasts the node over it)"""
+        self._states: list[Ints | None] = []
+        """of each table: if it is one of a rule, the state of the last node"""
+        self._around: list[list[tuple[int, _Along | _Led, int]]] = [[] for _ in sizes]
+        """of each node: (table, the table along the node, its axis there)"""
         self._ahead: list[list[int]] = [[] for _ in sizes]
         self._behind: list[list[int]] = [[] for _ in sizes]
         """of each node: the positions in `_around` of the tables with a later, and an earlier, node"""
-        for scope, costs in tables:
+        for scope, costs in factors:
+            if isinstance(costs, Leads):
+                self._add(scope, np.zeros(costs.state.shape), costs.state)
+                continue
             table = np.asarray(np.where(np.isfinite(costs), costs, blocked), order="C")
             if len(scope) == 0:
                 self.constant += float(table)
             elif len(scope) == 1:
                 self.nodes[scope[0]] += table
             else:
-                for axis, node in enumerate(scope):
-                    spread = tuple(-1 if other == axis else 1 for other in range(len(scope)))
-                    if node != max(scope):
-                        self._ahead[node].append(len(self._around[node]))
-                    if node != min(scope):
-                        self._behind[node].append(len(self._around[node]))
-                    self._around[node].append((len(self.tables), _Along(table, axis), spread))
-                self.tables.append(table)
+                self._add(scope, table, None)
         self._linked = [node for node, around in enumerate(self._around) if around]
         """Nodes that stand in tables: the others have nothing to hand on."""
         self._left = self.meter.effort.message_entries
-        self._sweep_entries = 2 * sum(table.size * table.ndim for table in self.tables)
-        self._sweep_work = self._sweep_entries + 2 * VISIT_WORK * sum(table.ndim for table in self.tables)
+        visits = [1 + table.ndim if state is not None else table.ndim for table, state in self._stored()]
+        self._sweep_entries = 2 * sum(table.size * n for table, n in zip(self.tables, visits, strict=True))
+        self._sweep_work = self._sweep_entries + 2 * VISIT_WORK * sum(visits)
+
+    def _stored(self) -> Iterator[tuple[Floats, Ints | None]]:
+        return zip(self.tables, self._states, strict=True)
+
+    def _add(self, scope: tuple[int, ...], table: Floats, state: Ints | None) -> None:
+        for axis, node in enumerate(scope):
+            along = _Along(table, axis) if state is None or axis < table.ndim else _Led(table, state)
+            if node != max(scope):
+                self._ahead[node].append(len(self._around[node]))
+            if node != min(scope):
+                self._behind[node].append(len(self._around[node]))
+            self._around[node].append((len(self.tables), along, axis))
+        self.tables.append(table)
+        self._states.append(state)
 
     def may_sweep(self) -> bool:
         """Whether the budget has another sweep, which then is taken from it."""
@@ -145,16 +176,32 @@ class Relaxation:
     def rounded(self) -> Ints:
         """A state of each node, one after the other: the one of least cost beside those taken already. [node, 1]"""
         states = np.zeros(len(self.nodes), dtype=np.int64)
-        tables = list(self.tables)
+        left = list(self._stored())
         for node, costs in enumerate(self.nodes):
             total = costs
-            for table, _, spread in self._around[node]:
-                axis = spread.index(-1)
-                total = total + tables[table].min(axis=tuple(o for o in range(len(spread)) if o != axis))
+            for number, _, axis in self._around[node]:
+                total = total + _least(*left[number], axis, len(costs))
             states[node] = state = total.argmin()
-            for table, _, spread in self._around[node]:
-                tables[table] = tables[table].take([state], axis=spread.index(-1))
+            for number, _, axis in self._around[node]:
+                left[number] = _taken(*left[number], axis, state)
         return states[:, None]
+
+
+def _least(table: Floats, state: Ints | None, axis: int, size: int) -> Floats:
+    """The minimum of each state of the node of an axis."""
+    if axis < table.ndim:
+        return np.asarray(table.min(axis=tuple(other for other in range(table.ndim) if other != axis)))
+    assert state is not None
+    least = np.full(size, np.inf)
+    np.minimum.at(least, state.reshape(-1), table.reshape(-1))
+    return least
+
+
+def _taken(table: Floats, state: Ints | None, axis: int, at: np.intp) -> tuple[Floats, Ints | None]:
+    """With one state of the node of an axis, which stays."""
+    if axis < table.ndim:
+        return table.take([at], axis=axis), None if state is None else state.take([at], axis=axis)
+    return np.where(state == at, table, np.inf), state
 
 
 def lower_bound(problem: Problem, weights: tuple[float, float], meter: Meter | None = None) -> float:
@@ -162,8 +209,7 @@ def lower_bound(problem: Problem, weights: tuple[float, float], meter: Meter | N
     without repeats."""
     effort = (meter or Meter()).effort
     graph = network(problem, (), effort.tensor_entries)
-    tables = [(table.nodes, table.priced(np.array([weights]))[0]) for table in graph.tables]
-    relaxation = Relaxation(tables, graph.sizes, meter)
+    relaxation = Relaxation(priced(graph, weights), graph.sizes, meter)
     bound = relaxation.bound()
     for _ in range(effort.message_sweeps[0]):
         if not relaxation.may_sweep():
@@ -178,20 +224,15 @@ def relaxed(
 ) -> tuple[Choice, float]:
     """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
 
-    Repeats are written out, or `folded` (`expand`): the bound is then that of choices with a repeated
+    Repeats are written out, or `folded` (`flat`): the bound is then that of choices with a repeated
     middle. `library` has the network where elimination was tried before. Raises `TooWide` where the budget gives no
     choice.
     """
-    expanded = expand(problem, folded=folded)
     library = library or Library()
     effort = library.meter.effort
-    graph = library.network(expanded.problem)
-    live: list[Floats | None] = [table.priced(np.array([weights])) for table in graph.tables]
-    steps, left = reduction(graph.sizes, tuple(table.nodes for table in graph.tables), effort.message_small_entries)
-    joined = run(steps, live, graph.sizes, 1)
-    tables = [(scope, table[0]) for at, scope in left.items() if (table := live[at]) is not None]
-    relaxation = Relaxation(tables, graph.sizes, library.meter)
-    best, states, bound = math.inf, None, -math.inf
+    flat = flattened(problem, weights, library, most=effort.message_small_entries, folded=folded)
+    relaxation = Relaxation(flat.factors, flat.sizes, library.meter)
+    best, states, bound, total = math.inf, None, -math.inf, 0
     for sweeps in effort.message_sweeps:
         swept = 0
         while swept < sweeps and relaxation.may_sweep():
@@ -200,7 +241,7 @@ def relaxed(
         before, lower = best, bound
         bound = max(bound, relaxation.bound())
         value = math.inf
-        for reach, value, near in _near(tables, relaxation):
+        for reach, value, near in _near(flat.factors, relaxation):
             if value < best:
                 best, states = value, near
             if best - bound <= reach * abs(bound):  # nothing better was left out
@@ -208,29 +249,32 @@ def relaxed(
                 break
         if math.isinf(value):  # too many on the bound, or none that join
             near = relaxation.rounded()
-            if (value := _value(tables, near)) < best:
+            if (value := _value(flat.factors, near)) < best:
                 best, states = value, near
-        if swept < sweeps:  # the budget is spent
+        total += swept
+        if swept < sweeps or best - bound <= PROVED_GAP * abs(bound):  # the budget is spent, or nothing is better
             break
+        if total < FEW_SWEEPS:
+            continue
         if best - bound <= (GAP if best < before else STANDING_GAP) * abs(bound):
             break
         if best == before < math.inf and bound - lower <= STANDING * abs(bound):
             break
     if states is None:
         raise TooWide("message passing gave no choice")
-    trace_back(steps, joined, np.zeros(1, dtype=np.int64), states)
-    choice = tuple(int(options[state]) for options, state in zip(graph.options, states[:, 0], strict=False))
-    return expanded.layout.choice(choice), min(bound, best)
+    return flat.choices(states)[0], min(bound, best)
 
 
-def _value(tables: Sequence[tuple[tuple[int, ...], Floats]], states: Ints) -> float:
+def _value(factors: Sequence[Factor], states: Ints) -> float:
     """What a choice of states [node, 1] costs, infinite where it is blocked."""
-    return sum(float(costs[tuple(states[node, 0] for node in nodes)]) for nodes, costs in tables)
+    value = 0.0
+    for nodes, costs in factors:
+        at = tuple(states[list(nodes), 0])
+        value += float(costs.of(*at) if isinstance(costs, Leads) else costs[at])
+    return value
 
 
-def _near(
-    tables: Sequence[tuple[tuple[int, ...], Floats]], relaxation: Relaxation
-) -> Iterator[tuple[float, float, Ints]]:
+def _near(factors: Sequence[Factor], relaxation: Relaxation) -> Iterator[tuple[float, float, Ints]]:
     """The optima among states nearer and less near to the bound: how near, what they cost (infinite where nothing
     joins), and their states [node, 1]."""
     bound, meter = relaxation.bound(), relaxation.meter
@@ -240,12 +284,12 @@ def _near(
         kept = [np.flatnonzero(excess <= reach * abs(bound)) for excess in excesses]
         if not all(map(len, kept)):
             continue  # the tables do not agree yet on any state of some node
-        parts = [_restricted(nodes, costs, kept) for nodes, costs in tables]
+        parts = [_restricted(nodes, costs, kept) for nodes, costs in factors]
         try:
-            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), (), meter, narrow)
+            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), (), meter, narrow, orders=1)
         except TooWide:
             return
-        if not meter.takes(ELIMINATED_WORK * plan.entries + VISIT_WORK * len(tables)):
+        if not meter.takes(ELIMINATED_WORK * plan.entries + VISIT_WORK * len(factors)):
             return
         result = eliminate(plan, [costs[None] for _, costs in parts], 1)
         states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
@@ -253,7 +297,9 @@ def _near(
         yield reach, float(result.table[0]), states
 
 
-def _restricted(nodes: tuple[int, ...], costs: Floats, kept: Sequence[Ints]) -> tuple[tuple[int, ...], Floats]:
+def _restricted(nodes: tuple[int, ...], costs: Costs, kept: Sequence[Ints]) -> tuple[tuple[int, ...], Floats]:
     """A table over the kept states; nodes of one state are no axes."""
     wide = tuple(node for node in nodes if len(kept[node]) > 1)
-    return wide, costs[np.ix_(*(kept[node] for node in nodes))].reshape([len(kept[node]) for node in wide])
+    states = np.ix_(*(kept[node] for node in nodes))
+    some = costs.of(*states) if isinstance(costs, Leads) else costs[states]
+    return wide, some.reshape([len(kept[node]) for node in wide])
