@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from plans import count_collectives
+from transformers import Cohere2Config, Cohere2ForCausalLM
 
 from autopar.cost.memory import Peak, moments, peak
 from autopar.passes.codegen.program import codegen
-from autopar.passes.lower.bucket import bucket
-from autopar.passes.lower.shorten import shortened
+from autopar.passes.lower.bucket import LIMIT_BYTES, bucket
+from autopar.passes.lower.shorten import LONG_COPY, shortened
 from autopar.passes.space.choices import KEEP, REGATHER
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.planning.account import account
@@ -162,3 +164,23 @@ def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int, ahead_bytes: int) -
         # reductions under way stay as many from some copy on, which few copies do not reach: it is told too much then
         assert told == pytest.approx(needed, **nearly) or told > needed
         assert needed > 1.1 * peak(small, made.optimizer, "cpu").bytes
+
+
+def test_few_copies_tell_the_step_of_all() -> None:
+    """Of a period of four layers, where masks are made ahead of the layers that read them, and where links are still
+    behind when backward ends, and more so with each copy."""
+    cohere = Cohere2Config(
+        vocab_size=512, hidden_size=1024, intermediate_size=2048, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=4, sliding_window=64, use_cache=False, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Cohere2ForCausalLM(cohere)
+    tokens = torch.zeros(16, 256, dtype=torch.long, device="meta")
+    made = Planner(model, {"dp": 4, "tp": 2}, kwargs={"input_ids": tokens, "labels": tokens}, cluster="v100-nvlink")
+    (repeat,) = made.segments.repeats
+    assert repeat.count == 8 and len(repeat.copies[0]) >= LONG_COPY
+    for preset in ("ddp", "fsdp", "meshslice", "megatron"):
+        assignment = made.assignment(made.plan(solver=preset, memory_limit_bytes=math.inf))
+        told, _ = made.steps.estimated_seconds(assignment, None)
+        true, _ = made.steps.seconds(assignment, LIMIT_BYTES)
+        assert told == pytest.approx(true, rel=0.02), preset

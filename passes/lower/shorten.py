@@ -4,6 +4,7 @@ Of each run of copies that decide alike, a few are kept (`KEPT`, or what is aske
 that are missing: what it leaves behind in forward and in backward, each of them leaves too.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,10 @@ from autopar.passes.space.space import Space
 KEPT = 5
 """So many that what stands in the middle, and its neighbours, have like ones on both sides."""
 
+LONG_COPY, KEPT_OF_LONG = 400, 3
+"""Of copies of so many operators, such as periods of several layers, fewer are kept: what starts early does not reach
+beyond the neighbours."""
+
 Place = tuple[int, int]
 """(repeat, kept copy), ascending in forward."""
 
@@ -30,10 +35,12 @@ BEFORE, AFTER = (-1, 0), (1 << 60, 0)
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """`count` copies behind a kept one, which are like it; `own` are its parameters and buffers."""
+    """`count` copies behind a kept one, which are like it, as are `alike` before it and behind them; `own` are its
+    parameters and buffers."""
 
     place: Place
     count: int
+    alike: int
     own: frozenset[str]
 
 
@@ -66,20 +73,35 @@ class Short:
 
     def seconds(self, short: Timeline, program: Program) -> float:
         """About the seconds of a step of the full assignment, from the timeline of the short program: each copy that is
-        missing takes what those around the one that stands for it take."""
+        missing takes what those around the one that stands for it take, and in backward no less than they keep any link
+        busy: links that fall behind there do so further with each copy, and the step waits for them at its end."""
+        places = {
+            instruction.outputs[0]: (phase, place)
+            for phase, instructions in (("forward", program.forward), ("backward", program.backward))
+            for place, instruction in zip(self._passed(phase, instructions), instructions, strict=True)
+        }
         started: dict[tuple[str, Place], float] = {}
-        starts = {event.name: event.start_seconds for event in reversed(short.events) if event.stream == COMPUTE}
-        for phase, instructions in (("forward", program.forward), ("backward", program.backward)):
-            for place, instruction in zip(self._passed(phase, instructions), instructions, strict=True):
-                if (at := starts.get(instruction.outputs[0])) is not None:
-                    started.setdefault((phase, place), at)
-        total = short.seconds
+        busy: dict[tuple[str, Place], dict[str, float]] = {}
+        for event in short.events:
+            at = places[event.name]
+            if event.stream == COMPUTE:
+                started.setdefault(at, event.start_seconds)
+            else:
+                of_copy = busy.setdefault(at, defaultdict(float))
+                of_copy[event.stream] += event.seconds
+        total, streams = short.seconds, {COMPUTE, *(stream for of_copy in busy.values() for stream in of_copy)}
         for missing in self.missing:
             number, k = missing.place
-            for phase, first, last in (("forward", k - 1, k + 2), ("backward", k + 2, k - 1)):
-                if (phase, missing.place) in started:  # a copy may lie in one phase alone
-                    between = started[phase, (number, last)] - started[phase, (number, first)]
-                    total += missing.count * between / 3
+            around = missing.alike - 1  # where the last of them begins is to be seen, too
+            low, high = k - around, k + 1 + around
+            for phase, first, last in (("forward", low, high), ("backward", high, low)):
+                at = [(phase, (number, place)) for place in (first, last)]
+                if all(place in started for place in at):  # a copy may lie in one phase alone
+                    between = started[at[1]] - started[at[0]]
+                    if phase == "backward":
+                        window = [busy.get((phase, (number, place)), {}) for place in range(low, high)]
+                        between = max(between, *(sum(of.get(stream, 0.0) for of in window) for stream in streams))
+                    total += missing.count * between / (high - low)
         return total
 
     def _placed(self, moments: Sequence[Moment]) -> Iterator[tuple[str, Place, Moment]]:
@@ -90,13 +112,22 @@ class Short:
                 yield phase, place, moment
 
     def _passed(self, phase: str, instructions: Sequence[Node | None]) -> Iterator[Place]:
-        """The copy that the program is at, at each of the instructions of a phase."""
-        place = BEFORE if phase == "forward" else AFTER
-        for instruction in instructions:
-            if instruction is not None:  # not what was moved from another place: collectives and their layouts
-                home = self._home.get((instruction.serves, instruction.op), place)
-                place = max(place, home) if phase == "forward" else min(place, home)
-            yield place
+        """The copy that the program is at, at each of the instructions of a phase. What was moved ahead (collectives
+        and their layouts, masks, what is made of nothing) stands before the middle of the copy before its own, and
+        tells nothing."""
+        homes = [None if node is None else self._home.get((node.serves, node.op)) for node in instructions]
+        standing: dict[Place, list[int]] = {}
+        for number, home in enumerate(homes):
+            if home is not None:
+                standing.setdefault(home, []).append(number)
+        order = sorted(standing, reverse=phase == "backward")
+        middles = [standing[place][len(standing[place]) // 2] for place in order]
+        earliest = dict(zip(order, (0, *middles), strict=False))
+        passed = BEFORE if phase == "forward" else AFTER
+        for number, home in enumerate(homes):
+            if home is not None and number >= earliest[home]:
+                passed = max(passed, home) if phase == "forward" else min(passed, home)
+            yield passed
 
     @cached_property
     def _home(self) -> dict[tuple[str, str], Place]:
@@ -148,14 +179,14 @@ def shortened(space: Space, assignment: Assignment, most: int = KEPT) -> Short |
         for copy in zip(copies, assignment.again(number), strict=True):
             ids.append(copy if not ids or ids[-1] != copy else ids[-1])
         here: list[int] = []
+        of_run = min(most, KEPT_OF_LONG) if len(repeat.copies[0]) >= LONG_COPY else most
         for _, run in groupby(range(repeat.count), key=lambda k: id(ids[k])):
             same = list(run)
-            if len(same) > most:
-                middle = most // 2
-                missing.append(
-                    Missing((number, len(here) + middle), len(same) - most, frozenset(repeat.own[same[middle]]))
-                )
-                same = [*same[: middle + 1], *same[len(same) - (most - middle - 1) :]]
+            if len(same) > of_run:
+                middle = of_run // 2
+                own = frozenset(repeat.own[same[middle]])
+                missing.append(Missing((number, len(here) + middle), len(same) - of_run, of_run // 2, own))
+                same = [*same[: middle + 1], *same[len(same) - (of_run - middle - 1) :]]
             here += same
         kept.append(here)
     if not missing:
