@@ -53,22 +53,25 @@ class Descent:
         return one_by_one(self.space)
 
     def starts(self) -> dict[str, Callable[[], Solved]]:
-        """Name of a start -> the descent from there. Where all is replicated, slow axes are freed first; where blocks
-        have split the fastest axis, last, so that the first axes to be freed see how the others split."""
+        """Name of a start -> the descent from there. Where all is replicated, slow axes are freed first, and in another
+        descent fast ones. Where blocks have split one axis, the fastest or the slowest, fast axes are freed first, and
+        so the first one to be freed sees how the others split."""
         axes, coarser = self.axes(), coarser_axes(self.space)
-
-        def one() -> Purse:
-            return self.purse(self.effort.descents / (2 + len(coarser)))
-
-        descents: dict[str, Callable[[], Solved]] = {
-            "replicated": lambda: self.descend(self.options.replicated(), axes, purse=one()),
-            "blocks": lambda: self.descend(
-                by_blocks(self.options, self.blocks(), axes[-1][0]), axes[::-1], purse=one()
-            ),
+        own: dict[str, Callable[[], dict[str, list[SiteChoice]]]] = {
+            "replicated": self.options.replicated,
+            "blocks": lambda: by_blocks(self.options, self.blocks(), axes[-1][0]),
+            "replicated, fast axes first": self.options.replicated,
+            "blocks on the slowest axis": lambda: by_blocks(self.options, self.blocks(), axes[0][0]),
         }
+        share = self.effort.descents / (len(own) + len(coarser))
+
+        def from_start(name: str) -> Solved:
+            return self.descend(own[name](), axes if name == "replicated" else axes[::-1], purse=self.purse(share))
+
+        descents: dict[str, Callable[[], Solved]] = {name: partial(from_start, name) for name in own}
         for groups in coarser:
             name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
-            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, one())
+            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
         return descents
 
     def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
