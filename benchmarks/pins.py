@@ -129,7 +129,6 @@ def choices_of(planner: Any) -> dict[str, list[Any]]:
 def restarted(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
     """Where descents end that start from random decisions, all copies alike."""
     from autopar.passes.space.sites import joined_borders
-    from autopar.planning.options import Options
     from autopar.planning.request import Request
 
     space, draw, choices = planner.space, random.Random(1), choices_of(planner)

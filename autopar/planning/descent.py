@@ -53,22 +53,21 @@ class Descent:
         return one_by_one(self.space)
 
     def starts(self) -> dict[str, Callable[[], Solved]]:
-        """Name of a start -> the descent from there. Where all is replicated, slow axes are freed first, and in another
-        descent fast ones. Where blocks have split one axis, the fastest or the slowest, fast axes are freed first, and
-        so the first one to be freed sees how the others split."""
+        """Name of a start -> the descent from there. Slow axes are freed first, or fast ones: so they are where blocks
+        have split an axis, so that the first ones to be freed see how the others split."""
         axes, coarser = self.axes(), coarser_axes(self.space)
-        own: dict[str, Callable[[], dict[str, list[SiteChoice]]]] = {
-            "replicated": self.options.replicated,
-            "blocks": lambda: by_blocks(self.options, self.blocks(), axes[-1][0]),
-            "replicated, fast axes first": self.options.replicated,
-            "blocks on the slowest axis": lambda: by_blocks(self.options, self.blocks(), axes[0][0]),
+        share = self.effort.descents / (4 + len(coarser))
+
+        def descent(order: list[Axes], split: int | None = None) -> Solved:
+            by = self.options.replicated() if split is None else by_blocks(self.options, self.blocks(), split)
+            return self.descend(by, order, purse=self.purse(share))
+
+        descents: dict[str, Callable[[], Solved]] = {
+            "replicated": partial(descent, axes),
+            "blocks": partial(descent, axes[::-1], axes[-1][0]),
+            "replicated, fast axes first": partial(descent, axes[::-1]),
+            "blocks on the slowest axis": partial(descent, axes[::-1], axes[0][0]),
         }
-        share = self.effort.descents / (len(own) + len(coarser))
-
-        def from_start(name: str) -> Solved:
-            return self.descend(own[name](), axes if name == "replicated" else axes[::-1], purse=self.purse(share))
-
-        descents: dict[str, Callable[[], Solved]] = {name: partial(from_start, name) for name in own}
         for groups in coarser:
             name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
             descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
@@ -92,8 +91,7 @@ class Descent:
                 self.log(f"no time is left for a descent from {name}")
                 continue
             note(solved)
-            score = solved.score
-            self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
+            self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
         purse = self.purse(self.effort.pool)
         for _ in range(self.effort.pool_rounds):
             if self.effort.is_over:
@@ -122,8 +120,7 @@ class Descent:
         return self.descend(taken(self.space, start.assignment), self.axes(), purse=purse)
 
     def at_price(self, price: float, start: Solved, purse: Purse) -> Solved:
-        start_options = taken(self.space, start.assignment, in_middle=True)
-        return self.descend(start_options, self.axes(), price, purse=purse)
+        return self.descend(taken(self.space, start.assignment, in_middle=True), self.axes(), price, purse=purse)
 
     def descend(
         self,
