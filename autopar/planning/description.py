@@ -121,8 +121,8 @@ class Subject:
             )
 
     def assignment(self, plan: Plan) -> Assignment:
-        """A plan's decisions. Raises ValueError for a missing or unknown site, for a choice that a site lacks, and where
-        two neighbours choose otherwise for what crosses their border."""
+        """A plan's decisions. Raises ValueError for a missing or unknown site, for a choice that a site lacks, and
+        where two neighbours choose otherwise for what crosses their border."""
         self.check(plan)
         space = self.space
         if [s.name for s in plan.segments] != [r.name for r in space.repeats]:

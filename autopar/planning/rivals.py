@@ -65,26 +65,26 @@ class Rivals:
     ) -> list[Estimated]:
         """The search's own result, which comes last, and before it what other descents of it ended with; first the best
         near the shortest of all, if that has a shorter step."""
-        own_rival = estimate(OWN, own, request.bytes_limit, math.inf)
-        others: list[Estimated] = []
-        for end in self._others(own, ends, request.bytes_limit):
+        limit, others = request.bytes_limit, list[Estimated]()
+        own_rival = estimate(OWN, own, limit, math.inf)
+        for end in self._others(own, ends):
             least = min(rival.seconds for rival in (own_rival, *others))
-            if least_seconds(self.searches.space, end.assignment) < least:
-                others.append(estimate(ELSEWHERE, end, request.bytes_limit, least))
+            may_be_shorter = least_seconds(self.searches.space, end.assignment) < least
+            if may_be_shorter and (limit is None or self.steps.peaks_of(limit).rough(end.assignment) <= limit):
+                others.append(estimate(ELSEWHERE, end, limit, least))
         others.sort(key=lambda rival: rival.seconds)
         shortest = min((own_rival, *others), key=lambda rival: rival.seconds)
         near = [rival for rival in self.with_near(shortest, request, estimate) if rival is not shortest]
         return [*near, *others, own_rival]
 
-    def _others(self, own: Solved, ends: Sequence[Solved], limit: float | None) -> Iterator[Solved]:
-        """The other ends that may have a shorter step, the cheapest first. Where memory has a price, they need too
-        much of it."""
+    def _others(self, own: Solved, ends: Sequence[Solved]) -> Iterator[Solved]:
+        """The other ends that are not much dearer, the cheapest first. Where memory has a price, they need too much of
+        it."""
         most = own.score.objective * (1 + self.effort.ends_within)
         for end in () if own.price else sorted(ends, key=lambda end: end.score.objective):
             if self.effort.is_over or end.score.objective > most:
                 return
-            fits = limit is None or self.steps.peaks_of(limit).rough(end.assignment) <= limit
-            if end.assignment != own.assignment and fits:
+            if end.assignment != own.assignment:
                 yield end
 
     def with_near(self, rival: Estimated, request: Request, estimate: Estimate) -> list[Estimated]:
