@@ -135,7 +135,7 @@ def restarted(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
     joined = joined_borders(space.repeats)
     for at in range(number):
         search = planner.search(Request(), planner.searches.hiding(planner.effort.hidden_part))
-        start = {name: [_without_partial(draw, of_site)] for name, of_site in choices.items()}
+        start = {name: [_plain(draw, of_site)] for name, of_site in choices.items()}
         for names in dict.fromkeys(joined.values()):
             start.update({name: start[names[0]] for name in names})
         descent = search.descent
@@ -147,9 +147,11 @@ def restarted(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
         yield timed.row(f"start {at}", found.assignment) | {"differing": timed.differing(found.assignment)}
 
 
-def _without_partial(draw: random.Random, choices: Sequence[Any]) -> Any:
-    """An option without partial sums, of which many starts would contradict each other."""
-    return draw.choice([c for c in choices if not any(on_axis.is_partial for on_axis in c.axes)] or list(choices))
+def _plain(draw: random.Random, choices: Sequence[Any]) -> Any:
+    """An option without partial sums or rows that travel to their experts, of which many starts would contradict each
+    other."""
+    plain = [c for c in choices if not any(on_axis.is_partial or on_axis.routes for on_axis in c.axes)]
+    return draw.choice(plain or list(choices))
 
 
 def changed(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
