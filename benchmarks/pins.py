@@ -52,6 +52,8 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]
     sys.path.insert(0, str(ROOT / "tests"))
     import golden
 
+    if unknown := set(options.golden) - golden.MODELS.keys():
+        raise SystemExit(f"--golden: no model is called {', '.join(sorted(unknown))}: {', '.join(golden.MODELS)}")
     for model, cluster in itertools.product(options.golden or golden.MODELS, CLUSTERS):
         yield f"{model} {cluster}", lambda m=model, c=cluster: golden.captured(m).on(MESH, c)
 
