@@ -336,6 +336,28 @@ def test_an_edit_that_contradicts_itself_is_refused() -> None:
     assert refused
 
 
+@pytest.mark.parametrize("where", ["layer", "rest"])
+def test_an_edit_of_one_side_of_a_border_is_refused(where: str) -> None:
+    """What a layer leaves in one layout, the next one cannot enter in another: both sides are written."""
+    made, plan = planner("llama of 4 layers", {"a": 4}), solved("llama of 4 layers", {"a": 4}, "ddp")
+    assert made.program(plan)
+    (segment,) = plan.segments
+    sites = made.space.rest.sites if where == "rest" else made.space.bodies[0].sites
+    refused = 0
+    for name in (name for name, site in sites.items() if site.kind == "border"):
+        run = segment.runs[0]
+        other = "R" if (plan.decisions if where == "rest" else run.decisions)[name] != "R" else "S0%8"
+        if where == "rest":
+            edited = dataclasses.replace(plan, decisions={**plan.decisions, name: other})
+        else:
+            runs = tuple(dataclasses.replace(r, decisions={**r.decisions, name: other}) for r in segment.runs)
+            edited = dataclasses.replace(plan, segments=(dataclasses.replace(segment, runs=runs),))
+        with pytest.raises(ValueError, match=r"border .* write the same choice on both sides"):
+            made.program(edited)
+        refused += 1
+    assert refused >= 2
+
+
 # ------------------------------------------------------------------------------------------- compare
 
 

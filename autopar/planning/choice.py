@@ -57,7 +57,7 @@ class Choice:
         with beside(lambda: self.rivals.of_presets(request), worthwhile=search.is_large) as find:
             own, error = self.flow.timed("search", self.own.within, search)
             self.known = Known(self.steps)
-            found = [] if own is None else self.rivals.searched(own, request, self._in_few)
+            found = [] if own is None else self.rivals.searched(own, self.ends, request, self._in_few)
             presets = self.rivals.presets = self.flow.timed("others", find)
         rivals = self._estimated(found, presets, replace(request, stage=request.stage.comparing))
         if rivals and rivals[0] not in found:

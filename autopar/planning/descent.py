@@ -53,22 +53,24 @@ class Descent:
         return one_by_one(self.space)
 
     def starts(self) -> dict[str, Callable[[], Solved]]:
-        """Name of a start -> the descent from there. Where all is replicated, slow axes are freed first; where blocks
-        have split the fastest axis, last, so that the first axes to be freed see how the others split."""
+        """Name of a start -> the descent from there. Slow axes are freed first, or fast ones: so they are where blocks
+        have split an axis, so that the first ones to be freed see how the others split."""
         axes, coarser = self.axes(), coarser_axes(self.space)
+        share = self.effort.descents / (4 + len(coarser))
 
-        def one() -> Purse:
-            return self.purse(self.effort.descents / (2 + len(coarser)))
+        def descent(order: list[Axes], split: int | None = None) -> Solved:
+            by = self.options.replicated() if split is None else by_blocks(self.options, self.blocks(), split)
+            return self.descend(by, order, purse=self.purse(share))
 
         descents: dict[str, Callable[[], Solved]] = {
-            "replicated": lambda: self.descend(self.options.replicated(), axes, purse=one()),
-            "blocks": lambda: self.descend(
-                by_blocks(self.options, self.blocks(), axes[-1][0]), axes[::-1], purse=one()
-            ),
+            "replicated": partial(descent, axes),
+            "blocks": partial(descent, axes[::-1], axes[-1][0]),
+            "replicated, fast axes first": partial(descent, axes[::-1]),
+            "blocks on the slowest axis": partial(descent, axes[::-1], axes[0][0]),
         }
         for groups in coarser:
             name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
-            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, one())
+            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
         return descents
 
     def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
@@ -89,8 +91,7 @@ class Descent:
                 self.log(f"no time is left for a descent from {name}")
                 continue
             note(solved)
-            score = solved.score
-            self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
+            self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
         purse = self.purse(self.effort.pool)
         for _ in range(self.effort.pool_rounds):
             if self.effort.is_over:
@@ -119,8 +120,7 @@ class Descent:
         return self.descend(taken(self.space, start.assignment), self.axes(), purse=purse)
 
     def at_price(self, price: float, start: Solved, purse: Purse) -> Solved:
-        start_options = taken(self.space, start.assignment, in_middle=True)
-        return self.descend(start_options, self.axes(), price, purse=purse)
+        return self.descend(taken(self.space, start.assignment, in_middle=True), self.axes(), price, purse=purse)
 
     def descend(
         self,

@@ -10,7 +10,7 @@ from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.choices import SiteChoice, parse_choice
 from autopar.passes.space.problem import Assignment, Decisions
-from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.sites import Region, Site, border_name
 from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts
@@ -121,7 +121,8 @@ class Subject:
             )
 
     def assignment(self, plan: Plan) -> Assignment:
-        """A plan's decisions. Raises ValueError for a missing or unknown site, and for a choice that a site lacks."""
+        """A plan's decisions. Raises ValueError for a missing or unknown site, for a choice that a site lacks, and
+        where two neighbours choose otherwise for what crosses their border."""
         self.check(plan)
         space = self.space
         if [s.name for s in plan.segments] != [r.name for r in space.repeats]:
@@ -138,7 +139,9 @@ class Subject:
             copies.append(tuple(decisions for count, decisions in runs for _ in range(count)))
         again = tuple(tuple(run.recompute for run in s.runs for _ in range(run.count)) for s in plan.segments)
         again = again if any(map(any, again)) else ()  # as a search leaves it, whose program may be cached
-        return Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
+        assignment = Assignment(rest=self._read(space.rest, plan.decisions), copies=tuple(copies), recompute=again)
+        _check_borders(space, assignment)
+        return assignment
 
     def _read(self, region: Region, decisions: Mapping[str, str]) -> dict[str, SiteChoice]:
         missing, extra = region.sites.keys() - decisions.keys(), decisions.keys() - region.sites.keys()
@@ -168,6 +171,23 @@ class Subject:
         )
         policy = "; then keep or regather" if site.kind == "parameter" else ""
         return f"write one choice for each axis: {'; '.join(on)}{policy}"
+
+
+def _check_borders(space: Space, assignment: Assignment) -> None:
+    """Raises ValueError where a value leaves a copy of a layer in another layout than it enters the next one."""
+    rest = assignment.rest
+    parts = zip(space.repeats, space.bodies, space.rest_borders, assignment.copies, strict=True)
+    for repeat, body, (left, right), copies in parts:
+        before = [[rest[name] for name in left], *([copy[name] for name in body.right] for copy in copies)]
+        after = [*([copy[name] for name in body.left] for copy in copies), [rest[name] for name in right]]
+        for k, sides in enumerate(zip(before, after, strict=True)):
+            for border, one, other in zip(repeat.borders, *sides, strict=True):
+                if one != other:
+                    where = f"copy {k} of segment {repeat.name}" if k < len(copies) else f"what follows {repeat.name}"
+                    raise ValueError(
+                        f"border {border_name(border.values[k])} of the plan is {str(other)!r} in {where} and "
+                        f"{str(one)!r} before it: write the same choice on both sides"
+                    )
 
 
 def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:

@@ -1,12 +1,13 @@
 """Rivals of the search's own plan: those that overlap may favour.
 
-Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. Where more or less
-of the traffic in buckets is hidden, another plan may be the quickest, and what some presets leave hides much.
+Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. What another descent
+ended with may overlap better. Where more or less of the traffic in buckets is hidden, another plan may be the quickest,
+and what some presets leave hides much.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.passes import Flow
@@ -14,7 +15,7 @@ from autopar.passes.space.problem import Allowed
 from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible
 
-from .account import account
+from .account import account, least_seconds
 from .known import Known
 from .options import resting_bytes
 from .presets import PRESETS
@@ -29,6 +30,9 @@ Rival = tuple[str, Solved]
 
 OWN = "search"
 """The name of the search's own result among its rivals."""
+
+ELSEWHERE = "another descent"
+"""The name of what another descent of the search ended with."""
 
 AGAIN = "search again"
 """The name of the best near another one, where more or less of the traffic in buckets is hidden."""
@@ -56,9 +60,32 @@ class Rivals:
         self.effort = searches.effort
         self.presets: list[Rival] | None = None
 
-    def searched(self, own: Solved, request: Request, estimate: Estimate) -> list[Estimated]:
-        """The search's own result, and before it the best near it, if that has a shorter step."""
-        return self.with_near(estimate(OWN, own, request.bytes_limit, math.inf), request, estimate)
+    def searched(
+        self, own: Solved, ends: Sequence[Solved], request: Request, estimate: Estimate
+    ) -> list[Estimated]:
+        """The search's own result, which comes last, and before it what other descents of it ended with; first the best
+        near the shortest of all, if that has a shorter step."""
+        limit, others = request.bytes_limit, list[Estimated]()
+        own_rival = estimate(OWN, own, limit, math.inf)
+        for end in self._others(own, ends):
+            least = min(rival.seconds for rival in (own_rival, *others))
+            may_be_shorter = least_seconds(self.searches.space, end.assignment) < least
+            if may_be_shorter and (limit is None or self.steps.peaks_of(limit).rough(end.assignment) <= limit):
+                others.append(estimate(ELSEWHERE, end, limit, least))
+        others.sort(key=lambda rival: rival.seconds)
+        shortest = min((own_rival, *others), key=lambda rival: rival.seconds)
+        near = [rival for rival in self.with_near(shortest, request, estimate) if rival is not shortest]
+        return [*near, *others, own_rival]
+
+    def _others(self, own: Solved, ends: Sequence[Solved]) -> Iterator[Solved]:
+        """The other ends that are not much dearer, the cheapest first. Where memory has a price, they need too much of
+        it."""
+        most = own.score.objective * (1 + self.effort.ends_within)
+        for end in () if own.price else sorted(ends, key=lambda end: end.score.objective):
+            if self.effort.is_over or end.score.objective > most:
+                return
+            if end.assignment != own.assignment:
+                yield end
 
     def with_near(self, rival: Estimated, request: Request, estimate: Estimate) -> list[Estimated]:
         """A rival, and before it the best near it, if that has a shorter step: what a descent finds with less of the
@@ -66,7 +93,7 @@ class Rivals:
         priced, best = account(self.searches.space, rival.solved.assignment), rival
         if rival.solved.price or priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
             return [rival]
-        first = () if rival.name == OWN else ((self.effort.hidden_part,),)
+        first = () if rival.name in (OWN, ELSEWHERE) else ((self.effort.hidden_part,),)
         for parts in (*first, *self.effort.hidden_parts):
             for part in parts:
                 near = None if self.effort.is_over else self._near(part, best.solved, request)

@@ -92,6 +92,8 @@ class Effort:
     hidden_parts: tuple[tuple[float, ...], ...] = ((0.25, 0.0), (0.75, 0.9))
     """Other such parts, at which the best plan is searched on: less and less, and else more and more, as long as that
     makes the step shorter."""
+    ends_within: float = 0.1
+    """What other descents ended with is looked at if it costs no more than this part above the cheapest."""
     hidden_worth: float = 0.02
     """It is searched on where communication has at least this part of a step."""
     unsplit: float = 0.15
