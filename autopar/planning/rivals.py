@@ -78,13 +78,14 @@ class Rivals:
         return [*near, *others, own_rival]
 
     def _others(self, own: Solved, ends: Sequence[Solved]) -> Iterator[Solved]:
-        """The other ends that are not much dearer, the cheapest first. Where memory has a price, they need too much of
-        it."""
-        most = own.score.objective * (1 + self.effort.ends_within)
+        """The other ends that are not much dearer, the cheapest first, one of those that cost the same. Where memory
+        has a price, they need too much of it."""
+        least, most = own.score.objective, own.score.objective * (1 + self.effort.ends_within)
         for end in () if own.price else sorted(ends, key=lambda end: end.score.objective):
             if self.effort.is_over or end.score.objective > most:
                 return
-            if end.assignment != own.assignment:
+            if end.score.objective > least * (1 + self.effort.gain):
+                least = end.score.objective
                 yield end
 
     def with_near(self, rival: Estimated, request: Request, estimate: Estimate) -> list[Estimated]:

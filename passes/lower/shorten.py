@@ -83,11 +83,11 @@ class Short:
         started: dict[tuple[str, Place], float] = {}
         busy: dict[tuple[str, Place], dict[str, float]] = {}
         for event in short.events:
-            at = places[event.name]
+            place = places[event.name]
             if event.stream == COMPUTE:
-                started.setdefault(at, event.start_seconds)
+                started.setdefault(place, event.start_seconds)
             else:
-                of_copy = busy.setdefault(at, defaultdict(float))
+                of_copy = busy.setdefault(place, defaultdict(float))
                 of_copy[event.stream] += event.seconds
         total, streams = short.seconds, {COMPUTE, *(stream for of_copy in busy.values() for stream in of_copy)}
         for missing in self.missing:
@@ -95,11 +95,11 @@ class Short:
             around = missing.alike - 1  # where the last of them begins is to be seen, too
             low, high = k - around, k + 1 + around
             for phase, first, last in (("forward", low, high), ("backward", high, low)):
-                at = [(phase, (number, place)) for place in (first, last)]
-                if all(place in started for place in at):  # a copy may lie in one phase alone
-                    between = started[at[1]] - started[at[0]]
+                began, ended = (started.get((phase, (number, at))) for at in (first, last))
+                if began is not None and ended is not None:  # a copy may lie in one phase alone
+                    between = ended - began
                     if phase == "backward":
-                        window = [busy.get((phase, (number, place)), {}) for place in range(low, high)]
+                        window = [busy.get((phase, (number, at)), {}) for at in range(low, high)]
                         between = max(between, *(sum(of.get(stream, 0.0) for of in window) for stream in streams))
                     total += missing.count * between / (high - low)
         return total
