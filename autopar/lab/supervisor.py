@@ -269,7 +269,7 @@ def _how_ended(codes: dict[int, int]) -> str:
     ranks: dict[int, list[str]] = {}
     for rank, code in codes.items():
         ranks.setdefault(code, []).append(str(rank))
-    parts = []
+    parts: list[str] = []
     for code, (*others, last) in ranks.items():
         who = f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
         how = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
