@@ -72,7 +72,10 @@ def as_main(script: Path, arguments: Sequence[str]) -> str:
 
 
 def on_ranks(script: Path, *arguments: str) -> str:
-    """As `torchrun`, in a quarter of the time: ranks do not import PyTorch each for itself."""
+    """As `torchrun`, in a quarter of the time: ranks do not import PyTorch, and what scripts take of transformers, each
+    for itself."""
+    from transformers import LlamaForCausalLM  # noqa: F401
+
     return str(run(4, as_main, script, arguments)[0])
 
 
